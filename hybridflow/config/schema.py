@@ -1,0 +1,197 @@
+"""Every configuration key, its type, default and meaning. Frozen: nothing rewrites a configuration once it is built.
+
+Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or said in the comment. "prompts" counts rows of the dataset,
+"samples" counts generated responses: samples = prompts x `rollout.n`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Dataset preparation that runs before training when its output is missing. `task: null` skips it."""
+
+    task: str | None = None  # arithmetic | gsm8k; the same names as `hybridflow prepare`
+    source: str | None = None  # folder of raw files, for tasks that need one
+    out: str = "data"  # folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/
+    options: dict[str, Any] = field(default_factory=dict)  # task specific, e.g. {num_train: 4000}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: parquet rows {data_source, prompt, ability, reward_model{style, ground_truth}, extra_info}."""
+
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    train_files: tuple[str, ...] = ()
+    val_files: tuple[str, ...] = ()
+    prompt_key: str = "prompt"
+    train_batch_size: int = 64  # prompts a step
+    val_max_prompts: int | None = None  # None: all of them
+    max_prompt_length: int = 512  # tokens, after the chat template
+    max_response_length: int = 512  # tokens
+    filter_overlong_prompts: bool = False  # drop prompts longer than max_prompt_length instead of refusing to start
+    truncation: str = "error"  # error | left | right | middle, when a prompt is too long and not filtered
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy. Either `path` (a Hugging Face folder with weights) or `hf_config` (random initialisation)."""
+
+    path: str | None = None
+    hf_config: dict[str, Any] = field(default_factory=dict)  # fields of a HF config.json; model_type decides the family
+    tokenizer: str | None = None  # HF tokenizer folder; None: `path`
+    dtype: str = "float32"  # float32 | bfloat16
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Megatron parallel sizes (verl's names in brackets)."""
+
+    tensor: int = 1  # [tensor_model_parallel_size]
+    pipeline: int = 1  # [pipeline_model_parallel_size]
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None  # None: 1 when expert > 1, else `tensor`
+    sequence: bool = False  # sequence parallelism; needs tensor > 1
+    distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW as Megatron builds it."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_decay_style: str = "constant"  # constant | linear | cosine
+    lr_warmup_steps: int = 0  # optimizer updates
+    lr_decay_steps: int | None = None  # optimizer updates; needed by linear and cosine
+    weight_decay: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The trained policy: layout, optimizer and PPO update."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo_mini_batch_size: int = 64  # prompts an optimizer update (x rollout.n samples)
+    ppo_epochs: int = 1
+    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = 3.0  # dual clip; None switches it off
+    loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    entropy_coef: float = 0.0
+    kl_loss_coef: float = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
+    kl_loss_type: str = "k3"  # k1 | abs | k2 | k3
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """How rewards become advantages."""
+
+    adv_estimator: str = "grpo"
+    norm_adv_by_std: bool = True  # False: Dr.GRPO
+    kl_coef: float = 0.0  # KL penalty inside the reward
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Token sampling."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """SGLang engines and how they sample."""
+
+    num_engines: int = 1
+    tensor: int = 1  # tensor parallel size of one engine
+    n: int = 1  # samples a prompt
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    max_running_requests: int = 64
+    max_total_tokens: int = 16384  # KV cache of one engine
+    mem_fraction_static: float = 0.1
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 300.0
+    sync_timeout_s: float = 120.0
+    logprob_diff_bound: float | None = 0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
+    extra_args: dict[str, Any] = field(default_factory=dict)  # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Where the score of a response comes from: a built-in verifier by data_source, or a function of yours."""
+
+    path: str | None = None  # python file; None: built-in verifiers
+    name: str = "compute_score"  # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised warm start on parquet rows {prompt, response}. `steps: 0` skips it."""
+
+    steps: int = 0
+    train_files: tuple[str, ...] = ()
+    batch_size: int = 64  # sequences a step
+    response_key: str = "response"
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Ray and the worker processes. The number of Megatron processes is nodes x procs_per_node."""
+
+    address: str | None = None  # None: start a local cluster on loopback; else join (host:port or "auto")
+    nodes: int = 1
+    procs_per_node: int = 1  # Megatron ranks a node (GPUs a node on the cuda lane)
+    start_timeout_s: float = 120.0
+    call_timeout_s: float = 600.0  # deadline on any single worker call
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop."""
+
+    total_steps: int = 1
+    val_before_train: bool = True
+    test_every_steps: int = 0  # 0: only before and after
+    save_every_steps: int = 0  # 0: only at the end
+    max_checkpoints_to_keep: int = 2
+    resume: str = "auto"  # auto | disable
+    export: bool = True  # write a Hugging Face folder at the end
+    loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
+    dump_rollouts_every_steps: int = 1  # parquet; 0: never
+    report: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: `hybridflow train` and `hybridflow sft` read the same file."""
+
+    name: str = "run"
+    seed: int = 1
+    output_dir: str = "runs"  # the run folder is output_dir/name
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

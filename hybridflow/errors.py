@@ -1,0 +1,96 @@
+"""The typed errors that cross rooms.
+
+Every error a user can cause derives from `HybridFlowError` and says what is wrong, where (key, file, rank), and what to do.
+The command line prints the message alone and exits with `exit_code`; a traceback is only shown for bugs of ours.
+"""
+
+from __future__ import annotations
+
+
+class HybridFlowError(Exception):
+    """Base of all errors that are reported to a user as one clear message."""
+
+    exit_code = 1
+
+
+class ConfigError(HybridFlowError):
+    """A key, value or combination in the configuration is wrong. Names the key and the nearest valid one."""
+
+    exit_code = 2
+
+
+class DataError(HybridFlowError):
+    """A dataset file, column or row is missing or malformed. Names the file and the column or row."""
+
+    exit_code = 2
+
+
+class SchemaError(DataError):
+    """Columns of a batch are missing, of unequal length, duplicated with other values, or of a wrong type."""
+
+
+class ModelError(HybridFlowError):
+    """A model cannot be built or cut as asked: unknown family, sizes that do not divide, missing weights."""
+
+    exit_code = 2
+
+
+class ResourceError(HybridFlowError):
+    """The cluster cannot hold what was asked for. Says what is free where."""
+
+
+class WorkerError(HybridFlowError):
+    """A worker died, hung or raised.
+
+    Args:
+        message: what happened.
+        role, rank, node, method: which worker and what it was doing.
+        waited_s: seconds waited before giving up, or None when the failure came at once.
+        log_tail: the last lines of the worker's log.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str = "",
+        rank: int = -1,
+        node: str = "",
+        method: str = "",
+        waited_s: float | None = None,
+        log_tail: str = "",
+    ) -> None:
+        self.role, self.rank, self.node, self.method = role, rank, node, method
+        self.waited_s, self.log_tail = waited_s, log_tail
+        where = f"{role or 'worker'} rank {rank} on {node or 'unknown node'}, in {method or 'start-up'}"
+        waited = f" after {waited_s:.0f} s" if waited_s is not None else ""
+        tail = f"\n--- last lines of its log ---\n{log_tail.rstrip()}" if log_tail else ""
+        super().__init__(f"{message} ({where}{waited}){tail}")
+
+
+class EngineError(HybridFlowError):
+    """A rollout engine failed to start, died, timed out or refused a request. Carries the tail of its log."""
+
+    def __init__(self, message: str, *, engine: str = "", log_tail: str = "") -> None:
+        self.engine, self.log_tail = engine, log_tail
+        prefix = f"engine {engine}: " if engine else ""
+        tail = f"\n--- last lines of its log ---\n{log_tail.rstrip()}" if log_tail else ""
+        super().__init__(f"{prefix}{message}{tail}")
+
+
+class WeightSyncError(HybridFlowError):
+    """Weights could not be brought to an engine, or what arrived is not what was sent."""
+
+
+class LogprobMismatchError(HybridFlowError):
+    """Rollout and trainer disagree on the log-probabilities of the same tokens beyond the configured bound."""
+
+
+class CheckpointError(HybridFlowError):
+    """A checkpoint cannot be written or read. The previous one is still whole."""
+
+
+class RunInterrupted(HybridFlowError):
+    """The user asked to stop. Says how to resume."""
+
+    exit_code = 130
