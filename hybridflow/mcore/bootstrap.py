@@ -1,0 +1,34 @@
+"""Import this before any `megatron` import: it makes Megatron importable on the device at hand.
+
+On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core 0.16.1 calls unconditionally.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+
+import torch
+
+if not torch.cuda.is_available():
+    # megatron/core/jit.py:24: jit_fuser is torch.compile, which needs a C++ tool chain and minutes of warm-up on a CPU
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    from hybridflow.mcore import cpu_compat
+
+    cpu_compat.install()
+
+with warnings.catch_warnings():
+    # "Transformer Engine / Apex are not installed": we say ourselves, once, what is used instead (see `backend_name`)
+    warnings.simplefilter("ignore")
+    import megatron.core
+
+MEGATRON_VERSION: str = megatron.core.__version__
+HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+
+def backend_name() -> str:
+    """What computes the layers: recorded with every run."""
+    if HAVE_TRANSFORMER_ENGINE:
+        return "transformer-engine"
+    return "torch (cuda)" if torch.cuda.is_available() else "torch (cpu)"

@@ -1,0 +1,184 @@
+"""Torch modules with Transformer Engine's parameter names, for machines without Transformer Engine.
+
+Megatron's stock TE layer spec is built from these instead of TE's classes, so parameter names (`linear_qkv.layer_norm_weight`,
+`mlp.experts.linear_fc1.weight3`) and checkpoints are the same with and without TE, and one HF map serves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.packed_attention import PackedAttention
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+class RMSNorm(nn.Module):
+    """RMS norm whose weight carries the `sequence_parallel` mark.
+
+    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:32), which tensor-parallel MoE training requires.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden]."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMS norm and a column-parallel linear in one module (TELayerNormColumnParallelLinear's names)."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.norm_eps = config.layernorm_epsilon
+        self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers it."""
+        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.norm_eps), *args, **kwargs)
+
+
+class GroupedLinear(nn.Module):
+    """One weight per local expert, applied to consecutive runs of rows (TEGroupedLinear's names: weight0, weight1, ...)."""
+
+    split_dim = 0  # the weight's dimension that expert tensor parallelism cuts
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False,
+                 pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
+        super().__init__()
+        if bias:
+            raise ValueError("experts with bias need Transformer Engine")
+        self.num_gemms, self.groups, self.tp_group = num_gemms, pg_collection, pg_collection.expt_tp
+        shape = [output_size, input_size]
+        shape[self.split_dim] //= get_pg_size(self.tp_group)
+        for index in range(num_gemms):
+            weight = nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))
+            if config.perform_initialization:
+                init_method(weight.data)
+            set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
+            # tensor_parallel/layers.py:829, 1149 mark experts so only when EP > 1; with ETP != TP and EP == 1 their gradients would
+            # be reduced over the dense data-parallel group, which is silently wrong
+            weight.allreduce = False  # type: ignore[attr-defined]
+            setattr(self, f"weight{index}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
+        """x [rows, in], the first m_splits[0] rows belong to expert 0, and so on. Returns ([rows, out], no bias)."""
+        runs = torch.split(x, list(m_splits))
+        return torch.cat([F.linear(run, getattr(self, f"weight{i}")) for i, run in enumerate(runs)]), None
+
+    def backward_dw(self) -> None:
+        """Megatron's delayed weight gradient hook; nothing is delayed here."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Checkpoint layout, with the keys TE's grouped linear writes."""
+        experts, first = get_pg_size(self.groups.ep) * self.num_gemms, get_pg_rank(self.groups.ep) * self.num_gemms
+        state, sharded = self.state_dict(prefix="", keep_vars=True), {}
+        for i in range(self.num_gemms):
+            tensors = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": state[f"weight{i}"]}, "", {f"{i}.weight": self.split_dim},
+                (*sharded_offsets, (len(sharded_offsets), first + i, experts)),
+                tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
+            )  # fmt: skip
+            replace_prefix_for_sharding(tensors, f"{i}.", prefix)
+            sharded[f"{prefix}weight{i}"] = tensors[f"{i}.weight"]
+        for tensor in sharded.values():
+            tensor.replica_id = (*tensor.replica_id[:2], get_pg_rank(self.groups.expt_dp))
+        return sharded
+
+
+class ColumnGroupedLinear(GroupedLinear):
+    """Experts' first linear: output rows are cut."""
+
+    split_dim = 0
+
+
+class RowGroupedLinear(GroupedLinear):
+    """Experts' second linear: input columns are cut."""
+
+    split_dim = 1
+
+
+class TorchSpecProvider(BackendSpecProvider):
+    """Hands Megatron's TE layer spec the modules above."""
+
+    def linear(self) -> type:
+        """Not parallel (MLA down projections)."""
+        raise NotImplementedError("multi-latent attention needs Transformer Engine for now")
+
+    def column_parallel_linear(self) -> type:
+        """See BackendSpecProvider."""
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """See BackendSpecProvider."""
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """The norm is inside the linear, as in TE."""
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        """See BackendSpecProvider."""
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """See BackendSpecProvider."""
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """See BackendSpecProvider."""
+        return PackedAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> tuple[type, MLPSubmodules]:
+        """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+
+    def activation_func(self) -> None:
+        """The config's activation."""
+        return None
+
+
+def install() -> None:
+    """Make Megatron's TE layer spec use `TorchSpecProvider`, and mend what it gets wrong without TE. Idempotent."""
+    import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+    import megatron.core.models.gpt.moe_module_specs as moe_specs
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.transformer_block as transformer_block
+
+    layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
+    layer_specs.TENorm = RMSNorm
+    transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
+    if not getattr(token_dispatcher.maybe_move_tensor_to_cpu, "from_hybridflow", False):
+        token_dispatcher.maybe_move_tensor_to_cpu = _to_host(token_dispatcher.maybe_move_tensor_to_cpu)
+
+
+def _to_host(original: Any) -> Any:
+    """moe_utils.py:1092 converts the all-to-all's split sizes to numpy only for CUDA tensors; gloo's all_to_all_single wants a list."""
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, record_stream)
+        if as_numpy and isinstance(moved, torch.Tensor) and not moved.is_cuda:
+            return moved.numpy()
+        return moved
+
+    maybe_move_tensor_to_cpu.from_hybridflow = True  # type: ignore[attr-defined]
+    return maybe_move_tensor_to_cpu

@@ -1,0 +1,70 @@
+"""Where gloo (torch 2.13) refuses or, worse, silently computes something else than NCCL would.
+
+`scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between different memory layouts read and write
+the storage as if it were contiguous. `all_gather` of unequal sizes is refused (expert tensor parallelism with expert parallelism needs
+it: tensor_parallel/mappings.py:150).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def install() -> None:
+    """Wrap the collectives named above. Only called where gloo is the backend."""
+    for name, make in (("all_gather", _all_gather), ("scatter", _scatter), ("all_reduce", _all_reduce), ("broadcast", _broadcast)):
+        guarded = make(getattr(dist, name))
+        setattr(dist, name, guarded)
+        setattr(distributed_c10d, name, guarded)
+
+
+def _all_gather(original: Any) -> Any:
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return original(outputs, tensor, group=group, async_op=async_op)
+        if async_op:
+            raise RuntimeError("gloo: an asynchronous all_gather of unequal sizes is not supported")
+        longest = max(output.numel() for output in outputs)
+        padded = tensor.new_zeros(longest)
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        buffers = [tensor.new_empty(longest) for _ in outputs]
+        original(buffers, padded, group=group)
+        for output, buffer in zip(outputs, buffers, strict=True):
+            output.copy_(buffer[: output.numel()].view_as(output))
+        return None
+
+    return all_gather
+
+
+def _scatter(original: Any) -> Any:
+    def scatter(tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
+        _require_contiguous(tensor, "scatter")
+        inputs = [item.contiguous() for item in scatter_list] if scatter_list else scatter_list
+        return original(tensor, inputs, *args, **kwargs)
+
+    return scatter
+
+
+def _all_reduce(original: Any) -> Any:
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _require_contiguous(tensor, "all_reduce")
+        return original(tensor, *args, **kwargs)
+
+    return all_reduce
+
+
+def _broadcast(original: Any) -> Any:
+    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _require_contiguous(tensor, "broadcast")
+        return original(tensor, *args, **kwargs)
+
+    return broadcast
+
+
+def _require_contiguous(tensor: Any, collective: str) -> None:
+    if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
+        raise RuntimeError(f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give wrong data")

@@ -1,0 +1,121 @@
+"""Megatron's optimizer with torch AdamW where neither Transformer Engine nor Apex is installed, and what that combination gets wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.config.schema import OptimConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+class Optimizer:
+    """The optimizer and its learning-rate schedule, stepped together."""
+
+    def __init__(self, model: Any, config: OptimConfig, *, distributed: bool, dtype: torch.dtype) -> None:
+        """`model` is wrapped for training (`model.wrap_for_training`)."""
+        _patch_distributed_optimizer()
+        self.model, self.config = model, config
+        self.inner = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.adam_beta1,
+                adam_beta2=config.adam_beta2,
+                adam_eps=config.adam_eps,
+                clip_grad=config.clip_grad,
+                use_distributed_optimizer=distributed,
+                bf16=dtype is torch.bfloat16,
+                params_dtype=dtype,
+            ),
+            [model],
+        )
+        decay_steps = config.lr_decay_steps or max(config.lr_warmup_steps + 1, 1_000_000_000)
+        self.scheduler = OptimizerParamScheduler(
+            self.inner,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.min_lr if config.lr_decay_style != "constant" else 0.0,
+            lr_warmup_steps=config.lr_warmup_steps,
+            lr_decay_steps=decay_steps,
+            lr_decay_style=config.lr_decay_style,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        model.config.grad_scale_func = self.inner.scale_loss
+        prime_adam_state(self.inner)
+
+    def zero_grad(self) -> None:
+        """Before each mini-batch."""
+        self.model.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def step(self) -> tuple[bool, float, float]:
+        """Clip and apply. Returns (applied, gradient norm before clipping, learning rate used). Not applied when a gradient is not finite.
+
+        With NaN or Inf gradients, the weights are left as they are.
+        """
+        # the first update of a warm-up has rate lr / warmup, not 0
+        self.scheduler.step(increment=1)
+        rate = self.learning_rate()
+        found, norm, _ = self.inner.step()
+        norm = float(norm) if norm is not None else float("nan")
+        return bool(found), norm, rate
+
+    def learning_rate(self) -> float:
+        """Of the first parameter group."""
+        return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else self.config.lr
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Dense and expert parameters have an optimizer each; ranks without parameters of a kind have a stub."""
+    return [inner for inner in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def prime_adam_state(optimizer: Any) -> None:
+    """Allocate torch AdamW's state before the first step: distrib_optimizer.py:641 asserts that a 'step' exists when a checkpoint is
+    loaded into (or saved from) a fresh optimizer.
+    """
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not inner.optimizer.state.get(parameter):
+                    zeros = torch.zeros_like(parameter)
+                    inner.optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
+def separate_adam_steps(optimizer: Any) -> None:
+    """distrib_optimizer.py:785 puts one step tensor into the state of every parameter, and torch AdamW then increments it once per
+    parameter, which is silently wrong (5e-4 after a resume): give each its own.
+    """
+    for inner in inner_optimizers(optimizer):
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _patch_distributed_optimizer() -> None:
+    """distrib_optimizer.py:936 copies every key of the state, but 'step' is not among the loaded tensors (KeyError with torch AdamW), and
+    writes fp32 leaves outside no_grad.
+    """
+
+    @torch.no_grad()
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        targets = {"param": main, **self.optimizer.state[main]}
+        for key, value in tensors.items():
+            if key != "step" and key in targets:
+                targets[key].copy_(value)
+
+    if torch.cuda.is_available():
+        return
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states

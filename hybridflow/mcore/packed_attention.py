@@ -1,0 +1,67 @@
+"""Core attention over packed sequences with torch's SDPA, for machines without Transformer Engine.
+
+Megatron's DotProductAttention takes no packed sequences (dot_product_attention.py:59, 154). Segments are grouped by length class
+(powers of two), each class runs as one padded causal batch: a padded key lies behind every real query, so the causal mask alone hides it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from megatron.core.transformer.module import MegatronModule
+
+
+class SegmentClasses:
+    """For each length class: `gather` [n, longest] row numbers (clamped inside the segment), `real` [n, longest] true where not padding."""
+
+    def __init__(self, cu_seqlens: torch.Tensor) -> None:
+        bounds = cu_seqlens.to(torch.int64)
+        starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        classes = torch.ceil(torch.log2(lengths.double())).long()
+        self.groups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for value in classes.unique().tolist():
+            chosen = classes == value
+            start, length = starts[chosen, None], lengths[chosen, None]
+            step = torch.arange(int(length.max()))[None, :]
+            self.groups.append((start + torch.minimum(step, length - 1), step < length))
+        # where each packed row stands in the concatenation of the classes' real rows
+        order = torch.cat([gather[real] for gather, real in self.groups]) if self.groups else torch.zeros(0, dtype=torch.int64)
+        self.restore = torch.empty_like(order)
+        self.restore[order] = torch.arange(len(order))
+
+
+class PackedAttention(MegatronModule):
+    """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs; a drop-in for DotProductAttention."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, attention_dropout: float | None = None,
+                 softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("context parallelism needs Transformer Engine's attention for now")
+        self.layer_number, self.scale = layer_number, softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, attn_mask_type: Any = None,
+                attention_bias: Any = None, packed_seq_params: Any = None) -> torch.Tensor:  # fmt: skip
+        """thd: query [t, heads, d], key/value [t, kv heads, d] -> [t, 1, heads*d]. sbhd: [s, b, heads, d] -> [s, b, heads*d]."""
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            return self._packed(query, key, value, packed_seq_params)
+        parts = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
+        out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=self.scale, enable_gqa=key.shape[2] != query.shape[2])
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
+        classes = getattr(params, "segment_classes", None)
+        if classes is None:
+            classes = params.segment_classes = SegmentClasses(params.cu_seqlens_q)
+        gqa, outs = key.shape[1] != query.shape[1], []
+        for gather, real in classes.groups:
+            parts = [t[gather].transpose(1, 2) for t in (query, key, value)]
+            out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            outs.append(out.transpose(1, 2)[real])
+        packed = torch.cat(outs)[classes.restore]
+        return packed.reshape(packed.shape[0], 1, -1)

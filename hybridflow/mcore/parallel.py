@@ -1,0 +1,78 @@
+"""Process groups of the Megatron layout, and where this rank stands in it."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import astuple
+
+import torch
+import torch.distributed as dist
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.config.schema import ParallelConfig
+from hybridflow.models.layout import Coordinates
+from megatron.core import parallel_state, tensor_parallel
+
+
+def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
+    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name and create Megatron's groups.
+
+    `timeout_s` bounds every collective: a rank that is gone becomes an error in the others, not a hang.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    torch.set_num_threads(1 if backend == "gloo" else torch.get_num_threads())
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline,
+        context_parallel_size=config.context,
+        expert_model_parallel_size=config.expert,
+        expert_tensor_parallel_size=expert_tensor_size(config),
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def expert_tensor_size(config: ParallelConfig) -> int:
+    """Tensor parallelism of experts: 1 beside expert parallelism, unless said otherwise."""
+    if config.expert_tensor is not None:
+        return config.expert_tensor
+    return 1 if config.expert > 1 else config.tensor
+
+
+def coordinates() -> Coordinates:
+    """This rank's place."""
+    return Coordinates(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def all_coordinates() -> list[Coordinates]:
+    """Every rank's place, by global rank. A collective over the world."""
+    mine = torch.tensor(astuple(coordinates()), dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [Coordinates(*row.tolist()) for row in everyone]
+
+
+def data_parallel_position() -> tuple[int, int, bool]:
+    """(data-parallel rank, size, whether this rank returns its group's results: last stage, tensor rank 0)."""
+    return (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+        is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0,
+    )
+
+
+def is_last_stage() -> bool:
+    """Holds the output layer."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

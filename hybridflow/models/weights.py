@@ -1,0 +1,72 @@
+"""Where the values of a checkpoint come from: a folder of safetensors, or a seeded initialisation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hybridflow.errors import ModelError
+
+
+class WeightSource(Protocol):
+    """Reads rectangles of HF tensors."""
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """The region `[start, start + shape)` of tensor `name`."""
+        ...
+
+
+class RandomWeights:
+    """A seeded initialisation that does not depend on the parallel layout.
+
+    Every tensor has a generator of its own, seeded by (seed, HF name), so that rank cuts never change the values. (Megatron's own
+    CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, matrices are N(0, std).
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
+        self.tensors, self.seed, self.std = dict(tensors), seed, std
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """See `WeightSource.read`. fp32."""
+        full = self.tensors[name]
+        if len(full) == 1:
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        values = torch.empty(full).normal_(0.0, self.std, generator=generator)
+        return values[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+class SafetensorsFolder:
+    """A Hugging Face folder: `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / "model.safetensors").exists():
+            from safetensors import safe_open
+
+            with safe_open(self.folder / "model.safetensors", framework="pt") as handle:
+                self.files = dict.fromkeys(handle.keys(), "model.safetensors")
+        else:
+            raise ModelError(f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; model.path must be a Hugging Face folder with weights")
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """See `WeightSource.read`. Only the region is read from the disk."""
+        from safetensors import safe_open
+
+        if name not in self.files:
+            raise ModelError(f"{self.folder} has no tensor {name}; is its config.json of another model?")
+        with safe_open(self.folder / self.files[name], framework="pt") as handle:
+            view = handle.get_slice(name)
+            full = view.get_shape()
+            if any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
+                raise ModelError(f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that config.json implies")
+            return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]

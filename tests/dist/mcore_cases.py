@@ -1,0 +1,100 @@
+"""What each rank does in the tests of the Megatron backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.protocol import DataProto, Jagged
+
+TINY = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "max_position_embeddings": 256, "vocab_size": 51, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
+
+
+def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, vocab, rng.integers(1, 9)) for _ in range(num)]
+    responses = [rng.integers(2, vocab, rng.integers(1, 7)) for _ in range(num)]
+    return DataProto.from_columns(
+        {"prompt_ids": Jagged.from_rows(prompts, np.int64), "response_ids": Jagged.from_rows(responses, np.int64)}
+    )
+
+
+def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2) -> Any:
+    from hybridflow.mcore import parallel as groups
+    from hybridflow.mcore.policy import Policy
+    from hybridflow.models import family_of
+    from hybridflow.models.weights import RandomWeights
+
+    config = ParallelConfig(**parallel)
+    groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
+    family = family_of(hf)
+    return Policy(family, config, "float32", RandomWeights(family.tensors(), seed=5, std=std))
+
+
+def _share(batch: DataProto) -> DataProto:
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    rank, size, _ = data_parallel_position()
+    return batch.chunk(size)[rank]
+
+
+def log_probs_and_export(parallel: dict[str, Any], hf: dict[str, Any], folder: str, max_tokens: int) -> Any:
+    from hybridflow.mcore.hf_export import export
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    policy = _policy(parallel, hf)
+    found = policy.log_probs(_share(batch_of(12, 3)), max_tokens=max_tokens, temperature=0.7, with_entropy=True)
+    export(policy, Path(folder), hf, None)
+    if not data_parallel_position()[2]:
+        return None
+    return {"dp": data_parallel_position()[0], "log_probs": found[0].values.tolist(), "entropy": found[1].values.tolist()}
+
+
+def train(parallel: dict[str, Any], hf: dict[str, Any], steps: int, max_tokens: int, weights: str | None = None) -> Any:
+    """Train on the same data; returns (loss, grad norm) a step, and a digest of the final weights in HF form."""
+    from hybridflow.algorithms.losses import aggregate
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    policy = _policy(parallel, hf)
+    policy.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95))
+
+    def loss(log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
+        total, count = aggregate(-log_probs, micro.lengths, "token-mean")
+        return total, count, {}
+
+    history = []
+    for step in range(steps):
+        metrics, info = policy.train_mini_batch(
+            _share(batch_of(8, step)), loss, columns=(), max_tokens=max_tokens, temperature=1.0, with_entropy=False
+        )
+        pair = torch.tensor(metrics.get("loss", (0.0, 0.0)), dtype=torch.float64)
+        if not data_parallel_position()[2]:
+            pair.zero_()
+        dist.all_reduce(pair)
+        history.append([float(pair[0] / pair[1]), info["grad_norm"]])
+    return {"history": history, "digest": digest(policy)}
+
+
+def digest(policy: Any) -> dict[str, list[float]]:
+    """Every HF tensor reduced to (sum, sum of squares), merged over stages."""
+    from hybridflow.mcore.parallel import all_coordinates
+    from hybridflow.reshard.gather import gather_stage
+    from hybridflow.reshard.plan import plan_stages
+
+    ranks = all_coordinates()
+    found = {}
+    for plan in plan_stages(policy.family, ranks, 1 << 16, 4):
+        if plan.stage == ranks[dist.get_rank()].pp_rank:
+            for tensors in gather_stage(plan, policy.parameters(), torch.float32):
+                found |= {n: [float(t.double().sum()), float((t.double() ** 2).sum())] for n, t in tensors.items()}
+    return found
