@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -31,13 +32,13 @@ def run_ranks(world: int, function: str, timeout_s: float = 240.0, **arguments: 
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
         command = [sys.executable, "-m", "tests.dist.ranks", function, json.dumps(arguments)]
-        processes.append(subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True))
     results, failures = [], []
     for rank, process in enumerate(processes):
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever it started, or the pipes would stay open
             out, err = process.communicate()
             failures.append(f"rank {rank} did not end within {timeout_s} s\n{err[-3000:]}")
             continue
