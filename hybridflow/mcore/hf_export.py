@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hybridflow.mcore.parallel import all_coordinates
 from hybridflow.mcore.policy import Policy
+from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 from hybridflow.reshard.gather import gather_stage
 from hybridflow.reshard.plan import StagePlan, plan_stages
 
 _SHARD_BYTES = 4 << 30
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 def export(policy: Policy, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
@@ -37,9 +36,10 @@ def export(policy: Policy, folder: Path, hf_config: Mapping[str, Any], tokenizer
     dist.barrier()
     if dist.get_rank() == 0:
         _write_index(policy, partial, plans)
-        write_model_config(partial, hf_config, policy.dtype)
+        dtype = str(policy.dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps({**hf_config, "torch_dtype": dtype}, indent=2))
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, partial)
+            copy_files(tokenizer, partial, TOKENIZER_FILES)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     dist.barrier()
@@ -76,18 +76,3 @@ def _write_index(policy: Policy, folder: Path, plans: list[StagePlan]) -> None:
     total = sum(bucket.numel for plan in plans for bucket in plan.buckets) * policy.dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def write_model_config(folder: Path, hf_config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """config.json that transformers and SGLang read."""
-    config = dict(hf_config)
-    config.setdefault("architectures", [_ARCHITECTURES[config["model_type"]]])
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files, beside the weights."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt", "generation_config.json"):
-        if (source / name).exists():
-            shutil.copy2(source / name, folder / name)

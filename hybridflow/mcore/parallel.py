@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import astuple
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.models.layout import Coordinates
+from hybridflow.rendezvous import client_store, master_store
 from megatron.core import parallel_state, tensor_parallel
 
 
@@ -22,7 +24,10 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     timeout = datetime.timedelta(seconds=timeout_s)
     torch.set_num_threads(1 if backend == "gloo" else torch.get_num_threads())
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        connect = master_store if rank == 0 else client_store
+        store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,

@@ -13,6 +13,7 @@ class Family(Protocol):
     """The map between Hugging Face and Megatron for one architecture."""
 
     hf: Mapping[str, Any]
+    architecture: str
     num_layers: int
     vocab_size: int
 

@@ -24,6 +24,7 @@ class Qwen3:
             raise ModelError(f"the HF config of model_type {hf.get('model_type')} lacks {', '.join(missing)}")
         self.hf = hf
         self.is_moe = hf["model_type"] == "qwen3_moe"
+        self.architecture = "Qwen3MoeForCausalLM" if self.is_moe else "Qwen3ForCausalLM"
         self.num_layers = int(hf["num_hidden_layers"])
         self.hidden = int(hf["hidden_size"])
         self.heads = int(hf["num_attention_heads"])

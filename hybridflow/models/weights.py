@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from hybridflow.errors import ModelError
+
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"),
+)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy those of the named files that exist."""
+    for name in names:
+        if (source / name).exists():
+            shutil.copy2(source / name, target / name)
 
 
 class WeightSource(Protocol):

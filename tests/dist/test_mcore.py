@@ -52,9 +52,7 @@ def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_pat
     assert np.abs(np.array(found["entropy"]) - expected_entropy).max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    "parallel", [pytest.param(FULL, id="tp2-pp2-ep2"), pytest.param({"expert": 2}, id="dp2-ep2")]
-)
+@pytest.mark.parametrize("parallel", [pytest.param(FULL, id="tp2-pp2-ep2"), pytest.param({"expert": 2}, id="dp2-ep2")])
 def test_training_does_not_depend_on_the_layout(parallel):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) if "tensor" in parallel else 2
     [one] = run_ranks(1, "tests.dist.mcore_cases:train", parallel={}, hf=TINY, steps=3, max_tokens=4096)

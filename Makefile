@@ -1,0 +1,52 @@
+# One command each; `make help` lists them. LANE=gpu selects the GPU lock.
+LANE ?= cpu
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test test-fast test-full lint type arch bench clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
+
+setup: ## create .venv and install the lane's lock; does nothing when it is up to date
+	@requirements/setup.sh $(LANE)
+
+setup-dev: ## setup, and the tools for tests and lint
+	@requirements/setup.sh $(LANE) dev
+
+demo: setup ## train the tiny mixture of experts with GRPO; ARGS="key=value ..." overrides settings
+	@.venv/bin/hybridflow train --config-name tiny-moe-grpo $(ARGS)
+
+test: setup-dev ## all tests but those marked full; ARGS="..." goes to pytest
+	@$(PYTEST) -m "not full" $(ARGS)
+
+test-fast: setup-dev ## tests that start no engine and no cluster
+	@$(PYTEST) -m "not slow and not full" $(ARGS)
+
+test-full: setup-dev ## every test
+	@$(PYTEST) $(ARGS)
+
+lint: setup-dev ## ruff: rules and format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+type: setup-dev ## mypy over the package
+	@$(PY) -m mypy hybridflow
+
+arch: setup-dev ## import contracts, cycles, size budgets
+	@.venv/bin/lint-imports --no-cache
+	@$(PYTEST) tests/arch
+
+bench: setup-dev ## run one benchmark: make bench NAME=...
+	@if [ -n "$(NAME)" ] && [ -f "benchmarks/$(NAME).py" ]; then \
+	  $(PY) "benchmarks/$(NAME).py" $(ARGS); \
+	else \
+	  echo "make bench NAME=... with one of: $$(ls benchmarks/*.py 2>/dev/null | xargs -r -n1 basename -s .py | tr '\n' ' ')" >&2; exit 2; \
+	fi
+
+clean: ## remove caches and build output; keeps .venv, data and runs
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find hybridflow tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv
+	@rm -rf .venv

@@ -1,0 +1,214 @@
+"""`hybridflow train | sft | prepare | report | version`.
+
+Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hybridflow
+from hybridflow.config.choices import PREPARE_TASKS
+from hybridflow.errors import ConfigError, HybridFlowError
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import RunConfig
+
+OPTIONS = ("--config-name", "--config-dir", "--print-config", "--source", "--out")
+
+TOP = """\
+Reinforcement learning of large language models: Megatron trains, SGLang generates, Ray starts the processes.
+
+examples:
+  hybridflow train                                             list the recipes
+  hybridflow train --config-name tiny-moe-grpo                 run the demo
+  hybridflow train --config-name tiny-moe-grpo --print-config  show every setting, start nothing
+  hybridflow report runs/tiny-moe-grpo                         write report.html again
+"""
+
+JOB = """\
+examples:
+  hybridflow {job} --config-name tiny-moe-grpo
+  hybridflow {job} --config-name tiny-moe-grpo trainer.total_steps=3 actor.optim.lr=1e-4
+  hybridflow {job} --config-name tiny-moe-grpo algorithm=dr-grpo         choose a file of configs/algorithm/
+  hybridflow {job} --config-dir my-configs --config-name my-recipe       recipes of your own
+
+Any key of the configuration can be overridden, whether or not the recipe mentions it; lists are written key=[a,b], null is null.
+An interrupted run goes on from its last checkpoint when the same command is given again (trainer.resume=disable starts anew).
+"""
+
+PREPARE = """\
+tasks:
+{tasks}
+
+examples:
+  hybridflow prepare arithmetic --out data/arithmetic num_train=4000
+  hybridflow prepare gsm8k --source downloads/gsm8k --out data/gsm8k
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors a user can cause become one message without a traceback."""
+    try:
+        args = parse(list(sys.argv[1:] if argv is None else argv))
+        handler: Callable[[argparse.Namespace], int] = args.handler
+        return handler(args)
+    except HybridFlowError as error:
+        if os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
+            raise
+        print(f"hybridflow: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("hybridflow: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains while flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line; `key=value` words may stand before, between and after the options."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    words = [*getattr(args, "overrides", ()), *rest]
+    bad = [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]
+    if bad:
+        near = difflib.get_close_matches(bad[0].split("=")[0], OPTIONS, n=1)
+        parser.error(f"unknown option {bad[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    args.overrides = words
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands."""
+    parser = argparse.ArgumentParser(prog="hybridflow", description=TOP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"hybridflow {hybridflow.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_job(commands, "train", "train a policy with reinforcement learning", run_train)
+    _add_job(commands, "sft", "supervised training alone, on the recipe's sft section", run_sft)
+
+    tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASKS.items())
+    prepare = _add(commands, "prepare", "make the parquet files and the tokenizer of a task", PREPARE.format(tasks=tasks), run_prepare)
+    prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASKS))
+    prepare.add_argument("--source", type=Path, metavar="DIR", help="folder with the raw files, for tasks that need one")
+    prepare.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)")
+    prepare.add_argument("overrides", nargs="*", metavar="key=value", help="options of the task")
+
+    report = _add(commands, "report", "write the HTML report of a run", "example:\n  hybridflow report runs/tiny-moe-grpo\n", run_report)
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
+    _add(commands, "version", "print the version", "", run_version)
+    return parser
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """`hybridflow train`."""
+    return _run_job(args, "train")
+
+
+def run_sft(args: argparse.Namespace) -> int:
+    """`hybridflow sft`."""
+    return _run_job(args, "sft")
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    """`hybridflow prepare`."""
+    if args.task not in PREPARE_TASKS:
+        near = difflib.get_close_matches(args.task, PREPARE_TASKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"no task named {args.task}{hint} Available: {', '.join(PREPARE_TASKS)}")
+    if args.source is not None and not args.source.exists():
+        raise ConfigError(f"--source {args.source}: no such folder")
+    out = args.out or Path("data") / args.task
+    options = dict(_parse_option(word) for word in args.overrides)
+    from hybridflow.data.prepare import prepare
+
+    prepare(args.task, out, args.source, options)
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """`hybridflow report`."""
+    if not args.run_dir.is_dir():
+        raise ConfigError(f"{args.run_dir}: no such run folder")
+    from hybridflow.observe.report import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def run_version(args: argparse.Namespace) -> int:
+    """`hybridflow version`."""
+    print(f"hybridflow {hybridflow.__version__}")
+    return 0
+
+
+def _run_job(args: argparse.Namespace, job: str) -> int:
+    if args.config_name is None:
+        if args.overrides or args.print_config:
+            raise ConfigError(f"--config-name is missing; `hybridflow {job}` alone lists the recipes")
+        return _list_recipes(args, job)
+    from hybridflow.config.load import dump_yaml, load_config
+
+    config: RunConfig = load_config(args.config_name, args.overrides, args.config_dir)
+    if args.print_config:
+        print(dump_yaml(config), end="")
+        return 0
+    from hybridflow.config.check import check
+
+    check(config, job)
+    from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
+
+    (app.train if job == "train" else app.sft)(config)
+    return 0
+
+
+def _list_recipes(args: argparse.Namespace, job: str) -> int:
+    from hybridflow.config.locate import config_dirs, list_recipes
+
+    dirs = config_dirs(args.config_dir)
+    recipes = list_recipes(dirs)
+    width = max((len(recipe.name) for recipe in recipes), default=0)
+    print(f"Recipes in {', '.join(str(folder) for folder in dirs)}:\n")
+    for recipe in recipes:
+        print(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
+    print(f"\nRun one with: hybridflow {job} --config-name NAME [key=value ...]")
+    return 0
+
+
+def _parse_option(word: str) -> tuple[str, Any]:
+    """`num_train=4000` -> ("num_train", 4000); a value that is no JSON literal stays a string."""
+    key, found, text = word.partition("=")
+    if not found or not key:
+        raise ConfigError(f"option {word!r}: write key=value, for example num_train=4000")
+    try:
+        return key, json.loads(text)
+    except json.JSONDecodeError:
+        return key, text
+
+
+def _add(commands: Any, name: str, summary: str, epilog: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    description = summary[0].upper() + summary[1:] + "."
+    kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "help": summary, "description": description, "epilog": epilog}
+    parser: argparse.ArgumentParser = commands.add_parser(name, **kwargs)
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _add_job(commands: Any, name: str, summary: str, handler: Callable[[argparse.Namespace], int]) -> None:
+    parser = _add(commands, name, summary, JOB.format(job=name), handler)
+    parser.add_argument("--config-name", metavar="NAME", help="a recipe; without it, the recipes are listed")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first")
+    parser.add_argument("--print-config", action="store_true", help="print the whole resolved configuration as YAML and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Single columns of a batch: what is allowed, comparison, concatenation and how they print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hybridflow.errors import SchemaError
+from hybridflow.jagged import NUMERIC_KINDS, Jagged, describe, read_only
+
+Column: TypeAlias = np.ndarray | Jagged
+
+
+def checked_column(name: str, column: object) -> Column:
+    """The column as it is stored (read-only), or SchemaError."""
+    if isinstance(column, Jagged):
+        return column
+    if not isinstance(column, np.ndarray):
+        raise SchemaError(f"column {name!r} must be a numpy array or Jagged, not {describe(column)}")
+    if column.dtype.kind == "U":
+        column = column.astype(object)
+    if column.ndim < 1 or (column.dtype == object and column.ndim != 1):
+        raise SchemaError(f"column {name!r} must be dense [B, ...] or objects [B], not {describe(column)}")
+    if column.dtype != object and column.dtype.kind not in NUMERIC_KINDS:
+        raise SchemaError(f"column {name!r} has dtype {column.dtype}; bool, integers, floats and objects are supported")
+    return read_only(column)
+
+
+def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The meta as it is stored, or SchemaError naming the key."""
+    for key, value in meta.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise SchemaError(f"meta {key!r} is not JSON-able ({error}); per-row values belong in a column") from error
+    return dict(meta)
+
+
+def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Meta of several batches; SchemaError when a shared key has different values."""
+    merged: dict[str, Any] = {}
+    for meta in metas:
+        for key, value in meta.items():
+            if key in merged and merged[key] != value:
+                raise SchemaError(f"{what}: meta {key!r} is {merged[key]!r} in one part and {value!r} in another")
+            merged[key] = value
+    return merged
+
+
+def row_type(column: Column) -> str:
+    """Kind, dtype and trailing shape of one row: what must agree to concatenate."""
+    values = column.values if isinstance(column, Jagged) else column
+    return f"{'jagged' if isinstance(column, Jagged) else 'dense'} {values.dtype} {list(values.shape[1:])}"
+
+
+def concat_column(parts: Sequence[Column]) -> Column:
+    """All rows of columns of one row type."""
+    jagged = [part for part in parts if isinstance(part, Jagged)]
+    return Jagged.concat(jagged) if jagged else np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+
+def same_column(a: Column, b: Column) -> bool:
+    """Equal rows and types; NaN equals NaN."""
+    if isinstance(a, Jagged) or isinstance(b, Jagged):
+        return isinstance(a, Jagged) and isinstance(b, Jagged) and a.equals(b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype == object:
+        return all(_same_object(x, y) for x, y in zip(a, b, strict=True))
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    """Equality that also works for objects holding arrays, where `==` alone is ambiguous."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and bool(np.array_equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same_object(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same_object(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124  NaN
+
+
+def shape_text(column: Column) -> str:
+    """Shape for people: jagged columns show the range of lengths."""
+    if not isinstance(column, Jagged):
+        return str(list(column.shape))
+    lengths = column.lengths
+    span = f"{lengths.min()}..{lengths.max()} (mean {lengths.mean():.1f})" if len(lengths) else "0"
+    return f"jagged [{', '.join([str(len(column)), span, *map(str, column.values.shape[1:])])}]"
+
+
+def named_lengths(lengths: Mapping[str, int]) -> str:
+    """`'a': 3, 'b': 4` for error messages."""
+    return ", ".join(f"{name!r}: {n}" for name, n in lengths.items())
+
+
+def human_bytes(n: int) -> str:
+    """Bytes with a binary unit."""
+    return f"{n} B" if n < 1024 else f"{n / 1024:.1f} KiB" if n < 1024**2 else f"{n / 1024**2:.1f} MiB"

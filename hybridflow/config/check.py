@@ -1,0 +1,332 @@
+"""Cross-field checks: combinations that each key alone cannot show to be wrong. Pure, no torch; runs before anything is started.
+
+All problems of a configuration are reported at once, each with its keys, their values and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
+from hybridflow.errors import ConfigError
+
+AT_LEAST_ONE = (
+    "data.train_batch_size",
+    "data.val_max_prompts",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor.parallel.tensor",
+    "actor.parallel.pipeline",
+    "actor.parallel.virtual_pipeline",
+    "actor.parallel.context",
+    "actor.parallel.expert",
+    "actor.parallel.expert_tensor",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.max_tokens_per_micro_batch",
+    "rollout.num_engines",
+    "rollout.tensor",
+    "rollout.n",
+    "rollout.max_running_requests",
+    "rollout.max_total_tokens",
+    "sft.batch_size",
+    "cluster.nodes",
+    "cluster.procs_per_node",
+    "trainer.total_steps",
+    "trainer.max_checkpoints_to_keep",
+)
+NOT_NEGATIVE = (
+    "seed",
+    "actor.clip_ratio_low",
+    "actor.clip_ratio_high",
+    "actor.kl_loss_coef",
+    "algorithm.kl_coef",
+    "sft.steps",
+    "trainer.test_every_steps",
+    "trainer.save_every_steps",
+    "trainer.dump_rollouts_every_steps",
+)
+ABOVE_ZERO = (
+    "rollout.sampling.temperature",
+    "rollout.mem_fraction_static",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.sync_timeout_s",
+    "rollout.logprob_diff_bound",
+    "cluster.start_timeout_s",
+    "cluster.call_timeout_s",
+)
+
+
+def check(config: RunConfig, job: str = "train") -> None:
+    """Raise one ConfigError that lists every problem of `config` for `hybridflow train` or `hybridflow sft`."""
+    found = problems(config, job)
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    if found:
+        raise ConfigError(f"{len(found)} problems in the configuration:\n" + "\n".join(f"  - {line}" for line in found))
+
+
+def problems(config: RunConfig, job: str = "train") -> list[str]:
+    """Every problem as one line; empty when the configuration can run."""
+    found = [*_numbers(config), *_names(config)]
+    if found:
+        return found  # the checks below divide by these numbers
+    checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_layout, _sequence_parallel, _batches, _lengths, _rollout, _model_source)
+    found = [line for one in checks for line in one(config)]
+    found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim), *_files(config, job)]
+    if not any(line.startswith("model.") for line in found):
+        found += _model_sizes(config)
+    return found
+
+
+def value_at(config: RunConfig, dotted: str) -> Any:
+    """The value of a key by its dotted name."""
+    value: Any = config
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _numbers(config: RunConfig) -> Iterator[str]:
+    rules: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+        (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (ABOVE_ZERO, lambda value: value > 0, "more than 0"),
+    )
+    for keys, holds, wanted in rules:
+        for key in keys:
+            value = value_at(config, key)
+            if value is not None and not (holds(value) and math.isfinite(value)):
+                yield f"{key}={value} must be {wanted}"
+    if config.rollout.mem_fraction_static >= 1:
+        yield f"rollout.mem_fraction_static={config.rollout.mem_fraction_static} is a fraction of the memory: give less than 1"
+    if config.actor.clip_ratio_c is not None and config.actor.clip_ratio_c <= 1:
+        yield f"actor.clip_ratio_c={config.actor.clip_ratio_c} must be more than 1 (dual clip), or null to switch it off"
+    yield from _sampling("rollout.sampling", config.rollout.sampling)
+    yield from _sampling("rollout.val_sampling", config.rollout.val_sampling)
+
+
+def _sampling(prefix: str, sampling: SamplingConfig) -> Iterator[str]:
+    if sampling.temperature < 0:
+        yield f"{prefix}.temperature={sampling.temperature} must not be negative; 0 takes the most likely token"
+    if not 0 < sampling.top_p <= 1:
+        yield f"{prefix}.top_p={sampling.top_p} must be more than 0 and at most 1; 1 switches it off"
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        yield f"{prefix}.top_k={sampling.top_k} must be at least 1; -1 switches it off"
+
+
+def _names(config: RunConfig) -> Iterator[str]:
+    if config.name in ("", ".", "..") or "/" in config.name:
+        yield f"name={config.name!r} names the run folder inside output_dir={config.output_dir}: use a plain folder name"
+
+
+def _layout(config: RunConfig) -> Iterator[str]:
+    """Parallel sizes against the number of processes."""
+    world, parallel, cluster = derived.world_size(config), config.actor.parallel, config.cluster
+    processes = f"cluster.nodes={cluster.nodes} x cluster.procs_per_node={cluster.procs_per_node} = {world} processes"
+    dense = derived.model_parallel_size(parallel)
+    if world % dense:
+        yield (
+            f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context} = {dense} "
+            f"does not divide {processes}; change the parallel sizes or give a multiple of {dense} processes"
+        )
+    etp, expert = derived.expert_tensor_size(parallel), derived.expert_model_parallel_size(parallel)
+    if world % expert and (parallel.expert > 1 or parallel.expert_tensor is not None):
+        default = "" if parallel.expert_tensor else " (the default)"
+        yield (
+            f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = {expert} "
+            f"does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} processes"
+        )
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to null"
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[str]:
+    parallel = config.actor.parallel
+    if parallel.sequence and parallel.tensor == 1:
+        yield "actor.parallel.sequence=true needs actor.parallel.tensor > 1; set sequence to false or tensor to 2 or more"
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    batch, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
+    if batch % mini:
+        yield (
+            f"data.train_batch_size={batch} is no multiple of actor.ppo_mini_batch_size={mini} (both count prompts); "
+            f"choose a mini-batch that divides {batch}"
+        )
+    dp = derived.data_parallel_size(config)
+    samples = derived.samples_per_mini_batch(config)
+    if dp and samples % dp:
+        yield (
+            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do not divide over {dp} data-parallel ranks; "
+            f"make it a multiple of {dp}"
+        )
+    if dp and config.sft.steps and config.sft.batch_size % dp:
+        yield f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel ranks; make it a multiple of {dp}"
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    longest, data = derived.max_sequence_length(config), config.data
+    total = f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = {longest}"
+    limits = {
+        "actor.max_tokens_per_micro_batch": "the longest sample must fit one micro-batch",
+        "rollout.max_total_tokens": "the longest sample must fit the KV cache of an engine",
+    }
+    for key, why in limits.items():
+        limit = value_at(config, key)
+        if limit < longest:
+            yield f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {longest} or shorten the lengths"
+
+
+def _rollout(config: RunConfig) -> Iterator[str]:
+    if config.rollout.logprob_diff_bound is None:
+        return
+    sampling = config.rollout.sampling
+    if sampling.top_p < 1 or sampling.top_k != -1:
+        yield (
+            f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so rollout and trainer "
+            "log-probabilities differ by design; switch both off, or set rollout.logprob_diff_bound=null"
+        )
+
+
+def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
+    if optim.lr <= 0:
+        yield f"{prefix}.lr={optim.lr} must be more than 0"
+    if not 0 <= optim.min_lr <= optim.lr:
+        yield f"{prefix}.min_lr={optim.min_lr} must lie between 0 and {prefix}.lr={optim.lr}"
+    if optim.lr_warmup_steps < 0:
+        yield f"{prefix}.lr_warmup_steps={optim.lr_warmup_steps} must be 0 or more"
+    if optim.lr_decay_style != "constant" and optim.lr_decay_steps is None:
+        yield f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps, counted in optimizer updates"
+    if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
+        yield f"{prefix}.lr_decay_steps={optim.lr_decay_steps} must be more than {prefix}.lr_warmup_steps={optim.lr_warmup_steps}"
+    if optim.clip_grad < 0:
+        yield f"{prefix}.clip_grad={optim.clip_grad} must be 0 (off) or more"
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            yield f"{prefix}.{name}={getattr(optim, name)} must be at least 0 and less than 1"
+
+
+def _model_source(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.path is None and not model.hf_config:
+        yield "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config for random ones"
+    if model.path is not None and model.hf_config:
+        yield f"model.path={model.path} and model.hf_config are both given; remove one (on the command line: ~model.hf_config)"
+    if model.path is not None and not Path(model.path).is_dir():
+        yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
+    if model.hf_config and "model_type" not in model.hf_config:
+        yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
+    if model.tokenizer is None and model.path is None:
+        yield "model.tokenizer is empty and there is no model.path to take it from; give model.tokenizer=FOLDER"
+    if model.tokenizer is not None and not _available(config, model.tokenizer):
+        yield f"model.tokenizer={model.tokenizer}: no such folder"
+
+
+def _model_sizes(config: RunConfig) -> list[str]:
+    """Sizes of the model against the ways it is cut. The vocabulary is padded, so it is free."""
+    try:
+        sizes = derived.hf_config(config.model)
+    except ConfigError as error:
+        return [str(error)]
+    parallel, tensor = config.actor.parallel, config.actor.parallel.tensor
+    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    stage_text = f"actor.parallel.pipeline={parallel.pipeline}" + (
+        f" x virtual_pipeline={parallel.virtual_pipeline}" if parallel.virtual_pipeline else ""
+    )
+    cuts = [("num_hidden_layers", stages, stage_text), ("num_attention_heads", tensor, f"actor.parallel.tensor={tensor}")]
+    cuts.append(("num_attention_heads", config.rollout.tensor, f"rollout.tensor={config.rollout.tensor}"))
+    found = [] if sizes.get("num_experts") else [*_dense_problems(config)]
+    if sizes.get("num_experts"):
+        etp = derived.expert_tensor_size(parallel)
+        cuts.append(("num_experts", parallel.expert, f"actor.parallel.expert={parallel.expert}"))
+        cuts.append(("moe_intermediate_size", etp, f"actor.parallel.expert_tensor={etp}"))
+        cuts.append(("shared_expert_intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
+        if tensor > 1 and not parallel.sequence:
+            found.append(
+                f"actor.parallel.tensor={tensor} with experts (num_experts={sizes['num_experts']}) needs actor.parallel.sequence=true: "
+                "Megatron refuses to train a mixture of experts under tensor parallelism without it"
+            )
+    else:
+        cuts.append(("intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
+    found += [line for name, parts, text in cuts for line in _cut(sizes, name, parts, text)]
+    kv_cuts = (("actor.parallel.tensor", tensor), ("rollout.tensor", config.rollout.tensor))
+    return found + [line for key, parts in kv_cuts for line in _kv_heads(sizes, key, parts)] + list(_positions(config, sizes))
+
+
+def _cut(sizes: Any, name: str, parts: int, text: str) -> Iterator[str]:
+    size = sizes.get(name)
+    if isinstance(size, int) and size % parts:
+        yield f"{name}={size} of the model cannot be cut evenly by {text}; choose a divisor of {size}"
+
+
+def _kv_heads(sizes: Any, key: str, parts: int) -> Iterator[str]:
+    heads = sizes.get("num_key_value_heads")
+    if isinstance(heads, int) and heads % parts and parts % heads:
+        yield f"num_key_value_heads={heads} of the model and {key}={parts}: one must divide the other"
+
+
+def _dense_problems(config: RunConfig) -> Iterator[str]:
+    if (expert := config.actor.parallel.expert) > 1:
+        yield f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no num_experts; set it to 1"
+
+
+def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
+    limit, longest = sizes.get("max_position_embeddings"), derived.max_sequence_length(config)
+    if isinstance(limit, int) and limit < longest:
+        yield (
+            f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + data.max_response_length = {longest}; "
+            "shorten the lengths"
+        )
+
+
+def _files(config: RunConfig, job: str) -> Iterator[str]:
+    """Inputs that must exist, unless `data.prepare` will make them."""
+    wanted: dict[str, tuple[str, ...]] = {}
+    if job == "train":
+        wanted["data.train_files"] = config.data.train_files
+        wanted["data.val_files"] = config.data.val_files
+        if not config.data.train_files:
+            yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
+    if job == "sft" and not config.sft.steps:
+        yield "sft.steps=0: nothing to train; give sft.steps=N"
+    if config.sft.steps:
+        wanted["sft.train_files"] = config.sft.train_files
+        if not config.sft.train_files:
+            yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
+    for key, files in wanted.items():
+        for file in files:
+            if not _available(config, file):
+                yield f"{key}: {file} does not exist; check the path, or prepare it with `hybridflow prepare`"
+    if config.reward.path is not None and not Path(config.reward.path).is_file():
+        yield f"reward.path={config.reward.path}: no such file"
+    yield from _prepare_source(config)
+
+
+def _prepare_source(config: RunConfig) -> Iterator[str]:
+    prepare = config.data.prepare
+    if prepare.source is not None and not Path(prepare.source).exists():
+        yield f"data.prepare.source={prepare.source}: no such folder"
+    made = [file for file in config.sft.train_files if _available(config, file) and not Path(file).exists()]
+    if prepare.task == "arithmetic" and config.sft.steps and made and not prepare.options.get("num_sft"):
+        yield (
+            f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
+            "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
+        )
+    missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
+    if prepare.task == "gsm8k" and prepare.source is None and missing:
+        yield (
+            f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the raw files, "
+            f"or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
+        )
+
+
+def _available(config: RunConfig, path: str) -> bool:
+    if Path(path).exists():
+        return True
+    return config.data.prepare.task is not None and Path(path).resolve().is_relative_to(Path(config.data.prepare.out).resolve())

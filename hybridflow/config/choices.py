@@ -1,0 +1,21 @@
+"""The values a choice field may take. Data only, so that the loader, the command line and the tests read the same list."""
+
+from __future__ import annotations
+
+PREPARE_TASKS: dict[str, str] = {
+    "arithmetic": "generated sums and products with a small tokenizer; needs no download",
+    "gsm8k": "grade-school maths; needs --source, a folder with the raw GSM8K files",
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.prepare.task": tuple(PREPARE_TASKS),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "model.dtype": ("float32", "bfloat16"),
+    "actor.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    "sft.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+    "actor.kl_loss_type": ("k1", "abs", "k2", "k3"),
+    "algorithm.adv_estimator": ("grpo",),
+    "trainer.resume": ("auto", "disable"),
+    "trainer.loggers": ("console", "jsonl", "tensorboard"),
+}

@@ -1,0 +1,102 @@
+"""Numbers that follow from a configuration. Nothing here is stored back: the configuration stays as the user wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
+from hybridflow.errors import ConfigError
+
+
+def world_size(config: RunConfig) -> int:
+    """Megatron processes."""
+    return config.cluster.nodes * config.cluster.procs_per_node
+
+
+def model_parallel_size(parallel: ParallelConfig) -> int:
+    """Processes that hold one copy of the non-expert weights."""
+    return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def expert_tensor_size(parallel: ParallelConfig) -> int:
+    """Tensor parallelism inside an expert, its default filled in."""
+    if parallel.expert_tensor is not None:
+        return parallel.expert_tensor
+    return 1 if parallel.expert > 1 else parallel.tensor
+
+
+def expert_model_parallel_size(parallel: ParallelConfig) -> int:
+    """Processes that hold one copy of the expert weights."""
+    return parallel.expert * expert_tensor_size(parallel) * parallel.pipeline
+
+
+def data_parallel_size(config: RunConfig) -> int:
+    """Copies of the model that share a batch."""
+    return world_size(config) // model_parallel_size(config.actor.parallel)
+
+
+def expert_data_parallel_size(config: RunConfig) -> int:
+    """Copies of the experts."""
+    return world_size(config) // expert_model_parallel_size(config.actor.parallel)
+
+
+def samples_per_step(config: RunConfig) -> int:
+    """Responses generated in one step: prompts x samples a prompt."""
+    return config.data.train_batch_size * config.rollout.n
+
+
+def samples_per_mini_batch(config: RunConfig) -> int:
+    """Responses that one optimizer update sees, over all data-parallel ranks."""
+    return config.actor.ppo_mini_batch_size * config.rollout.n
+
+
+def updates_per_step(config: RunConfig) -> int:
+    """Optimizer updates in one step."""
+    return config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+
+
+def total_updates(config: RunConfig) -> int:
+    """Optimizer updates of the whole PPO part of a run."""
+    return updates_per_step(config) * config.trainer.total_steps
+
+
+def max_sequence_length(config: RunConfig) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether any KL term asks for log-probabilities of the reference policy."""
+    return config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0
+
+
+def run_dir(config: RunConfig) -> Path:
+    """The folder that holds everything the run writes."""
+    return Path(config.output_dir) / config.name
+
+
+def prepared_train_files(config: RunConfig) -> tuple[Path, ...]:
+    """The files whose absence makes `data.prepare` run."""
+    out = Path(config.data.prepare.out)
+    return (out / "train.parquet", out / "test.parquet", out / "tokenizer")
+
+
+def hf_config(model: ModelConfig) -> Mapping[str, Any]:
+    """The Hugging Face configuration: `hf_config` as given, else `path`/config.json.
+
+    Raises:
+        ConfigError: config.json is missing or not JSON.
+    """
+    if model.path is None:
+        return model.hf_config
+    file = Path(model.path) / "config.json"
+    try:
+        values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging Face folder") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"model.path={model.path}: {file} is not JSON: {error}") from error
+    return values

@@ -1,0 +1,158 @@
+"""Recipe + command-line overrides -> `RunConfig`.
+
+Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked against the schema by `build`.
+Hydra is used through its compose API only: it neither changes the working directory nor writes a folder.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hybridflow.config.build import build, require_key, to_plain
+from hybridflow.config.locate import config_dirs, require_recipe
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+
+_ENTRY = "hybridflow_entry"
+
+
+def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
+    """Compose recipe `name` with `overrides` and return it typed.
+
+    Args:
+        name: file name of a recipe, with or without `.yaml`.
+        overrides: `key=value` for any key of the schema, or `group=choice` for a folder under configs/.
+        config_dir: a folder of one's own with recipes and groups; searched before the shipped one.
+
+    Raises:
+        ConfigError: unknown recipe, key or choice; wrong type; bad YAML; bad override syntax.
+    """
+    dirs = config_dirs(config_dir)
+    recipe = require_recipe(name, dirs)
+    return build(compose_plain(recipe, [normalise_override(item, dirs) for item in overrides], dirs))
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML; `load_yaml` reads it back to an equal one."""
+    import yaml
+
+    return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
+
+
+def load_yaml(path: Path) -> RunConfig:
+    """Read what `dump_yaml` wrote (a run folder's config.yaml)."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        return build(cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(_describe_yaml_error(error)) from error
+
+
+def normalise_override(text: str, dirs: Sequence[Path]) -> str:
+    """Make one override acceptable to Hydra whether or not a YAML mentions its key.
+
+    Hydra refuses keys that no YAML mentions unless they carry `+`; our schema knows all keys, so we check the key ourselves and then
+    force it. Group choices (`algorithm=grpo`) are left to Hydra.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"override {text!r}: {reason}; write key=value, for example trainer.total_steps=3") from error
+    key = parsed.key_or_group
+    if parsed.is_sweep_override():
+        raise ConfigError(f"override {text!r}: a sweep over several values; give one value, or a list as {key}=[a,b]")
+    if parsed.package is not None or key.startswith("hydra."):
+        raise ConfigError(f"override {text!r}: Hydra's own settings and @package are not supported here")
+    if "/" in key:
+        return text
+    require_key(key)
+    value, choices = parsed.value(), _group_choices(key, dirs)
+    if choices and not isinstance(value, (str, dict)) and not (value is None and parsed.is_delete()):
+        raise ConfigError(f"override {text!r}: {key} is a group; choose one of: {', '.join(choices)}, or override a key inside it")
+    if parsed.is_delete() or (choices and isinstance(value, str)):
+        return text
+    return "++" + text.lstrip("+")
+
+
+def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
+    """Hydra's composition over the schema's defaults, interpolations resolved, as plain containers."""
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        composed = _compose(recipe, list(overrides), dirs)
+        _refuse_missing(OmegaConf.to_container(composed, resolve=False))
+        # The defaults are merged in so that ${...} may name a key that no YAML mentions.
+        merged = OmegaConf.merge(OmegaConf.create(to_plain(RunConfig())), composed)
+        return OmegaConf.to_container(merged, resolve=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(_describe_yaml_error(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"recipe {recipe}: {_reason(error)}") from error
+
+
+def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
+    from hydra import compose, initialize
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import ConfigCompositionException
+
+    # Hydra finds its primary config in one folder only. An entry in memory that names the recipe lets all folders count alike,
+    # so that a group file of the user's own also replaces the shipped one under a shipped recipe.
+    search = {"searchpath": [f"file://{folder}" for folder in dirs]}
+    ConfigStore.instance().store(_ENTRY, {"defaults": [recipe, "_self_"], "hydra": search})
+    with warnings.catch_warnings(), initialize(config_path=None, job_name="hybridflow", version_base="1.3"):
+        warnings.filterwarnings("ignore", message=".*missing `_self_`")  # its place at the end is what one expects of a recipe
+        try:
+            return compose(_ENTRY, overrides=overrides)
+        except ConfigCompositionException as error:
+            # A group that the recipe's defaults list leaves out must be added, not replaced; for a user both are `group=choice`.
+            group = next((item for item in overrides if str(error).startswith(f"Could not override '{item.split('=')[0]}'")), None)
+            if group is None:
+                raise
+            rest = [item for item in overrides if item != group]
+    return _compose(recipe, [*rest, f"+{group}"], dirs)
+
+
+def _group_choices(key: str, dirs: Sequence[Path]) -> list[str]:
+    return sorted({file.stem for folder in dirs for file in (folder / key).glob("*.yaml")})
+
+
+def _refuse_missing(values: Any) -> None:
+    if missing := sorted(_missing(values)):
+        raise ConfigError(f"this recipe needs {', '.join(missing)}: give {' '.join(f'{key}=...' for key in missing)}")
+
+
+def _missing(values: Any, prefix: str = "") -> Iterator[str]:
+    """The keys whose value is OmegaConf's mark for "must be given"."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _missing(value, f"{prefix}.{key}" if prefix else str(key))
+    elif values == "???":
+        yield prefix
+
+
+def _reason(error: Exception) -> str:
+    """The message without Hydra's trailers, with the innermost cause where the outer one only says that something failed."""
+    lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
+    text = " ".join(line for line in lines if line and not line.startswith("object_type"))
+    cause = str(error.__cause__ or "").strip()
+    return text if not cause or cause in text else f"{text} ({cause.splitlines()[0]})"
+
+
+def _describe_yaml_error(error: Any) -> str:
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error)
+    return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {what}" if mark else f"not valid YAML: {what}"

@@ -1,0 +1,75 @@
+"""Where recipes live and what they are called. Imports no Hydra, so that listing them is instant."""
+
+from __future__ import annotations
+
+import difflib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One runnable file of a configs folder: its name and the first comment line in it."""
+
+    name: str
+    summary: str
+
+
+def shipped_config_dir() -> Path:
+    """The configs folder of the checkout, else the one installed beside the package.
+
+    Raises:
+        ConfigError: neither exists.
+    """
+    package = Path(__file__).resolve().parent.parent
+    checkout = package.parent / "configs"
+    # A site-packages folder may hold somebody else's "configs"; ours is the one beside setup.py.
+    if checkout.is_dir() and (package.parent / "setup.py").is_file():
+        return checkout
+    installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / "configs"
+    if installed.is_dir():
+        return installed
+    raise ConfigError(f"no recipes found, neither in {checkout} nor in {installed}: reinstall the package or give --config-dir")
+
+
+def config_dirs(extra: Path | None) -> list[Path]:
+    """The folders to search, the user's own first."""
+    if extra is None:
+        return [shipped_config_dir()]
+    if not extra.is_dir():
+        raise ConfigError(f"--config-dir {extra}: no such folder")
+    return [extra.resolve(), shipped_config_dir()]
+
+
+def list_recipes(dirs: list[Path]) -> list[Recipe]:
+    """All recipes in `dirs` by name; a name in an earlier folder hides the same name in a later one."""
+    found: dict[str, Recipe] = {}
+    for folder in dirs:
+        for path in sorted(folder.glob("*.yaml")):
+            found.setdefault(path.stem, Recipe(path.stem, _summary(path)))
+    return sorted(found.values(), key=lambda recipe: recipe.name)
+
+
+def require_recipe(name: str, dirs: list[Path]) -> str:
+    """The recipe's name without suffix, when it exists in `dirs`; else a ConfigError that lists what does."""
+    stem = name.removesuffix(".yaml")
+    names = [recipe.name for recipe in list_recipes(dirs)]
+    if stem in names:
+        return stem
+    near = difflib.get_close_matches(stem, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    searched = ", ".join(str(folder) for folder in dirs)
+    raise ConfigError(f"no recipe named {name}{hint} Available: {', '.join(names) or 'none'} (searched {searched})")
+
+
+def _summary(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("#"):
+                return line.lstrip("#").strip()
+            if line.strip():
+                break
+    return ""

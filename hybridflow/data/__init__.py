@@ -1,0 +1,1 @@
+"""Data: preparation, parquet datasets, the resumable sampler, packing under a token budget."""

@@ -1,0 +1,160 @@
+"""Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a manifest into a folder, once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.prepare import arithmetic, gsm8k
+from hybridflow.data.prepare.manifest import MANIFEST, build_manifest, files_are_intact, listed_files, read_manifest, write_manifest
+from hybridflow.data.prepare.options import nearest, parse_options
+from hybridflow.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A preparation: its options and how its files are written.
+
+    Attributes:
+        options: frozen dataclass; its fields are the option names, their types and defaults.
+        write: writes every file of the task into an existing empty folder and returns rows per parquet file.
+        source_files: names of the raw files the task reads; empty when it needs none.
+    """
+
+    options: type
+    write: Callable[[Any, Path, Path | None], dict[str, int]]
+    source_files: tuple[str, ...] = ()
+
+
+TASKS: dict[str, Task] = {
+    "arithmetic": Task(arithmetic.ArithmeticOptions, arithmetic.write),
+    "gsm8k": Task(gsm8k.Gsm8kOptions, gsm8k.write, gsm8k.SOURCE_FILES),
+}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a preparation left on disk.
+
+    Attributes:
+        folder: the folder given as `out`.
+        train_file, test_file: parquet files of prompts.
+        sft_file: parquet file of demonstrations, None when the task wrote none.
+        tokenizer: Hugging Face tokenizer folder.
+        rows: rows per parquet file name.
+        reused: True when the folder already held exactly this request and nothing was written.
+    """
+
+    folder: Path
+    train_file: Path
+    test_file: Path
+    sft_file: Path | None
+    tokenizer: Path
+    rows: dict[str, int]
+    reused: bool
+
+
+def prepare(task: str, out: Path, source: Path | None = None, options: Mapping[str, object] | None = None) -> PreparedData:
+    """Prepares a dataset in the folder `out`, or returns at once when it already holds this request unharmed.
+
+    `out` is written as a whole: a temporary folder next to it is filled, its manifest written last, then renamed. An `out` that an
+    earlier preparation wrote for another request (or whose files were changed since) is replaced; an `out` that holds files no
+    preparation wrote is refused, so that nothing of the user's is ever deleted.
+
+    Args:
+        task: "arithmetic" or "gsm8k".
+        out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and manifest.json.
+        source: folder of raw files, for tasks that need one.
+        options: the task's options by name; missing ones take their defaults.
+
+    Raises:
+        ConfigError: unknown task, unknown option, an option of a wrong type or out of range, `source` missing or superfluous.
+        DataError: a raw file is missing or malformed, or `out` holds files that no preparation wrote.
+    """
+    known = TASKS.get(task)
+    if known is None:
+        raise ConfigError(f"unknown preparation task {task!r}{nearest(task, TASKS)}")
+    parsed = parse_options(known.options, options or {}, task)
+    out = Path(out)
+    request = {"task": task, "options": asdict(parsed), "source": _source_hashes(task, known, source)}
+    if (rows := _rows_if_done(out, request)) is not None:
+        return _describe(out, rows, reused=True)
+    _refuse_foreign_files(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
+    try:
+        staging.chmod(0o755)  # mkdtemp makes it private; workers of another user may have to read the data
+        rows = known.write(parsed, staging, source)
+        write_manifest(staging, build_manifest(staging, request, rows))
+        _put_in_place(staging, out, request)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    log.info("prepared %s in %s: %s", task, out, rows)
+    return _describe(out, rows, reused=False)
+
+
+def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
+    """SHA-256 per raw file, so that a changed source is a changed request."""
+    if not known.source_files:
+        if source is not None:
+            raise ConfigError(f"task {task!r} reads no raw files: remove data.prepare.source (is {str(source)!r})")
+        return {}
+    if source is None:
+        raise ConfigError(f"task {task!r} needs data.prepare.source: a folder with {', '.join(known.source_files)}")
+    missing = [name for name in known.source_files if not (source / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from data.prepare.source"
+        )
+    return listed_files(source, known.source_files)
+
+
+def _rows_if_done(out: Path, request: Mapping[str, object]) -> dict[str, int] | None:
+    """Rows per file when `out` holds exactly this request with every file as it was written, else None."""
+    found = read_manifest(out)
+    if found is None or found["request"] != request or not files_are_intact(out, found):
+        return None
+    return dict(found["rows"])
+
+
+def _refuse_foreign_files(out: Path) -> None:
+    """Raises DataError unless `out` is absent, empty, or holds nothing but what a preparation wrote."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise DataError(f"{out} is a file; data.prepare.out must be a folder")
+    found = read_manifest(out)
+    ours = {MANIFEST, *(found["files"] if found else ())}
+    foreign = sorted(str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() and str(p.relative_to(out)) not in ours)
+    if foreign:
+        raise DataError(
+            f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose another data.prepare.out or empty it"
+        )
+
+
+def _put_in_place(staging: Path, out: Path, request: Mapping[str, object]) -> None:
+    """Renames `staging` to `out`; an older preparation is moved aside first and deleted last."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
+    try:
+        if out.exists():
+            os.replace(out, aside)
+        os.replace(staging, out)
+    except OSError as error:
+        # Another process may have prepared the same folder in the meantime: then there is nothing left to do.
+        if _rows_if_done(out, request) is None:
+            raise DataError(f"cannot move the prepared data to {out}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _describe(out: Path, rows: dict[str, int], *, reused: bool) -> PreparedData:
+    sft = out / "sft.parquet" if "sft.parquet" in rows else None
+    return PreparedData(out, out / "train.parquet", out / "test.parquet", sft, out / "tokenizer", rows, reused)

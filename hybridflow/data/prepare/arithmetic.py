@@ -1,0 +1,173 @@
+"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least significant digit first).
+
+Every pair of operands is one problem. The held-out problems depend on the operands' range alone (`holdout_seed`), not on `seed`:
+runs with different seeds are validated on the same problems and never train on them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hybridflow.data.prepare.options import nearest, require
+from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_prompts
+from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
+from hybridflow.errors import ConfigError
+
+DATA_SOURCE = "arithmetic"
+CHARACTERS = "0123456789+-*="
+_MAX_ROWS = 5_000_000  # more rows than this belong in a generator, not in one parquet file
+_EXTRA_INFO = {"split": pa.string(), "index": pa.int64(), "operation": pa.string(), "a": pa.int64(), "b": pa.int64()}
+
+
+@dataclass(frozen=True)
+class _Operation:
+    symbol: str
+    apply: Callable[[int, int], int]
+    largest: Callable[[int, int], int]  # (min_operand, max_operand) -> the largest absolute answer, which sets the padded width
+
+
+_OPERATIONS = {
+    "add": _Operation("+", operator.add, lambda low, high: high + high),
+    "sub": _Operation("-", operator.sub, lambda low, high: high - low),
+    "mul": _Operation("*", operator.mul, lambda low, high: high * high),
+}
+
+
+@dataclass(frozen=True)
+class ArithmeticOptions:
+    """Options of the task (`data.prepare.options`).
+
+    Attributes:
+        operation: add | sub | mul.
+        min_operand, max_operand: both operands are drawn from this inclusive range; not negative.
+        reverse_answer: write the answer's digits least significant first (a minus sign stays in front).
+        zero_pad: write operands and answers with a fixed number of digits.
+        num_train: prompts for reinforcement learning, drawn from all pairs that are not held out; -1 takes all of them.
+        num_test: held-out pairs, never in train.parquet or sft.parquet.
+        num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no sft.parquet.
+        hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
+        seed: draws the training prompts and demonstrations.
+        holdout_seed: draws the held-out pairs.
+    """
+
+    operation: str = "add"
+    min_operand: int = 0
+    max_operand: int = 99
+    reverse_answer: bool = False
+    zero_pad: bool = False
+    num_train: int = -1
+    num_test: int = 500
+    num_sft: int = 0
+    hold_out_swapped: bool = False
+    seed: int = 1
+    holdout_seed: int = 20260
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option that is out of range."""
+        if self.operation not in _OPERATIONS:
+            raise ConfigError(f"data.prepare.options.operation {self.operation!r} is unknown{nearest(self.operation, _OPERATIONS)}")
+        require(self.min_operand >= 0, "min_operand", self.min_operand, "at least 0")
+        require(self.max_operand >= self.min_operand, "max_operand", self.max_operand, f"at least min_operand ({self.min_operand})")
+        require(self.max_operand < 10**9, "max_operand", self.max_operand, "below 10^9")
+        require(self.num_train >= -1 and self.num_train != 0, "num_train", self.num_train, "positive, or -1 for all")
+        require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
+        require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
+        require(self.seed >= 0, "seed", self.seed, "at least 0")
+        require(self.holdout_seed >= 0, "holdout_seed", self.holdout_seed, "at least 0")
+
+
+def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
+    """Writes train.parquet, test.parquet, sft.parquet (when asked for) and tokenizer/ into `out`; returns rows per parquet file."""
+    del source  # made from nothing
+    held_out = _held_out(options)
+    forbidden = np.union1d(held_out, _swapped(held_out, options)) if options.hold_out_swapped else np.sort(held_out)
+    train = _draw(options, forbidden, options.num_train, stream=0, option="num_train")
+    rows = {
+        "train.parquet": write_prompts(out / "train.parquet", _prompts(train, "train", options), _EXTRA_INFO),
+        "test.parquet": write_prompts(out / "test.parquet", _prompts(held_out, "test", options), _EXTRA_INFO),
+    }
+    if options.num_sft:
+        sft = _draw(options, forbidden, options.num_sft, stream=1, option="num_sft")
+        demonstrations = [
+            {"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]} for row in _prompts(sft, "sft", options)
+        ]
+        rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
+    write_character_tokenizer(out / "tokenizer", CHARACTERS)
+    return rows
+
+
+def problem(a: int, b: int, options: ArithmeticOptions) -> tuple[str, str]:
+    """The question and the answer as they are written, e.g. ("12+34", "46")."""
+    operation = _OPERATIONS[options.operation]
+    answer = operation.apply(a, b)
+    digits = str(abs(answer))
+    question = f"{a}{operation.symbol}{b}"
+    if options.zero_pad:
+        width = len(str(options.max_operand))
+        question = f"{a:0{width}d}{operation.symbol}{b:0{width}d}"
+        digits = digits.zfill(len(str(operation.largest(options.min_operand, options.max_operand))))
+    if options.reverse_answer:
+        digits = digits[::-1]
+    return question, ("-" if answer < 0 else "") + digits
+
+
+def _span(options: ArithmeticOptions) -> int:
+    return options.max_operand - options.min_operand + 1
+
+
+def _held_out(options: ArithmeticOptions) -> np.ndarray:
+    """Pair numbers [num_test] int64 that never enter training; pair number = (a - min) * span + (b - min)."""
+    total = _span(options) ** 2
+    if options.num_test >= total:
+        raise ConfigError(
+            f"data.prepare.options.num_test is {options.num_test}, but operands {options.min_operand}..{options.max_operand} make only "
+            f"{total} pairs and some must remain for training: lower num_test or raise max_operand"
+        )
+    return np.random.default_rng(options.holdout_seed).choice(total, options.num_test, replace=False)
+
+
+def _swapped(pairs: np.ndarray, options: ArithmeticOptions) -> np.ndarray:
+    a, b = np.divmod(pairs, _span(options))
+    return b * _span(options) + a
+
+
+def _draw(options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str) -> np.ndarray:
+    """Distinct pair numbers [count] int64 in random order, none of them in the sorted `forbidden`; count -1 means all."""
+    total = _span(options) ** 2
+    free = total - len(forbidden)
+    wanted = free if count == -1 else count
+    if not 0 < wanted <= free:
+        raise ConfigError(
+            f"data.prepare.options.{option} is {count}, but only {free} pairs remain of {total} after the held-out ones: "
+            f"lower {option} or num_test, or raise max_operand"
+        )
+    if wanted > _MAX_ROWS:
+        raise ConfigError(f"data.prepare.options.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number")
+    # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and keeps the draw uniform.
+    candidates = np.random.default_rng([options.seed, stream]).choice(total, min(total, wanted + len(forbidden)), replace=False)
+    return candidates[~np.isin(candidates, forbidden)][:wanted]
+
+
+def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
+    first, second = np.divmod(pairs, _span(options))
+    rows = []
+    for index, (a, b) in enumerate(zip((first + options.min_operand).tolist(), (second + options.min_operand).tolist(), strict=True)):
+        question, answer = problem(a, b, options)
+        extra = {"split": split, "index": index, "operation": options.operation, "a": a, "b": b}
+        rows.append(prompt_row(DATA_SOURCE, question, answer, extra))
+    return rows
+
+
+def max_lengths(options: ArithmeticOptions) -> tuple[int, int]:
+    """Upper bounds (prompt tokens with the closing "=", response tokens with eos) for choosing data.max_*_length."""
+    operation = _OPERATIONS[options.operation]
+    operand = len(str(options.max_operand))
+    answer = len(str(operation.largest(options.min_operand, options.max_operand))) + (operation.symbol == "-")
+    return 2 * operand + 2, answer + 1

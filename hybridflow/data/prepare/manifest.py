@@ -1,0 +1,51 @@
+"""manifest.json of a prepared folder: what was asked for, how many rows came out, and the hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+_FORMAT = 1  # raise it when the written files change for the same options: older folders are then prepared anew
+
+
+def build_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> dict[str, Any]:
+    """The manifest of every file now in `folder`, to be written as the last one."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {"format": _FORMAT, "request": dict(request), "rows": dict(rows), "files": listed_files(folder, names)}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, object]) -> None:
+    """Writes manifest.json into `folder`."""
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of `folder`, or None when there is none of this format (then nothing in the folder is known to be ours)."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    complete = isinstance(found, dict) and isinstance(found.get("rows"), dict) and isinstance(found.get("files"), dict)
+    if not complete or "request" not in found:
+        return None
+    # A folder of another format keeps its file list (so it may be replaced) but matches no request.
+    return found if found.get("format") == _FORMAT else {**found, "request": None}
+
+
+def files_are_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """True when every listed file is there with the hash it was written with."""
+    files: dict[str, str] = manifest["files"]
+    return all((folder / name).is_file() for name in files) and listed_files(folder, files) == files
+
+
+def listed_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 (hex) of each named file of `folder`."""
+    hashes: dict[str, str] = {}
+    for name in names:
+        with (folder / name).open("rb") as stream:
+            hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes

@@ -1,0 +1,54 @@
+"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations {prompt, response}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def prompt_row(data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of train.parquet or test.parquet, with the question as a single user message."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": dict(extra_info),
+    }
+
+
+def write_prompts(path: Path, rows: Sequence[Mapping[str, Any]], extra_info: Mapping[str, pa.DataType]) -> int:
+    """Writes prompt rows and returns their number.
+
+    Args:
+        path: the parquet file.
+        rows: as `prompt_row` makes them.
+        extra_info: field types of the extra_info struct, given so that an empty file has the schema of a full one.
+    """
+    schema = pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", MESSAGES),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            ("extra_info", pa.struct(list(extra_info.items()))),
+        ]
+    )
+    return _write(path, rows, schema)
+
+
+def write_demonstrations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Writes rows {prompt: messages, response: str} and returns their number."""
+    return _write(path, rows, pa.schema([("prompt", MESSAGES), ("response", pa.string())]))
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> int:
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=schema)
+    pq.write_table(table, path)
+    return table.num_rows

@@ -1,0 +1,59 @@
+"""Tiny tokenizers made on the spot, saved in Hugging Face format: characters for arithmetic, bytes for text. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+END = "<|end|>"
+
+# The content of each message as it is, then "=" to ask for the answer: "12+34=".
+CHARACTER_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+ROLE_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_character_tokenizer(folder: Path, characters: str) -> None:
+    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then `characters` in order. No BOS.
+
+    Args:
+        folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
+        characters: the alphabet, each character once; any other becomes the unknown token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    _save(tokenizer, folder, CHARACTER_TEMPLATE, eos=EOS, unk=UNK)
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the roles, then the 256 bytes. No BOS."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    specials = [PAD, END, *ROLES]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    _save(tokenizer, folder, ROLE_TEMPLATE, eos=END, unk=None)
+
+
+def _save(tokenizer: Tokenizer, folder: Path, chat_template: str, *, eos: str, unk: str | None) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    unknown = {} if unk is None else {"unk_token": unk}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=eos, clean_up_tokenization_spaces=False, **unknown)
+    fast.chat_template = chat_template
+    fast.save_pretrained(str(folder))

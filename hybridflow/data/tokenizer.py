@@ -1,0 +1,118 @@
+"""The tokenizer as the rest of the system sees it: text and chat messages in, token ids out. Reads local folders only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import DataError
+
+_NOT_A_TOKEN = "\ufffd"
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer reduced to what the trainer needs. Made by `load_tokenizer`.
+
+    Attributes:
+        path: the folder it was read from.
+        eos_id: id that ends a response.
+        pad_id: padding id; `eos_id` when the tokenizer has none.
+        vocab_size: number of ids with a token, special ones included. The model's embedding may be larger.
+        stop_ids: sorted ids at which generation stops: `eos_id` and those of generation_config.json.
+    """
+
+    def __init__(self, hf_tokenizer: Any, path: Path, stop_ids: tuple[int, ...]) -> None:
+        self._hf = hf_tokenizer
+        self.path = path
+        self.eos_id: int = hf_tokenizer.eos_token_id
+        self.pad_id: int = self.eos_id if hf_tokenizer.pad_token_id is None else hf_tokenizer.pad_token_id
+        self.vocab_size: int = len(hf_tokenizer)
+        self.stop_ids = stop_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>") becomes that token."""
+        return list(self._hf.encode(text, add_special_tokens=False))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of chat messages [{role, content}, ...], ending where the assistant's answer starts.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if not self._hf.chat_template:
+            raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
+        try:
+            return str(self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates are programs of the model's author and raise what they like
+            raise DataError(f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of chat messages, ending where the assistant's answer starts. Raises as `render_chat` does."""
+        return self.encode(self.render_chat(messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; stop and pad ids at the end are left out.
+
+        Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a response with rubbish between the
+        right characters does not read like a right one.
+        """
+        kept = [int(i) for i in ids]
+        while kept and (kept[-1] in self.stop_ids or kept[-1] == self.pad_id):
+            kept.pop()
+        pieces: list[str] = []
+        run: list[int] = []
+        for token in kept:
+            if 0 <= token < self.vocab_size:
+                run.append(token)
+                continue
+            pieces += [self._decode_known(run), _NOT_A_TOKEN]
+            run = []
+        return "".join([*pieces, self._decode_known(run)])
+
+    def decode_response(self, ids: Sequence[int]) -> str:
+        """The text of a response up to its first stop id: what a verifier should see."""
+        end = next((position for position, token in enumerate(ids) if int(token) in self.stop_ids), len(ids))
+        return self.decode(ids[:end])
+
+    def _decode_known(self, ids: list[int]) -> str:
+        return str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) if ids else ""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads a Hugging Face tokenizer folder. Never downloads and never runs code from the folder.
+
+    Raises:
+        DataError: the folder is missing, holds no readable tokenizer, or the tokenizer has no end-of-sequence token.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise DataError(
+            f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer (nothing is downloaded)"
+        )
+    # Read when huggingface_hub is first imported; `local_files_only` below holds in any case.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # depending on what is broken: OSError, ValueError, KeyError, or the bare Exception of the Rust side
+        raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
+    if hf.eos_token_id is None:
+        raise DataError(f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json")
+    return Tokenizer(hf, folder, tuple(sorted({int(hf.eos_token_id), *_generation_stop_ids(folder)})))
+
+
+def _generation_stop_ids(folder: Path) -> list[int]:
+    """The eos_token_id of generation_config.json (an int or a list): chat models often stop at more than one token."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ids = [] if found is None else found if isinstance(found, list) else [found]
+        return [int(i) for i in ids]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: cannot read eos_token_id ({error})") from error

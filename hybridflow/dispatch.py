@@ -1,0 +1,358 @@
+"""How a worker method is called: `@register` says how arguments reach the ranks of a group and how results come back.
+
+Pure: no Ray, no torch. A worker module imports this and nothing of the controller, so the same class also runs under `torchrun`
+or in a plain test. `plan_call` turns (method, arguments) into the call of every rank; `single_controller` only carries it out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybridflow.errors import HybridFlowError, SchemaError
+from hybridflow.protocol import DataProto
+
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "__hybridflow_method__"
+PADDING_META = "dp_padding_rows"  # meta of a chunk: how many of its last rows repeat others only to fill it up
+
+
+class MeshError(HybridFlowError):
+    """The ranks of a group do not form whole data-parallel groups with one collecting rank each."""
+
+
+class Dispatch(enum.Enum):
+    """How the arguments of a call reach the ranks, and what comes back."""
+
+    ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; a list of all results
+    ALL_TO_ALL = "all_to_all"  # every argument is a list with one value a rank; a list of all results
+    RANK_ZERO = "rank_zero"  # only rank 0 is called; its result
+    DP = "dp"  # DataProto arguments are split over the data-parallel groups; one DataProto
+    DP_METRIC = "dp_metric"  # split likewise; a list with the result of each collecting rank, in dp order
+
+
+class Execute(enum.Enum):
+    """Which ranks run the method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True)
+class MeshPosition:
+    """Where a rank stands: its data-parallel group, how many there are, and whether its result stands for the group."""
+
+    dp_rank: int
+    dp_size: int
+    collects: bool
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker is told at construction: `cls(context, *args)`. `log_path` receives its stdout and stderr."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    node: str
+    log_path: Path
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Positions of all ranks of a group, checked.
+
+    Raises:
+        MeshError: disagreeing sizes, a data-parallel group without ranks, or with no or several collecting ranks.
+    """
+
+    positions: tuple[MeshPosition, ...]
+
+    def __post_init__(self) -> None:
+        if not self.positions:
+            raise MeshError("a mesh needs at least one rank")
+        sizes = {position.dp_size for position in self.positions}
+        if len(sizes) != 1 or min(sizes) < 1:
+            raise MeshError(f"ranks disagree on the data-parallel size: {sorted(sizes)}")
+        present = {position.dp_rank for position in self.positions}
+        missing, outside = set(range(self.dp_size)) - present, present - set(range(self.dp_size))
+        if missing or outside:
+            wrong = [f"missing data-parallel ranks {sorted(missing)}"] * bool(missing)
+            wrong += [f"data-parallel ranks {sorted(outside)} outside 0..{self.dp_size - 1}"] * bool(outside)
+            raise MeshError("the mesh does not cover the group: " + ", ".join(wrong))
+        collectors = Counter(position.dp_rank for position in self.positions if position.collects)
+        bad = {dp: collectors[dp] for dp in range(self.dp_size) if collectors[dp] != 1}
+        if bad:
+            found = ", ".join(f"{n} in group {dp}" for dp, n in bad.items())
+            raise MeshError(f"each data-parallel group needs exactly one collecting rank, found {found}")
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel groups."""
+        return self.positions[0].dp_size
+
+    @property
+    def collectors(self) -> tuple[int, ...]:
+        """Global rank of the collecting rank of each group, in dp order."""
+        by_dp = {position.dp_rank: rank for rank, position in enumerate(self.positions) if position.collects}
+        return tuple(by_dp[dp] for dp in range(self.dp_size))
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """Arguments of one rank. Ranks that get the same batch hold the same object, so that it is sent once."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """One call of a group: the calls by rank (ranks that are absent do not run) and how their results become one value."""
+
+    calls: Mapping[int, RankCall]
+    collect: Callable[[Mapping[int, Any]], Any]
+
+
+@dataclass(frozen=True)
+class CustomDispatch:
+    """A pair of functions for a method that none of `Dispatch` fits. Make one with `custom_dispatch`.
+
+    `split(world_size, mesh, args, kwargs)` gives the call of each rank; `collect(mesh, results by rank)` the value of the call.
+    `mesh` is None for workers without `mesh_position`.
+    """
+
+    name: str
+    split: Callable[[int, Mesh | None, tuple[Any, ...], Mapping[str, Any]], Mapping[int, RankCall]]
+    collect: Callable[[Mesh | None, Mapping[int, Any]], Any]
+    needs_mesh: bool = True
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What `@register` recorded about a method."""
+
+    name: str
+    dispatch: Dispatch | CustomDispatch
+    execute: Execute
+    blocking: bool
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether a call needs the positions of the ranks."""
+        if isinstance(self.dispatch, CustomDispatch):
+            return self.dispatch.needs_mesh
+        return self.dispatch in (Dispatch.DP, Dispatch.DP_METRIC)
+
+
+@dataclass(frozen=True)
+class DataflowStep:
+    """A step of the loop that is not a worker method, for `check_dataflow`."""
+
+    name: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+_custom: dict[str, CustomDispatch] = {}
+
+
+def custom_dispatch(
+    name: str,
+    split: Callable[[int, Mesh | None, tuple[Any, ...], Mapping[str, Any]], Mapping[int, RankCall]],
+    collect: Callable[[Mesh | None, Mapping[int, Any]], Any],
+    *,
+    needs_mesh: bool = True,
+) -> CustomDispatch:
+    """Register a pair under a name that is not taken; pass the result to `@register`."""
+    if name in _custom or name in {mode.value for mode in Dispatch}:
+        raise ValueError(f"a dispatch named {name!r} exists already")
+    _custom[name] = CustomDispatch(name, split, collect, needs_mesh)
+    return _custom[name]
+
+
+def register(
+    dispatch: Dispatch | CustomDispatch,
+    execute: Execute = Execute.ALL,
+    blocking: bool = True,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+) -> Callable[[F], F]:
+    """Mark a worker method as callable on a group. The function itself is returned unchanged.
+
+    Args:
+        dispatch: how arguments are spread and results gathered.
+        execute: which ranks run it.
+        blocking: False makes `WorkerGroup.run` return a Future at once.
+        reads: columns the method needs; with DP, only these are sent. Empty: all.
+        writes: columns the method returns; with DP, the result is checked. Empty: unchecked.
+
+    Raises:
+        ValueError: a data-parallel method that only rank 0 runs, or a column declared twice.
+    """
+    if execute is Execute.RANK_ZERO and dispatch in (Dispatch.DP, Dispatch.DP_METRIC, Dispatch.ALL_TO_ALL):
+        raise ValueError(f"{dispatch} spreads arguments over all ranks and cannot be run by rank 0 alone")
+    for columns in (reads, writes):
+        if isinstance(columns, str) or len(set(columns)) != len(columns):
+            raise ValueError(f"reads and writes are tuples of different column names, got {columns!r}")
+
+    def mark(function: F) -> F:
+        spec = MethodSpec(function.__name__, dispatch, execute, blocking, tuple(reads), tuple(writes))
+        setattr(function, _ATTRIBUTE, spec)
+        return function
+
+    return mark
+
+
+def method_spec(function: Callable[..., Any]) -> MethodSpec:
+    """What `@register` recorded; TypeError for a function without it."""
+    spec = getattr(function, _ATTRIBUTE, None)
+    if not isinstance(spec, MethodSpec):
+        raise TypeError(f"{getattr(function, '__qualname__', function)!s} is not a worker method: it lacks @register(...)")
+    return spec
+
+
+def check_dataflow(steps: Iterable[Callable[..., Any] | DataflowStep], available: Iterable[str]) -> frozenset[str]:
+    """Check before anything starts that every step's `reads` exist by then; returns the columns at the end.
+
+    Raises:
+        SchemaError: names the step, the column, and the later step that writes it, if there is one.
+    """
+    order = [step if isinstance(step, DataflowStep) else _as_step(step) for step in steps]
+    known = set(available)
+    for i, step in enumerate(order):
+        for column in step.reads:
+            if column not in known:
+                later = next((s.name for s in order[i:] if column in s.writes), None)
+                hint = f"; {later} writes it, but not before" if later else "; no step writes it"
+                raise SchemaError(f"{step.name} reads column {column!r}, which is not there yet{hint}")
+        known |= set(step.writes)
+    return frozenset(known)
+
+
+def plan_call(spec: MethodSpec, world_size: int, mesh: Mesh | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallPlan:
+    """The calls of all ranks and the way back.
+
+    Raises:
+        SchemaError: arguments that do not fit the dispatch mode, or a missing column.
+        MeshError: a data-parallel call on workers that told no positions.
+    """
+    if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
+        raise MeshError(f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition on all {world_size} ranks")
+    if isinstance(spec.dispatch, CustomDispatch):
+        custom = spec.dispatch
+        calls = custom.split(world_size, mesh, args, kwargs)
+        if spec.execute is Execute.RANK_ZERO:
+            calls = {0: calls[0]}
+        return CallPlan(calls, lambda results: custom.collect(mesh, results))
+    if spec.dispatch is Dispatch.RANK_ZERO or spec.execute is Execute.RANK_ZERO:
+        return CallPlan({0: RankCall(args, kwargs)}, lambda results: results[0])
+    if spec.dispatch is Dispatch.ONE_TO_ALL:
+        return CallPlan(dict.fromkeys(range(world_size), RankCall(args, kwargs)), _in_rank_order)
+    if spec.dispatch is Dispatch.ALL_TO_ALL:
+        return CallPlan(_spread_lists(spec, world_size, args, kwargs), _in_rank_order)
+    assert mesh is not None
+    return _plan_data_parallel(spec, mesh, args, kwargs)
+
+
+def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallPlan:
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
+    if not batches:
+        raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
+    if len({len(batch) for batch in batches}) != 1:
+        raise SchemaError(f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split alike")
+    _require_reads(spec, batches)
+    rows = len(batches[0])
+    chunks = {id(batch): _chunks(spec, batch, mesh.dp_size) for batch in batches}
+
+    def part(value: Any, dp_rank: int) -> Any:
+        return chunks[id(value)][dp_rank] if isinstance(value, DataProto) else value
+
+    by_dp = [
+        RankCall(tuple(part(value, dp) for value in args), {key: part(value, dp) for key, value in kwargs.items()})
+        for dp in range(mesh.dp_size)
+    ]
+    calls = {rank: by_dp[position.dp_rank] for rank, position in enumerate(mesh.positions)}
+    chunk_rows = -(-rows // mesh.dp_size)
+    if spec.dispatch is Dispatch.DP_METRIC:
+        return CallPlan(calls, lambda results: [results[rank] for rank in mesh.collectors])
+    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows))
+
+
+def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
+    for column in spec.reads:
+        if not any(column in batch for batch in batches):
+            have = ", ".join(dict.fromkeys(name for batch in batches for name in batch.columns))
+            raise SchemaError(f"{spec.name} reads column {column!r}, which the batch lacks; it has {have or 'no columns'}")
+
+
+def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
+    """One piece a data-parallel group, all of one size: training code may count on equal numbers of rows on all ranks."""
+    if spec.reads:
+        batch = batch.select(name for name in spec.reads if name in batch)
+    padded, num_padding = batch.pad_to_divisor(dp_size)
+    pieces = padded.chunk(dp_size)
+    size = len(pieces[0])
+    for i in range(dp_size):
+        filled = min(size, max(0, num_padding - (dp_size - 1 - i) * size))
+        if filled:
+            pieces[i] = pieces[i].with_meta(**{PADDING_META: filled})
+    return pieces
+
+
+def _concatenate(spec: MethodSpec, mesh: Mesh, results: Mapping[int, Any], rows: int, chunk_rows: int) -> DataProto | None:
+    parts = [results[rank] for rank in mesh.collectors]
+    if all(part is None for part in parts) and not spec.writes:
+        return None
+    for rank, part in zip(mesh.collectors, parts, strict=True):
+        if not isinstance(part, DataProto):
+            raise SchemaError(f"{spec.name} on rank {rank} returned {type(part).__name__}; a data-parallel method returns a DataProto")
+        if len(part) != chunk_rows:
+            raise SchemaError(f"{spec.name} on rank {rank} returned {len(part)} rows for a chunk of {chunk_rows}")
+        _check_writes(spec, rank, part)
+    whole = DataProto.concat([_without_padding_mark(part) for part in parts])
+    return whole.unpad(len(whole) - rows)
+
+
+def _check_writes(spec: MethodSpec, rank: int, part: DataProto) -> None:
+    if not spec.writes:
+        return
+    missing = [name for name in spec.writes if name not in part]
+    extra = [name for name in part.columns if name not in spec.writes]
+    if missing:
+        raise SchemaError(f"{spec.name} on rank {rank} did not return column {missing[0]!r}, which it declares in writes")
+    if extra:
+        raise SchemaError(f"{spec.name} on rank {rank} returned column {extra[0]!r}, which it does not declare in writes")
+
+
+def _without_padding_mark(part: DataProto) -> DataProto:
+    if PADDING_META not in part.meta:
+        return part
+    meta = {key: value for key, value in part.meta.items() if key != PADDING_META}
+    return DataProto(dict(part.items()), meta, part.bfloat16)
+
+
+def _spread_lists(spec: MethodSpec, world_size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, RankCall]:
+    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **{f"argument {k!r}": v for k, v in kwargs.items()}}
+    for name, value in named.items():
+        if not isinstance(value, (list, tuple)) or len(value) != world_size:
+            got = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
+            raise SchemaError(f"{spec.name}: {name} must be a list with one value for each of {world_size} ranks, got {got}")
+    return {rank: RankCall(tuple(value[rank] for value in args), {k: v[rank] for k, v in kwargs.items()}) for rank in range(world_size)}
+
+
+def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
+    return [results[rank] for rank in sorted(results)]
+
+
+def _as_step(function: Callable[..., Any]) -> DataflowStep:
+    spec = method_spec(function)
+    return DataflowStep(getattr(function, "__qualname__", spec.name), spec.reads, spec.writes)

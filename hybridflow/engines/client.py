@@ -1,0 +1,264 @@
+"""HTTP client of one SGLang server: generation and the weight-update session. JSON only; every call has a deadline.
+
+Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over the whole vocabulary, taken *before*
+top-k, top-p and min-p cut the distribution (sglang/srt/layers/sampler.py, standard path). At temperature 0 it is log softmax(logits).
+A trainer that recomputes them divides its logits by the same temperature and ignores top-k and top-p.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import requests
+
+from hybridflow.errors import EngineError
+
+PauseMode = Literal["abort", "retract", "in_place"]
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 is off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Tokens `start` (inclusive) to `end` (exclusive) of a response were made by the weights of `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    Args:
+        token_ids: generated tokens, the stop token included when there was one.
+        log_probs: one per token; see the module's docstring for what SGLang means by it.
+        finish_reason: stop | length | abort.
+        weight_versions: which weights made which tokens, in order.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    weight_versions: tuple[WeightSpan, ...]
+
+
+class EngineClient:
+    """Speaks to one engine. Safe to use from several threads.
+
+    Args:
+        url: base address, e.g. `EngineServer.url`.
+        admin_key: bearer key of the engine.
+        request_timeout_s: deadline of each call, in seconds.
+        name: the engine's name in error messages; defaults to the address.
+        batch_size: prompts in one HTTP request; a longer list goes out as several requests at once.
+    """
+
+    def __init__(self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1024) -> None:
+        self.url, self.name, self.request_timeout_s, self.batch_size = url.rstrip("/"), name or url, request_timeout_s, batch_size
+        self._headers = {"Authorization": f"Bearer {admin_key}"}
+        self._local = threading.local()
+
+    # -- generation -------------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[Completion]:
+        """One response for each prompt, in order. Repeat a prompt to sample it several times.
+
+        Args:
+            prompts: token ids.
+            sampling: the same for all.
+            max_new_tokens: upper bound on the response's length.
+            stop_token_ids: generation ends with, and includes, the first of these.
+
+        Raises:
+            EngineError: refused, malformed, or not answered within `request_timeout_s`.
+        """
+        rows = [[int(token) for token in prompt] for prompt in prompts]
+        empty = [i for i, row in enumerate(rows) if not row]
+        if empty:
+            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": [int(token) for token in stop_token_ids],
+        }
+        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        if len(chunks) < 2:
+            return [one for chunk in chunks for one in self._generate_chunk(chunk, parameters)]
+        with ThreadPoolExecutor(len(chunks)) as pool:
+            return [one for done in pool.map(lambda chunk: self._generate_chunk(chunk, parameters), chunks) for one in done]
+
+    def _generate_chunk(self, prompts: list[list[int]], parameters: dict[str, Any]) -> list[Completion]:
+        answer = self._call("/generate", {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True})
+        if not isinstance(answer, list) or len(answer) != len(prompts):
+            got = len(answer) if isinstance(answer, list) else type(answer).__name__
+            raise EngineError(f"/generate answered {got} for {len(prompts)} prompts", engine=self.name)
+        try:
+            return [_completion(item) for item in answer]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name) from error
+
+    def health(self) -> bool:
+        """True when the HTTP server answers. During a weight load it does not until the load is over: that is not death."""
+        return self._request("GET", "/health", None).status_code == 200
+
+    # -- weights ----------------------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating.
+
+        Args:
+            mode: what happens to running requests. abort: they end; retract: they wait, and their KV cache is computed anew;
+                in_place: they wait and keep it, although it was made by the old weights.
+        """
+        self._post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """Continue generating after `pause`."""
+        self._post("/continue_generation", {})
+
+    def begin_weight_update(self) -> None:
+        """Open the session that `receive_weights` needs. Pause first: otherwise it waits for the requests in flight."""
+        self._post("/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        """Close the session. A session left open refuses the next `begin_weight_update`."""
+        self._post("/end_weight_update", {})
+
+    def init_weights_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, *, backend: str = "gloo"
+    ) -> None:
+        """Join a weights group whose rank 0 is the sender; returns when all members have joined.
+
+        Every engine must be asked to join several groups in the same order: each blocks in one group until it is complete.
+
+        Args:
+            master_address, master_port: the sender's store, `WeightsGroup.endpoint`.
+            rank_offset: rank of this engine's first tensor-parallel process, 1 or more.
+            world_size: 1 + the tensor-parallel processes of all engines.
+            group_name: unique in the engine.
+            backend: gloo | nccl.
+        """
+        body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
+        self._post("/init_weights_update_group", body | {"world_size": world_size, "group_name": group_name, "backend": backend})
+
+    def destroy_weights_group(self, group_name: str) -> None:
+        """Leave a weights group."""
+        self._post("/destroy_weights_update_group", {"group_name": group_name})
+
+    def receive_weights(
+        self,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        flattened: bool = True,
+        flush_cache: bool = True,
+    ) -> None:
+        """Receive one bucket that the sender of `group` broadcasts, and load it. All engines of the group must be asked at once.
+
+        Args:
+            group: name given to `init_weights_group`.
+            names, dtypes, shapes: what the bucket holds, in order (`Bucket.names` and so on); dtypes as torch names without `torch.`.
+            flattened: one broadcast of the whole bucket (`WeightsGroup.send`), else one a tensor.
+            flush_cache: forget cached prefixes, which belong to the old weights. Fails with requests held by `pause("in_place")`.
+
+        SGLang reports success for names it does not know (transformers' fused expert names, for one): compare `weights_checksum`.
+        """
+        body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+        body |= {"group_name": group, "flush_cache": flush_cache}
+        if flattened:
+            body["load_format"] = "flattened_bucket"
+        self._post("/update_weights_from_distributed", body)
+
+    def set_weight_version(self, version: int | str) -> None:
+        """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes. Refused while requests are running."""
+        self._request_ok("POST", "/flush_cache", {})
+
+    def weights_checksum(self) -> str:
+        """One checksum over all parameters of all ranks: equal exactly when the loaded weights are equal bit for bit."""
+        answer = self._post("/weights_checker", {"action": "checksum"})
+        try:
+            return str(answer["per_engine_checksum"])
+        except KeyError as error:
+            raise EngineError("/weights_checker answered without a checksum", engine=self.name) from error
+
+    # -- transport --------------------------------------------------------------------------------------------------------------
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A control call: SGLang answers `{success, message}`, with 200 or 400."""
+        answer = self._call(path, body)
+        if not isinstance(answer, dict) or answer.get("success") is False:
+            message = answer.get("message", "no reason given") if isinstance(answer, dict) else f"answered {type(answer).__name__}"
+            raise EngineError(f"{path} failed: {message}", engine=self.name)
+        return answer
+
+    def _call(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self._request_ok("POST", path, body)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EngineError(f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name) from error
+
+    def _request_ok(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
+        answer = self._request(method, path, body)
+        if answer.status_code != 200:
+            raise EngineError(f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name)
+        return answer
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
+        try:
+            return self._session().request(
+                method, self.url + path, json=body, headers=self._headers, timeout=self.request_timeout_s, allow_redirects=False
+            )
+        except requests.Timeout as error:
+            raise EngineError(f"{path} not answered within {self.request_timeout_s:.0f} s", engine=self.name) from error
+        except requests.RequestException as error:
+            raise EngineError(f"{path}: no connection: {error}", engine=self.name) from error
+
+    def _session(self) -> requests.Session:
+        session = getattr(self._local, "session", None)
+        if session is None:
+            session = requests.Session()
+            session.trust_env = False  # a proxy of the environment must not see, nor break, calls to this machine
+            self._local.session = session
+        return session
+
+
+def _completion(item: dict[str, Any]) -> Completion:
+    meta = item["meta_info"]
+    tokens = [int(token) for token in item["output_ids"]]
+    log_probs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+    if len(log_probs) != len(tokens):
+        raise ValueError(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+    reason = meta["finish_reason"]["type"]
+    if reason not in FINISH_REASONS:
+        raise ValueError(f"finish reason {reason!r}")
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+    return Completion(tokens, log_probs, reason, tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans))

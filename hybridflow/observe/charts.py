@@ -1,0 +1,249 @@
+"""The report's charts as inline SVG: lines over steps and stacked bars over steps. Colours are CSS variables `--c0` … `--c7`, `--other`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from markupsafe import Markup
+
+from hybridflow.observe import scale
+
+WIDTH, HEIGHT = 440, 240
+LEFT, RIGHT, TOP, BOTTOM = 54, 14, 20, 38
+MAX_POINTS = 1500  # points of one line; longer series are drawn as means of neighbours
+MAX_BARS = 80
+_MARKERS_UP_TO = 40  # points that still get a dot each
+_TREND_FROM = 24  # points from which a trend line helps
+
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One quantity over steps. A None is a gap. `color` is a slot of the palette, None the grey of "other"."""
+
+    label: str
+    points: Sequence[Point]
+    color: int | None = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw.
+
+    `trend` draws the single series faintly with its moving average on top; `include` are values that the y axis must reach; `lines` are
+    horizontal reference lines (value, text); `notes` are labelled points (x, y, text).
+    """
+
+    title: str
+    series: Sequence[Series]
+    unit: str = ""
+    about: str = ""
+    kind: Literal["lines", "stack"] = "lines"
+    log: bool = False
+    percent: bool = False
+    trend: bool = False
+    include: Sequence[float] = ()
+    lines: Sequence[tuple[float, str]] = ()
+    notes: Sequence[tuple[float, float, str]] = field(default=())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and what a reader must know about thinning."""
+
+    title: str
+    about: str
+    svg: Markup
+    legend: list[tuple[str, str, bool]]
+    remark: str
+
+
+def draw(chart: Chart) -> Drawn | None:
+    """Draw a chart; None when none of its series has a value to show."""
+    usable = [_usable(series, chart.log) for series in chart.series]
+    usable = [series for series in usable if any(y is not None for _, y in series.points)]
+    if not usable:
+        return None
+    if chart.kind == "stack":
+        usable = _aligned(usable)
+    limit = MAX_BARS if chart.kind == "stack" else MAX_POINTS
+    size = max(math.ceil(len(series.points) / limit) for series in usable)
+    thinned = [Series(series.label, thin(series.points, size), series.color) for series in usable]
+    body, legend = _stack(chart, thinned) if chart.kind == "stack" else _lines(chart, thinned)
+    each = "bar" if chart.kind == "stack" else "point"
+    label = f"{chart.title}: {', '.join(series.label for series in usable)}"
+    svg = Markup('<svg viewBox="0 0 {w} {h}" role="img" aria-label="{label}" data-hover="{hover}">{body}</svg>').format(
+        w=WIDTH, h=HEIGHT, label=label, hover=_hover(chart, thinned), body=body
+    )
+    return Drawn(chart.title, chart.about, svg, legend, f"Each {each} is the mean of {size} steps." if size > 1 else "")
+
+
+def thin(points: Sequence[Point], size: int) -> list[Point]:
+    """Means of `size` neighbours; a None among them is left out, a bucket of None stays None."""
+    if size <= 1:
+        return list(points)
+    found: list[Point] = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        known = [y for _, y in bucket if y is not None]
+        found.append((bucket[len(bucket) // 2][0], sum(known) / len(known) if known else None))
+    return found
+
+
+def moving_average(points: Sequence[Point]) -> list[Point]:
+    """Mean of the neighbours on both sides, about an eighth of the series in all; narrower at the ends, where it would lag."""
+    reach = max(2, len(points) // 16)
+    found: list[Point] = []
+    for index, (x, _) in enumerate(points):
+        side = max(reach // 3, min(reach, index, len(points) - 1 - index))
+        known = [y for _, y in points[max(0, index - side) : index + side + 1] if y is not None]
+        found.append((x, sum(known) / len(known) if known else None))
+    return found
+
+
+def _aligned(series: list[Series]) -> list[Series]:
+    """All with the same steps: a phase that a step did not have took no time. Else bars of sparse phases would stand beside the others."""
+    steps = sorted({x for one in series for x, _ in one.points})
+    known = [dict(one.points) for one in series]
+    return [Series(one.label, [(x, values.get(x) or 0.0) for x in steps], one.color) for one, values in zip(series, known, strict=True)]
+
+
+def _usable(series: Series, log: bool) -> Series:
+    """Without what cannot be drawn: non-finite values, and on a logarithmic axis zero and below. They become gaps."""
+    points = [(x, y if y is not None and math.isfinite(y) and (not log or y > 0) else None) for x, y in series.points]
+    return Series(series.label, points, series.color)
+
+
+def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
+    known = [y for one in series for _, y in one.points if y is not None]
+    marks = [value for value, _ in chart.lines if not chart.log or value > 0]
+    y = (
+        scale.logarithmic([*known, *marks], HEIGHT - BOTTOM, TOP)
+        if chart.log
+        else scale.linear([*known, *marks], HEIGHT - BOTTOM, TOP, chart.include)
+    )
+    x = scale.steps([at for one in series for at, _ in one.points], LEFT, WIDTH - RIGHT)
+    parts = [_axes(chart, x, y)]
+    parts += [_reference(y(value), text) for value, text in chart.lines if y.low <= value <= y.high]
+    legend = []
+    trend = chart.trend and len(series) == 1 and len(series[0].points) >= _TREND_FROM
+    for one in series:
+        parts.append(_path(one.points, x, y, _color(one.color), "raw" if trend else "line"))
+        legend.append((one.label, _color(one.color), trend))
+    if trend:
+        parts.append(_path(moving_average(series[0].points), x, y, _color(series[0].color), "trend"))
+        legend.append(("moving average", _color(series[0].color), False))
+    parts += [_note(x(at), y(value), text, y(chart.notes[-1][1]) < y(value)) for at, value, text in chart.notes]
+    return Markup("").join(parts), legend if len(legend) > 1 else []
+
+
+def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, str, bool]]]:
+    """Bars of one x each, the first series at the bottom."""
+    columns: dict[float, list[float]] = {}
+    for index, one in enumerate(series):
+        for at, value in one.points:
+            columns.setdefault(at, [0.0] * len(series))[index] = max(0.0, value or 0.0)
+    y = scale.linear([sum(values) for values in columns.values()], HEIGHT - BOTTOM, TOP, (0.0,))
+    span = max(columns) - min(columns)
+    gap = span / max(1, len(columns) - 1) or 1.0
+    outer = scale.steps(columns, LEFT, WIDTH - RIGHT)
+    ticks = tuple(tick for tick in outer.ticks if min(columns) <= tick <= max(columns))
+    x = scale.Scale(min(columns) - gap / 2, max(columns) + gap / 2, LEFT, WIDTH - RIGHT, ticks)
+    width = min(48.0, max(1.0, (WIDTH - LEFT - RIGHT) / len(columns) * 0.82))
+    parts = [_axes(chart, x, y)]
+    for at in sorted(columns):
+        floor = 0.0
+        for one, value in zip(series, columns[at], strict=True):
+            top, bottom = y(floor + value), y(floor)
+            floor += value
+            if bottom - top >= 0.1:
+                shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
+                parts.append(
+                    Markup(shape).format(round(x(at) - width / 2, 1), top, round(width, 1), round(bottom - top, 1), _color(one.color))
+                )
+    return Markup("").join(parts), [(one.label, _color(one.color), False) for one in series]
+
+
+def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, kind: str) -> Markup:
+    """Polylines between the gaps; a point alone between two gaps is a dot."""
+    segments: list[list[tuple[float, float]]] = [[]]
+    count = 0
+    for at, value in points:
+        if value is None:
+            segments.append([])
+        else:
+            segments[-1].append((x(at), y(value)))
+            count += 1
+    parts = []
+    for segment in filter(None, segments):
+        if len(segment) > 1:
+            text = " ".join(f"{px:g},{py:g}" for px, py in segment)
+            parts.append(Markup('<polyline class="{}" points="{}" stroke="{}"/>').format(kind, text, color))
+        if len(segment) == 1 or (kind == "line" and count <= _MARKERS_UP_TO):
+            parts += [Markup('<circle class="dot" cx="{}" cy="{}" r="2.2" fill="{}"/>').format(px, py, color) for px, py in segment]
+    return Markup("").join(parts)
+
+
+def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
+    parts = []
+    for tick in y.ticks:
+        at = y(tick)
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
+        parts.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(LEFT - 6, at + 4, y.text(tick, chart.percent))
+        )
+    floor = HEIGHT - BOTTOM
+    parts.append(Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, floor, floor))
+    for tick in x.ticks:
+        parts.append(Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x(tick), floor + 15, f"{tick:,.0f}"))
+    parts.append(
+        Markup('<text class="label" x="{}" y="{}" text-anchor="middle">step</text>').format((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6)
+    )
+    if chart.unit:
+        unit = chart.unit + (", log scale" if chart.log else "")
+        parts.append(Markup('<text class="label" x="{}" y="11">{}</text>').format(LEFT - 6, unit))
+    return Markup("").join(parts)
+
+
+def _reference(at: float, text: str) -> Markup:
+    line = Markup('<line class="reference" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at)
+    return line + Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, at - 4, text)
+
+
+def _note(px: float, py: float, text: str, rises: bool) -> Markup:
+    """A dot with a label beside the curve: under its start when it rises from there, above it elsewhere."""
+    left = px < LEFT + 60
+    anchor = "start" if left else "end" if px > WIDTH - RIGHT - 60 else "middle"
+    at = min(py + 16, HEIGHT - BOTTOM - 5) if left and rises else py - 9 if py > TOP + 14 else py + 18
+    dot = Markup('<circle class="note" cx="{}" cy="{}" r="4.5" fill="{}"/>').format(px, py, _color(0))
+    return dot + Markup('<text class="value" x="{}" y="{}" text-anchor="{}">{}</text>').format(px + (9 if left else 0), at, anchor, text)
+
+
+def _color(slot: int | None) -> str:
+    return "var(--other)" if slot is None else f"var(--c{slot % 8})"
+
+
+def _hover(chart: Chart, series: list[Series]) -> str:
+    """What the page's script shows under the pointer: pixel of each x, and each series' value there."""
+    xs = sorted({at for one in series for at, _ in one.points})
+    gap = (xs[-1] - xs[0]) / max(1, len(xs) - 1) or 1.0
+    x = scale.steps(xs, LEFT, WIDTH - RIGHT)
+    if chart.kind == "stack":
+        x = scale.Scale(xs[0] - gap / 2, xs[-1] + gap / 2, LEFT, WIDTH - RIGHT, ())
+    rows = [(one, dict(one.points)) for one in series]
+    data = {
+        "x": xs,
+        "px": [x(at) for at in xs],
+        "percent": chart.percent,
+        "series": [[one.label, _color(one.color), [_short(known.get(at)) for at in xs]] for one, known in rows],
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,93 @@
+"""What a run ran on: versions, machine size, commit. No host, user or folder names, so that a run folder can be shown to others."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import hybridflow
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "hydra-core",
+    "omegaconf",
+    "triton",
+    "flash-attn",
+    "transformer-engine",
+)
+_PACKAGE_FOLDER = Path(hybridflow.__file__).parent
+_GIB = 2**30
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; what is not there is null or left out."""
+    return {
+        "hybridflow": hybridflow.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
+        "accelerators": _accelerators(),
+        "packages": _packages(),
+        "git": _git(_PACKAGE_FOLDER),
+    }
+
+
+def write_environment(run_dir: str | Path) -> Path:
+    """Write `environment.json` into a run folder."""
+    path = Path(run_dir) / "environment.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _accelerators() -> list[str]:
+    """Asked of the driver's tool, not of torch: importing torch here would cost seconds on the driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = _run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    return [line.strip() for line in (listed or "").splitlines() if line.strip()]
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that holds `folder`; None for an installed package, even when it lies inside someone else's checkout."""
+    if _run(["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"]) is None:
+        return None
+    commit = _run(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    changed = _run(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    return {"commit": commit.strip() if commit else None, "modified": bool(changed)}
+
+
+def _run(command: list[str]) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout if result.returncode == 0 else None

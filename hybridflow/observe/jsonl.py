@@ -1,0 +1,102 @@
+"""JSON-lines files that survive a kill: appended a whole line at a time, read with torn lines left out, cut back on resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class JsonlWriter:
+    """Appends one JSON object a line and flushes each. A torn last line left by a killed process is removed when the file is opened."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        with self._lock:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                repair(self.path)
+                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            self._file.write(line)
+            self._file.flush()
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
+        """Drop the records for which `wanted` is false (and torn lines); returns how many records were dropped."""
+        with self._lock:
+            self._close()
+            return keep_records(self.path, wanted)
+
+    def close(self) -> None:
+        """Close the file; a later `write` opens it again."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, in order. Lines that are not a whole JSON object are left out; a missing file has none."""
+    path = Path(path)
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def keep_records(path: str | Path, wanted: Callable[[dict[str, Any]], bool]) -> int:
+    """Rewrite a file with the records for which `wanted` is true; returns how many were dropped. Replaced at once, or not at all."""
+    path = Path(path)
+    if not path.exists():
+        return 0
+    dropped = 0
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for record in read_jsonl(path):
+                if wanted(record):
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                else:
+                    dropped += 1
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return dropped
+
+
+def repair(path: Path) -> None:
+    """Make the file end with a whole line, so that the next record does not grow onto half of an older one."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) == b"\n":
+            return
+        file.seek(0)
+        whole, newline, last = file.read().rpartition(b"\n")
+        if _parse(last.decode("utf-8", errors="replace")) is not None:
+            file.write(b"\n")  # only the line end is missing
+        else:
+            file.truncate(len(whole) + len(newline))
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,290 @@
+"""Progress a person can follow: a live bar in a terminal, plain single lines in a file or a pipe.
+
+    with Progress(total=60, title="GRPO") as progress:
+        with progress.stage("start engines"):
+            ...
+        progress.update(1, {"reward": 0.31, "accuracy": 0.29}, {"gen": 4.1, "update_actor": 2.2, "step": 7.0})
+
+A plain line: `GRPO 12/60  reward 0.610  accuracy 0.550 | 8.1 s: gen 4.2, update_actor 2.1 | ETA 6 min 29 s`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_ETA_WINDOW = 20  # steps whose mean duration predicts the rest
+_PHASES_SHOWN = 4
+_REFRESH_PER_S = 4
+
+
+class Progress:
+    """One bar with the stages around it. The bar appears with the first `update`; until then there are only stages and messages.
+
+    Args:
+        total: steps in all; 0 for a part of the job that has only stages.
+        title: what is being counted, e.g. "GRPO".
+        initial: the step a resumed run goes on from.
+        throttle_s: least seconds between two plain lines (the first and last are always printed); for the short steps of SFT.
+        enabled: False shows nothing at all.
+        stream: where to write; None is stdout.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        title: str,
+        *,
+        initial: int = 0,
+        throttle_s: float = 0.0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._state = State(total, title, initial)
+        out = stream if stream is not None else sys.stdout
+        self._display: _Display
+        if not enabled:
+            self._display = _Silent()
+        elif out.isatty() and os.environ.get("TERM", "dumb") not in {"dumb", "unknown"}:
+            self._display = _Live(out, self._state)
+        else:
+            self._display = _Plain(out, self._state, throttle_s)
+        # A run that dies without leaving the `with` must still give the cursor back.
+        atexit.register(self.close)
+
+    def update(self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float] | None = None) -> None:
+        """Show that `step` is done, with its numbers and the seconds of its phases (`timing_s/` in front is dropped)."""
+        self._state.advance(step, fields, phases or {})
+        self._display.updated()
+
+    def message(self, text: str) -> None:
+        """Print a line that stays, above the bar."""
+        self._display.line(text)
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[None]:
+        """A part of the job without steps: a spinner with elapsed seconds, and a line that stays when it ends."""
+        start = time.monotonic()
+        self._state.stages.append((title, start))
+        self._display.stage_began(title)
+        try:
+            yield
+        except BaseException as error:
+            self._end_stage(title, start, "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
+        self._end_stage(title, start, "")
+
+    def close(self) -> None:
+        """Leave the terminal as it was; the last state of the bar stays on it."""
+        self._display.close()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _end_stage(self, title: str, start: float, outcome: str) -> None:
+        self._state.stages.remove((title, start))
+        self._display.stage_ended(title, time.monotonic() - start, outcome)
+
+
+class State:
+    """What is shown: steps done, the last step's numbers, running stages, and the time left."""
+
+    def __init__(self, total: int, title: str, initial: int = 0) -> None:
+        self.total, self.title, self.step = total, title, initial
+        self.fields: dict[str, float | str] = {}
+        self.phases: dict[str, float] = {}
+        self.stages: list[tuple[str, float]] = []
+        self.started = False
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_ETA_WINDOW + 1)
+        self._step_seconds: float | None = None
+
+    def advance(self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float]) -> None:
+        """Take the numbers of a finished step."""
+        self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
+        self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
+        if not self._marks and self._step_seconds is not None and step > self.step:
+            self._marks.append((time.monotonic() - self._step_seconds, step - 1))  # the first step tells a duration already
+        self._marks.append((time.monotonic(), step))
+        self.started, self.step, self.fields = True, step, dict(fields)
+
+    def eta_s(self) -> float | None:
+        """Seconds left, from the mean duration of the last steps; None when nothing is known yet."""
+        if len(self._marks) < 2 or self._marks[-1][1] <= self._marks[0][1]:
+            return None
+        (first, low), (last, high) = self._marks[0], self._marks[-1]
+        return max(0.0, (last - first) / (high - low) * (self.total - self.step))
+
+    def fields_text(self) -> str:
+        """`reward 0.610  accuracy 0.550`."""
+        return "  ".join(f"{name} {number(value)}" for name, value in self.fields.items())
+
+    def phases_text(self) -> str:
+        """`8.1 s: gen 4.2, update_actor 2.1`: the step, then its longest phases."""
+        if self._step_seconds is None:
+            return ""
+        longest = sorted(self.phases.items(), key=lambda item: -item[1])[:_PHASES_SHOWN]
+        detail = ", ".join(f"{name} {seconds:.1f}" for name, seconds in longest if seconds >= 0.05)
+        return f"{self._step_seconds:.1f} s" + (f": {detail}" if detail else "")
+
+    def eta_text(self) -> str:
+        """`ETA 6 min 29 s`, or nothing at the end and while it is not known."""
+        left = self.eta_s()
+        return f"ETA {duration(left)}" if left is not None and self.step < self.total else ""
+
+
+def number(value: float | str) -> str:
+    """A number short enough to be read at a glance: three decimals, or an exponent where those would say nothing."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def duration(seconds: float) -> str:
+    """`8.1 s`, `6 min 29 s`, `2 h 05 min`."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class _Display(Protocol):
+    def updated(self) -> None: ...
+    def line(self, text: str) -> None: ...
+    def stage_began(self, title: str) -> None: ...
+    def stage_ended(self, title: str, seconds: float, outcome: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Silent:
+    def updated(self) -> None:
+        """Show nothing."""
+
+    def line(self, text: str) -> None:
+        """Show nothing."""
+
+    def stage_began(self, title: str) -> None:
+        """Show nothing."""
+
+    def stage_ended(self, title: str, seconds: float, outcome: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Plain:
+    """One line an event."""
+
+    def __init__(self, out: TextIO, state: State, throttle_s: float) -> None:
+        self._out, self._state, self._throttle_s = out, state, throttle_s
+        self._printed: float | None = None
+
+    def updated(self) -> None:
+        state, now = self._state, time.monotonic()
+        if self._printed is not None and now - self._printed < self._throttle_s and state.step < state.total:
+            return
+        self._printed = now
+        head = "  ".join(filter(None, (f"{state.title} {state.step}/{state.total}", state.fields_text())))
+        self.line(" | ".join(filter(None, (head, state.phases_text(), state.eta_text()))))
+
+    def line(self, text: str) -> None:
+        encoding = getattr(self._out, "encoding", None) or "utf-8"
+        print(text.encode(encoding, errors="replace").decode(encoding), file=self._out, flush=True)
+
+    def stage_began(self, title: str) -> None:
+        self.line(f"{title} ...")
+
+    def stage_ended(self, title: str, seconds: float, outcome: str) -> None:
+        self.line(f"{title}: {outcome + ' after ' if outcome else ''}{duration(seconds)}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Live:
+    """A rich live region: running stages with spinners, the bar, the numbers of the last step."""
+
+    def __init__(self, out: TextIO, state: State) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._state = state
+        self._console: Console = Console(file=out, highlight=False, emoji=False)
+        self._unicode = "utf" in (self._console.encoding or "").lower()
+        self._spinner = Spinner("dots" if self._unicode else "line")  # one for all renders: it counts its frames from its own start
+        self._new_live = lambda: Live(self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False)
+        self._live: Any = None
+        self._closed = False
+
+    def updated(self) -> None:
+        self._show()
+        self._live.refresh()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def stage_began(self, title: str) -> None:
+        self._show()
+
+    def stage_ended(self, title: str, seconds: float, outcome: str) -> None:
+        from rich.text import Text
+
+        good, bad = ("✓", "✗") if self._unicode else ("+", "x")
+        mark = (bad, "bold red") if outcome else (good, "bold green")
+        took = f"{outcome + ' after ' if outcome else ''}{duration(seconds)}"
+        self._console.print(Text.assemble(mark, " ", title, "  ", (took, "dim")))
+        if not self._state.stages and not self._state.started:
+            self._hide()  # nothing is left to show: what others print now needs no care
+
+    def close(self) -> None:
+        self._hide()
+
+    def _show(self) -> None:
+        if self._live is None:
+            self._live = self._new_live()
+            self._live.start(refresh=True)
+
+    def _hide(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        state = self._state
+        for title, start in list(state.stages):
+            row = Table.grid(padding=(0, 1))
+            row.add_row(self._spinner, Text(title), Text(f"{time.monotonic() - start:.0f} s", style="dim"))
+            yield row
+        if not state.started:
+            return
+        bar = Table.grid(padding=(0, 1))
+        width = max(10, min(40, options.max_width - len(state.title) - 40))
+        count = Text(f"{state.step}/{state.total}")
+        drawn = ProgressBar(max(1, state.total), state.step, width=width, complete_style="cyan", finished_style="green")
+        bar.add_row(Text(state.title, style="bold"), drawn, count, state.eta_text())
+        yield bar
+        if text := state.fields_text():
+            yield Text("  " + text, style="cyan")
+        if text := state.phases_text():
+            yield Text("  step " + text, style="dim", overflow="ellipsis", no_wrap=True)

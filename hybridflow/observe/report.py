@@ -1,0 +1,214 @@
+"""`report.html`: one self-contained page about a run, from what its folder holds; no external resource, and all text of the run escaped.
+
+From summary.json the page takes `status`, `accuracy_before`, `accuracy_after`, `steps` and `wall_time_s` when they are there, and works
+them out from the metrics otherwise; the rest of the summary is shown as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.observe.charts import Drawn, draw
+from hybridflow.observe.progress import duration
+from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, step_phases
+from hybridflow.observe.run_folder import RunFolder, Sample, load_run
+
+REPORT_NAME = "report.html"
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_TEXT_LIMIT = 1500  # characters of a prompt or response that are shown
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+Fact = tuple[str, str, str]  # label, value, small print
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write `report.html` into a run folder and return its path. Works with whatever the folder holds, and says what is missing."""
+    run = load_run(Path(run_dir))
+    path = Path(run_dir) / REPORT_NAME
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(render(run), encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def render(run: RunFolder) -> str:
+    """The page as text."""
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["shown"] = shown
+    groups = _drawn_groups(run)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        name=str(run.setting("name") or run.path.resolve().name),
+        status=_status(run),
+        facts=facts(run),
+        missing=missing(run),
+        warnings=[f"{record.get('phase')} step {record.get('step')}: {record['warning']}" for record in run.metrics if "warning" in record],
+        groups=groups,
+        time_rows=_time_rows(run),
+        outside_rows=_outside_rows(run),
+        samples=[(sample, _sample_title(sample), _prompt_is_chat(sample)) for sample in run.samples],
+        summary=[(key, _plain(value)) for key, value in run.summary.items()],
+        config_text=run.config_text,
+        environment=list(_flat(run.environment)),
+    )
+
+
+def facts(run: RunFolder) -> list[Fact]:
+    """The tiles at the head of the page."""
+    return [fact for fact in (_accuracy(run), _reward(run), _steps(run), _time(run), _throughput(run), _layout(run), _model(run)) if fact]
+
+
+def missing(run: RunFolder) -> list[str]:
+    """What the page cannot show, in words."""
+    found = list(run.missing)
+    for phase, names in EXPECTED_METRICS.items():
+        if phase == "sft" and run.setting("sft.steps") in (0, None):
+            continue
+        logged = run.names(phase)
+        absent = [name for name in names if name not in logged]
+        if run.metrics and absent == list(names):
+            found.append(f"no {phase} step was recorded")
+        elif run.metrics and absent:
+            found.append(f"metrics never logged in {phase} steps: " + ", ".join(absent))
+    return found
+
+
+def shown(text: Any) -> str:
+    """Text of a prompt or response, cut when very long, its control characters made visible."""
+    plain = "" if text is None else str(text)
+    more = len(plain) - _TEXT_LIMIT
+    cut = plain[:_TEXT_LIMIT] + (f"\n… {more:,} more characters" if more > 0 else "")
+    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\u2421", cut)
+
+
+def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
+    drawn = [(title, [chart for chart in map(draw, charts) if chart is not None]) for title, charts in chart_groups(run)]
+    return [(title, charts) for title, charts in drawn if charts]
+
+
+def _status(run: RunFolder) -> str:
+    if status := run.summary.get("status"):
+        return str(status)
+    return "finished" if run.summary else "not finished"
+
+
+def _accuracy(run: RunFolder) -> Fact | None:
+    points = [(step, value) for step, value in run.points("val", "val/accuracy") if value is not None]
+    before = run.summary.get("accuracy_before", points[0][1] if points else None)
+    after = run.summary.get("accuracy_after", points[-1][1] if len(points) > 1 else None)
+    if before is None and after is None:
+        return None
+    if before is None or after is None:
+        return "Held-out accuracy", _percent(before if after is None else after), "measured once"
+    return "Held-out accuracy", f"{_percent(before)} → {_percent(after)}", "before → after"
+
+
+def _reward(run: RunFolder) -> Fact | None:
+    values = [value for _, value in run.points("train", "critic/score/mean") if value is not None]
+    if not values:
+        return None
+    size = max(1, min(10, len(values) // 4))
+    first, last = sum(values[:size]) / size, sum(values[-size:]) / size
+    return "Mean reward", f"{first:.3f} → {last:.3f}", f"first → last {size} steps" if size > 1 else "first → last step"
+
+
+def _steps(run: RunFolder) -> Fact:
+    done = run.summary.get("steps")
+    if done is None:
+        done = max((record["step"] for record in run.metrics if record.get("phase") == "train"), default=0)
+    total, sft = run.setting("trainer.total_steps"), len(run.points("sft", "sft/loss"))
+    return "Training steps", f"{done} of {total}" if total else str(done), f"after {sft} SFT steps" if sft else ""
+
+
+def _time(run: RunFolder) -> Fact | None:
+    seconds = run.summary.get("wall_time_s")
+    times = [record["wall_time"] for record in run.metrics if isinstance(record.get("wall_time"), int | float)]
+    times += [record[key] for record in run.timeline for key in ("start", "end") if isinstance(record.get(key), int | float)]
+    if seconds is None and times:
+        seconds = max(times) - min(times)
+    if not isinstance(seconds, int | float):
+        return None
+    each = [value for _, value in run.points("train", "timing_s/step") if value is not None]
+    return "Wall time", duration(seconds), f"{sum(each) / len(each):.1f} s a step" if each else ""
+
+
+def _throughput(run: RunFolder) -> Fact | None:
+    values = [value for _, value in run.points("train", "perf/throughput") if value is not None]
+    return ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps") if values else None
+
+
+def _layout(run: RunFolder) -> Fact | None:
+    parallel = run.setting("actor.parallel")
+    if not isinstance(parallel, Mapping):
+        return None
+    sizes = {name: parallel.get(name) or 1 for name in ("tensor", "pipeline", "context", "expert")}
+    world = (run.setting("cluster.nodes") or 1) * (run.setting("cluster.procs_per_node") or 1)
+    data = world // (sizes["tensor"] * sizes["pipeline"] * sizes["context"]) or 1
+    short = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+    text = " ".join([*(f"{short[name]}{size}" for name, size in sizes.items() if size > 1), f"DP{data}"])
+    engines, cut = run.setting("rollout.num_engines") or 1, run.setting("rollout.tensor") or 1
+    return "Layout", text, f"{world} trainer ranks; {engines} engine{'s' if engines != 1 else ''} of TP{cut}"
+
+
+def _model(run: RunFolder) -> Fact | None:
+    if path := run.setting("model.path"):
+        return "Model", Path(str(path)).name, str(run.setting("model.dtype") or "")
+    if kind := run.setting("model.hf_config.model_type"):
+        small = {"num_hidden_layers": "layers", "hidden_size": "wide", "num_experts": "experts"}
+        sizes = [f"{run.setting(f'model.hf_config.{key}')} {word}" for key, word in small.items() if run.setting(f"model.hf_config.{key}")]
+        return "Model", str(kind), ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", ")
+    return None
+
+
+def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
+    """Phase, mean seconds over all steps, share of the step."""
+    phases, total = step_phases(run)
+    whole = sum(total.values())
+    if not whole:
+        return []
+    rows = [(name, sum(value or 0.0 for _, value in points)) for name, points in phases.items()]
+    return [
+        (name, f"{seconds / len(total):.2f}", f"{seconds / whole * 100:.0f} %") for name, seconds in sorted(rows, key=lambda row: -row[1])
+    ]
+
+
+def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """Phases of the job that belong to no step, e.g. the start of the engines."""
+    return [(str(record["name"]), duration(record["seconds"])) for record in run.timeline if record.get("step") is None]
+
+
+def _sample_title(sample: Sample) -> str:
+    kind = "Rollouts" if sample.kind == "rollouts" else "Validation answers"
+    mean = f", mean score {sample.mean_score:.3f}" if sample.mean_score is not None else ""
+    return f"{kind} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} rows{mean})"
+
+
+def _prompt_is_chat(sample: Sample) -> bool:
+    return any(row.get("prompt_text") for row in sample.rows)
+
+
+def _percent(value: Any) -> str:
+    return f"{value * 100:.1f} %" if isinstance(value, int | float) else str(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Any:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _plain(value)

@@ -1,0 +1,192 @@
+"""Which metrics of a run become which chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.observe.charts import Chart, Point, Series
+from hybridflow.observe.run_folder import RunFolder
+
+EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
+    "sft": ("sft/loss",),
+    "train": (
+        "critic/score/mean",
+        "actor/ppo_kl",
+        "actor/entropy",
+        "actor/grad_norm",
+        "actor/lr",
+        "response_length/mean",
+        "response_length/max",
+        "response_length/clip_ratio",
+        "rollout/logprob_diff/mean",
+        "rollout/logprob_diff/max",
+        "timing_s/step",
+    ),
+    "val": ("val/accuracy",),
+}
+# The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then "other".
+_PHASE_COLORS = {"gen": 0, "update_actor": 1, "old_log_prob": 2, "update_weights": 3, "ref": 4, "save_checkpoint": 5, "testing": 6}
+_MAX_STACKED = 7
+
+
+def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
+    """The charts of the page in reading order; those without data are dropped when drawn."""
+    return [
+        ("Learning", [_accuracy(run), _reward(run), _sft_loss(run)]),
+        ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
+        ("Generation", [_lengths(run), _clip_ratio(run), _difference(run)]),
+        ("Time", [_step_time(run), _throughput(run), _tokens(run)]),
+    ]
+
+
+def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
+    """Seconds by step of each phase, with `other` for the rest of the step; and the whole seconds by step."""
+    prefix = "timing_s/"
+    names = sorted(name.removeprefix(prefix) for name in run.names("train") if name.startswith(prefix))
+    found = {name: run.points("train", prefix + name) for name in names if name != "step" and "/" not in name}
+    total = {step: value for step, value in run.points("train", prefix + "step") if value is not None}
+    if not found and not total:
+        found, total = _from_timeline(run)
+    sums: dict[float, float] = {}
+    for points in found.values():
+        for step, value in points:
+            sums[step] = sums.get(step, 0.0) + (value or 0.0)
+    total = {step: max(seconds, total.get(step, 0.0)) for step, seconds in sums.items()} | {s: t for s, t in total.items() if s not in sums}
+    rest = [(step, max(0.0, seconds - sums.get(step, 0.0))) for step, seconds in sorted(total.items())]
+    if sum(value for _, value in rest) > 0.001 * sum(total.values()):
+        found["other"] = list(rest)
+    return found, total
+
+
+def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, float]]:
+    """The same from timeline.jsonl, for a run without the metrics."""
+    sums: dict[str, dict[float, float]] = {}
+    for record in run.timeline:
+        if isinstance(record.get("step"), int) and "/" not in record["name"]:
+            steps = sums.setdefault(record["name"], {})
+            steps[record["step"]] = steps.get(record["step"], 0.0) + record["seconds"]
+    total = sums.pop("step", {})
+    return {name: sorted(steps.items()) for name, steps in sums.items()}, total
+
+
+def _accuracy(run: RunFolder) -> Chart:
+    points = run.points("val", "val/accuracy")
+    known = [(step, value) for step, value in points if value is not None]
+    notes = []
+    if known:
+        notes.append((known[0][0], known[0][1], f"{'before ' if len(known) > 1 else ''}{known[0][1] * 100:.1f} %"))
+    if len(known) > 1:
+        notes.append((known[-1][0], known[-1][1], f"after {known[-1][1] * 100:.1f} %"))
+    return Chart(
+        "Held-out accuracy", [Series("val/accuracy", points, 0)], "answers right", "val/accuracy", percent=True, include=(0.0,), notes=notes
+    )
+
+
+def _reward(run: RunFolder) -> Chart:
+    return _one(run, "Reward, mean of the batch", "critic/score/mean", "score", trend=True)
+
+
+def _sft_loss(run: RunFolder) -> Chart:
+    series = [Series("sft/loss", run.points("sft", "sft/loss"), 1)]
+    return Chart("Warm start (SFT) loss", series, "nats a token", "sft/loss", include=(0.0,), trend=True)
+
+
+def _advantages(run: RunFolder) -> Chart:
+    names = [("max", "critic/advantages/max", 1), ("mean", "critic/advantages/mean", 0), ("min", "critic/advantages/min", 2)]
+    return Chart("Advantages", _series(run, names), "advantage", "critic/advantages/*")
+
+
+def _kl(run: RunFolder) -> Chart:
+    names = [("to the rollout policy", "actor/ppo_kl", 0), ("to the reference", "actor/kl_loss", 1)]
+    return Chart("KL divergence", _series(run, names), "nats a token", "actor/ppo_kl, actor/kl_loss", include=(0.0,))
+
+
+def _entropy(run: RunFolder) -> Chart:
+    return _one(run, "Entropy of the policy", "actor/entropy", "nats a token", include=(0.0,))
+
+
+def _gradient(run: RunFolder) -> Chart:
+    limit = run.setting("actor.optim.clip_grad")
+    values = [value for _, value in run.points("train", "actor/grad_norm") if value is not None]
+    # Only where it is near: a limit far above would press the curve flat.
+    near = isinstance(limit, int | float) and limit > 0 and values and limit <= 2 * max(values)
+    return _one(run, "Gradient norm", "actor/grad_norm", "L2 norm", include=(0.0,), lines=[(float(limit), "clipped above")] if near else [])
+
+
+def _clipping(run: RunFolder) -> Chart:
+    return _one(run, "Clipped tokens in the policy loss", "actor/pg_clipfrac", "tokens", percent=True, include=(0.0,))
+
+
+def _rate(run: RunFolder) -> Chart:
+    return _one(run, "Learning rate", "actor/lr", "", include=(0.0,))
+
+
+def _lengths(run: RunFolder) -> Chart:
+    names = [("max", "response_length/max", 1), ("mean", "response_length/mean", 0)]
+    return Chart("Response length", _series(run, names), "tokens", "response_length/*", include=(0.0,))
+
+
+def _clip_ratio(run: RunFolder) -> Chart:
+    return _one(run, "Responses cut at the length limit", "response_length/clip_ratio", "responses", percent=True, include=(0.0,))
+
+
+def _difference(run: RunFolder) -> Chart:
+    names = [("largest", "rollout/logprob_diff/max", 1), ("mean", "rollout/logprob_diff/mean", 0)]
+    bound = run.setting("rollout.logprob_diff_bound")
+    lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
+    about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
+    return Chart("Log-probability difference", _series(run, names), "nats", about, log=True, lines=lines)
+
+
+def _step_time(run: RunFolder) -> Chart:
+    phases, _ = step_phases(run)
+    sums = {name: sum(value or 0.0 for _, value in points) for name, points in phases.items()}
+    named = [name for name in sorted(sums, key=lambda name: -sums[name]) if name != "other"]
+    kept = [name for name in _PHASE_COLORS if name in named] + [name for name in named if name not in _PHASE_COLORS]
+    smallest = set(named[_MAX_STACKED:])
+    free = [color for color in range(8) if color not in {_PHASE_COLORS.get(name) for name in kept}]
+    series, rest = [], [phases["other"]] if "other" in phases else []
+    for name in kept:
+        color = _PHASE_COLORS.get(name, free.pop(0) if name not in _PHASE_COLORS and free else None)
+        if name in smallest or color is None:
+            rest.append(phases[name])
+        else:
+            series.append(Series(name, phases[name], color))
+    if rest:
+        series.append(Series("other", _sum(rest), None))
+    return Chart("Step time by phase", series, "seconds", "timing_s/*", kind="stack")
+
+
+def _throughput(run: RunFolder) -> Chart:
+    return _one(run, "Throughput", "perf/throughput", "tokens a second", include=(0.0,))
+
+
+def _tokens(run: RunFolder) -> Chart:
+    return _one(run, "Tokens trained on", "perf/total_num_tokens", "tokens a step", include=(0.0,))
+
+
+def _sum(columns: Sequence[Sequence[Point]]) -> list[Point]:
+    sums: dict[float, float] = {}
+    for points in columns:
+        for step, value in points:
+            sums[step] = sums.get(step, 0.0) + (value or 0.0)
+    return sorted(sums.items())
+
+
+def _one(
+    run: RunFolder,
+    title: str,
+    name: str,
+    unit: str,
+    *,
+    percent: bool = False,
+    trend: bool = False,
+    include: Sequence[float] = (),
+    lines: Sequence[tuple[float, str]] = (),
+) -> Chart:
+    series = [Series(name, run.points("train", name), 0)]
+    return Chart(title, series, unit, name, percent=percent, trend=trend, include=include, lines=lines)
+
+
+def _series(run: RunFolder, names: Sequence[tuple[str, str, int]]) -> list[Series]:
+    return [Series(label, run.points("train", name), color) for label, name, color in names]

@@ -1,0 +1,85 @@
+"""Axes of the report's charts: round ticks, tick texts, and the map from values to pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to pixels [start, end], linearly or by logarithm, with the ticks that belong to it."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high, at = (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
+
+    def text(self, tick: float, percent: bool = False) -> str:
+        """The tick's label, with as many digits as tell it from its neighbours."""
+        if self.log:
+            return f"{tick:g}" if 0.001 <= tick < 1e5 else _exponent(tick)
+        step = abs(self.ticks[1] - self.ticks[0]) if len(self.ticks) > 1 else abs(tick) or 1.0
+        if percent:
+            return f"{tick * 100:.{max(0, -math.floor(math.log10(step * 100) + 1e-9))}f} %"
+        largest = max(abs(t) for t in self.ticks)
+        if largest and (largest < 1e-3 or largest >= 1e6):
+            return _exponent(tick)
+        return f"{tick:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+
+
+def linear(values: Iterable[float], start: float, end: float, include: Iterable[float] = ()) -> Scale:
+    """A scale whose ends are round numbers around `values` and `include`."""
+    found = [*values, *include]
+    low, high = min(found), max(found)
+    if low == high:
+        pad = abs(low) * 0.1 or 1.0
+        # A constant that is never negative keeps zero as its floor.
+        low, high = (0.0, high + pad) if low >= 0 else (low - pad, high + pad)
+    step = nice_step(high - low, 4)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(index * step for index in range(first, last + 1))
+    return Scale(ticks[0], ticks[-1], start, end, ticks)
+
+
+def steps(values: Iterable[float], start: float, end: float) -> Scale:
+    """A scale of step numbers: it ends where the data ends, and its ticks are whole numbers."""
+    found = list(values)
+    low, high = min(found), max(found)
+    if low == high:
+        return Scale(low - 1, high + 1, start, end, (low,))
+    step = max(1.0, nice_step(high - low, 6))
+    ticks = tuple(index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1))
+    return Scale(low, high, start, end, ticks)
+
+
+def logarithmic(values: Iterable[float], start: float, end: float) -> Scale:
+    """A logarithmic scale over positive values; ends and ticks are powers of ten."""
+    found = list(values)
+    first, last = math.floor(math.log10(min(found)) + 1e-9), math.ceil(math.log10(max(found)) - 1e-9)
+    last = max(last, first + 1)
+    stride = math.ceil((last - first) / 6)
+    ticks = tuple(10.0**power for power in range(first, last + 1, stride))
+    return Scale(10.0**first, 10.0**last, start, end, ticks, log=True)
+
+
+def nice_step(span: float, count: int) -> float:
+    """1, 2 or 5 times a power of ten, so that about `count` steps make the span."""
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 5, 10) if raw <= factor * power * (1 + 1e-9))
+
+
+def _exponent(value: float) -> str:
+    if value == 0:
+        return "0"
+    mantissa, power = f"{value:.3e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"

@@ -1,0 +1,97 @@
+"""When the controller did what: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
+
+One line a finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start and end are Unix
+seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`; the phase `step` is the whole step and
+gives no prefix. A phase that raised carries `"error"`, the name of the exception.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
+
+WHOLE_STEP = "step"
+_STEPS_HELD = 256  # steps whose sums stay in memory; metrics are asked for right after a step
+
+
+@dataclass(frozen=True)
+class _Open:
+    name: str
+    step: int | None
+
+
+class Timeline:
+    """Records phases as context managers; phases nest, and each thread has a nesting of its own."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._writer = JsonlWriter(path)
+        self._sums: dict[int, dict[str, float]] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is taken."""
+        stack = self._stack()
+        outer = stack[-1] if stack else None
+        full = f"{outer.name}/{name}" if outer is not None and outer.name != WHOLE_STEP else name
+        at = step if step is not None or outer is None else outer.step
+        stack.append(_Open(full, at))
+        start, ticks = time.time(), time.perf_counter()
+        error = ""
+        try:
+            yield
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            seconds = time.perf_counter() - ticks
+            stack.pop()
+            record = {"name": full, "step": at, "start": round(start, 6), "end": round(start + seconds, 6), "seconds": round(seconds, 6)}
+            self._record(record | {"depth": len(stack)} | ({"error": error} if error else {}))
+
+    def step_seconds(self, step: int) -> dict[str, float]:
+        """Seconds of each finished phase of a step, by name; a phase entered several times is summed."""
+        with self._lock:
+            return dict(self._sums.get(step, {}))
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """`step_seconds` as metrics: `timing_s/NAME`."""
+        return {f"timing_s/{name}": seconds for name, seconds in self.step_seconds(step).items()}
+
+    def truncate_after(self, step: int) -> None:
+        """Forget phases of later steps: called on resume, so that steps made again are not recorded twice."""
+        self._writer.keep(lambda record: record.get("step") is None or record["step"] <= step)
+        with self._lock:
+            self._sums = {at: sums for at, sums in self._sums.items() if at <= step}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _stack(self) -> list[_Open]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        stack: list[_Open] = self._local.stack
+        return stack
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self._writer.write(record)
+        if record["step"] is not None:
+            with self._lock:
+                sums = self._sums.setdefault(record["step"], {})
+                sums[record["name"]] = sums.get(record["name"], 0.0) + record["seconds"]
+                while len(self._sums) > _STEPS_HELD:
+                    del self._sums[next(iter(self._sums))]
+
+
+def read_timeline(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a timeline file in the order in which the phases ended."""
+    return [record for record in read_jsonl(path) if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float)]

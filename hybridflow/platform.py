@@ -1,0 +1,105 @@
+"""cpu or cuda: the only room that asks which. Everybody else is handed a `Platform`. torch is imported at first use."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hybridflow.errors import ResourceError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One kind of device. `Platform.detect()` picks it; `Platform("cpu")` forces it."""
+
+    kind: Kind
+
+    @classmethod
+    def detect(cls) -> Platform:
+        """cuda when torch sees a device, else cpu. `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides.
+
+        Raises:
+            ResourceError: the override is neither, or asks for cuda where there is none.
+        """
+        wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
+        if wish not in ("", "cpu", "cuda"):
+            raise ResourceError(f"HYBRIDFLOW_PLATFORM={wish!r}: use cpu or cuda")
+        if wish == "cpu":
+            return cls("cpu")
+        import torch
+
+        available = torch.cuda.is_available()
+        if wish == "cuda" and not available:
+            raise ResourceError(f"HYBRIDFLOW_PLATFORM=cuda, but torch {torch.__version__} sees no CUDA device")
+        return cls("cuda" if available else "cpu")
+
+    @property
+    def collective_backend(self) -> str:
+        """Name for `torch.distributed.init_process_group`."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def ray_resource(self) -> str:
+        """Resource a worker process occupies in a Ray placement group."""
+        return "GPU" if self.kind == "cuda" else "CPU"
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        """Device of the `local_rank`-th process of a node."""
+        import torch
+
+        return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
+
+    def set_device(self, local_rank: int = 0) -> None:
+        """Make the device current for this process."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(local_rank)
+
+    def memory_bytes(self) -> int:
+        """Bytes this process holds now: allocated by torch on cuda, resident on cpu."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.memory_allocated()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_memory_bytes(self) -> int:
+        """The most bytes this process has held so far (same meaning as `memory_bytes`)."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB, and a little behind
+        return max(peak, self.memory_bytes())
+
+    def total_memory_bytes(self) -> int:
+        """Bytes the device (cuda) or the machine (cpu) has."""
+        if self.kind == "cuda":
+            import torch
+
+            return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def empty_cache(self) -> None:
+        """Give cached, unused device memory back."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was queued (nothing is queued on cpu)."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize()

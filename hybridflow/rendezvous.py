@@ -1,0 +1,37 @@
+"""A torch TCPStore that listens where it is told to.
+
+Left to itself TCPStore listens on all interfaces, whatever host it is given, so the master's socket is bound here first.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+def master_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """The store's server and first client. `port` 0 takes a free one (see `store.port`). Raises OSError when the port is taken."""
+    from torch.distributed import TCPStore
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, port))
+    listener.listen(1024)
+    return TCPStore(
+        host_name=host,
+        port=listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def client_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect to a `master_store`, waiting for it to come up."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(host_name=host, port=port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

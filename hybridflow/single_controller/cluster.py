@@ -1,0 +1,256 @@
+"""Starting, joining and stopping a Ray cluster.
+
+A local cluster is ours alone: it listens on loopback only, asks every client for a random token, lives in its own short
+temporary folder, and disappears with the driver, even one that was killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hybridflow.config.schema import ClusterConfig
+from hybridflow.errors import HybridFlowError, ResourceError
+from hybridflow.single_controller import guard
+
+LOOPBACK = "127.0.0.1"
+_PREFIX = "hf-ray-"
+_LOCK = "owner.lock"
+_MAX_TEMP_DIR = 40  # Ray appends 62 characters for its sockets; a unix socket path holds 107
+_MIN_AGE_TO_SWEEP_S = 60.0
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """One live node: its address, and what it has and has free (Ray resource name → amount)."""
+
+    node_id: str
+    address: str
+    total: dict[str, float]
+    free: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The temporary folder of a local cluster, the lock that says its owner lives, and the guard that clears up after a SIGKILL."""
+
+    temp_dir: Path
+    lock: int
+    guard: subprocess.Popen[bytes]
+
+    @classmethod
+    def make(cls) -> _Local:
+        """A fresh folder short enough for Ray's sockets."""
+        parent = tempfile.gettempdir()
+        if len(parent) + len(_PREFIX) + 9 > _MAX_TEMP_DIR:
+            parent = "/tmp"
+        temp_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).resolve()
+        lock = os.open(temp_dir / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "-I", "-S", guard.__file__, str(temp_dir), str(os.getpid())]
+        return cls(temp_dir, lock, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+
+    def remove(self) -> None:
+        """Dismiss the guard and delete the folder, once Ray is down."""
+        assert self.guard.stdin is not None
+        os.close(self.lock)
+        try:
+            self.guard.stdin.write(b"x")
+            self.guard.stdin.close()
+            self.guard.wait(timeout=5)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.guard.kill()
+            self.guard.wait()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+class Cluster:
+    """A started or joined Ray cluster. Use `Cluster.start(...)` as a context manager; one at a time in a process."""
+
+    def __init__(self, config: ClusterConfig, run_dir: Path, local: _Local | None) -> None:
+        self.config, self.run_dir = config, run_dir
+        self.temp_dir = local.temp_dir if local else None
+        self._local = local
+        self._open = True
+
+    @classmethod
+    def start(
+        cls, config: ClusterConfig, run_dir: str | Path, *, object_store_bytes: int = 256 << 20, num_cpus: int | None = None
+    ) -> Cluster:
+        """Start a local cluster (`config.address` None) or join the one at `config.address`.
+
+        Args:
+            config: address, sizes and deadlines.
+            run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
+            object_store_bytes: shared memory for batches, local cluster only.
+            num_cpus: logical CPUs of a local cluster; they only count slots and may exceed the cores.
+
+        Raises:
+            ResourceError: Ray cannot be started or reached, or is already running in this process.
+        """
+        run_dir = Path(run_dir)
+        return cls._join(config, run_dir) if config.address else cls._start_local(config, run_dir, object_store_bytes, num_cpus)
+
+    @classmethod
+    def _start_local(cls, config: ClusterConfig, run_dir: Path, object_store_bytes: int, num_cpus: int | None) -> Cluster:
+        _set_environment()
+        import ray
+
+        _refuse_second(ray)
+        _sweep_stale_dirs()
+        local = _Local.make()
+        slots = config.nodes * config.procs_per_node
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(
+                num_cpus=num_cpus or max(os.cpu_count() or 1, 4 * slots, 16),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=object_store_bytes,
+                _temp_dir=str(local.temp_dir),
+                _node_ip_address=LOOPBACK,
+                # One process for every logical CPU would be started ahead of need.
+                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            )
+        except Exception as error:
+            _copy_ray_logs(local.temp_dir, run_dir)
+            ray.shutdown()
+            local.remove()
+            raise ResourceError(
+                f"a local Ray cluster could not be started: {error} (its logs are in {run_dir / 'logs' / 'ray'})"
+            ) from error
+        finally:
+            _restore_sigterm(before)
+        return cls(config, run_dir, local)
+
+    @classmethod
+    def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
+        import ray
+
+        _refuse_second(ray)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(address=config.address, log_to_driver=False, configure_logging=False)
+        except Exception as error:
+            hint = "check the address, and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds the cluster's token"
+            raise ResourceError(f"cannot join the Ray cluster at {config.address}: {error}; {hint}") from error
+        finally:
+            _restore_sigterm(before)
+        return cls(config, run_dir, None)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process started the cluster (one node, on loopback)."""
+        return self.temp_dir is not None
+
+    def nodes(self) -> list[NodeState]:
+        """Live nodes, ordered by IP address."""
+        import ray
+        from ray._private.state import available_resources_per_node  # the public call sums over nodes
+
+        self.require_open()
+        free = available_resources_per_node()
+        states = [
+            NodeState(node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
+
+    def require_open(self) -> None:
+        """ResourceError once the cluster is shut down."""
+        if not self._open:
+            raise ResourceError("the cluster is shut down")
+
+    def shutdown(self) -> None:
+        """Stop everything this process started (or leave a joined cluster). A second call does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        import ray
+
+        ray.shutdown()
+        if self._local is not None:
+            self._local.remove()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, HybridFlowError) and self.temp_dir is not None:
+            _copy_ray_logs(self.temp_dir, self.run_dir)
+        self.shutdown()
+
+
+def _set_environment() -> None:
+    """What Ray reads when it is imported and hands down to every process of the cluster."""
+    if "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
+        raise ResourceError("ray was imported before Cluster.start: its token would not be used; import ray only in single_controller")
+    # Set after the import, the client side ignores them and retries for 20 s (ray/_private/authentication).
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Without it Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces: get_node_ip_address
+    # (ray/_private/services.py:811) answers loopback only where clusters over several machines are switched off.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _refuse_second(ray: Any) -> None:
+    if ray.is_initialized():
+        raise ResourceError("Ray is already running in this process; shut the other Cluster down first")
+
+
+def _restore_sigterm(handler: Any) -> None:
+    """`ray.init` replaces the SIGTERM handler of the driver (ray/_private/worker.py, `sigterm_handler`); it belongs to the trainer."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _sweep_stale_dirs() -> None:
+    """Remove folders left by drivers that were killed: ours, not fresh, and their lock is free."""
+    for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
+        for path in parent.glob(_PREFIX + "*"):
+            try:
+                status = path.stat()
+                if status.st_uid != os.getuid() or time.time() - status.st_mtime < _MIN_AGE_TO_SWEEP_S:
+                    continue
+                lock = os.open(path / _LOCK, os.O_RDWR)
+            except OSError:
+                continue  # gone meanwhile, or not ours to judge
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            except BlockingIOError:
+                continue  # its driver lives
+            finally:
+                os.close(lock)
+
+
+def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
+    """Keep Ray's own logs of a failed cluster; best effort, the failure itself is what gets reported."""
+    target = run_dir / "logs" / "ray"
+    for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
+        for source in temp_dir.glob(f"session_2*/logs/{name}"):
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target / name)
+
+
+def _ip_key(address: str) -> tuple[int, int | str]:
+    try:
+        return 0, int(ipaddress.ip_address(address))
+    except ValueError:
+        return 1, address

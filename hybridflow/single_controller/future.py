@@ -1,0 +1,213 @@
+"""Waiting for a call on all its ranks, and turning what goes wrong into one clear error, early."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.single_controller.host import Failure
+
+_GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
+_POLL_S = 1.0
+_TAIL_LINES = 40
+_TAIL_BYTES = 16384
+_STACK_DUMP_S = 0.5
+
+
+@dataclass
+class Rank:
+    """What the driver knows about one worker process."""
+
+    actor: Any
+    node: str
+    log_path: Path
+    is_local: bool  # on this machine: its process can be signalled from here
+    pid: int = 0
+
+    def log_tail(self) -> str:
+        """The last lines of its log, empty where the file cannot be seen from here."""
+        try:
+            with open(self.log_path, "rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - _TAIL_BYTES))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        except OSError:
+            return ""
+
+
+class Future:
+    """The result of a submitted call. The call runs whether or not anybody waits."""
+
+    def __init__(
+        self,
+        role: str,
+        method: str,
+        *,
+        ranks: Sequence[Rank],
+        refs: Mapping[int, Any],
+        collect: Callable[[Mapping[int, Any]], Any],
+        default_timeout_s: float,
+        on_lost: Callable[[HybridFlowError], None] | None = None,
+    ) -> None:
+        self._role, self._method, self._ranks, self._collect = role, method, ranks, collect
+        self._pending = {ref: rank for rank, ref in refs.items()}
+        self._results: dict[int, Any] = {}
+        self._default_timeout_s = default_timeout_s
+        self._submitted = time.monotonic()
+        self._on_lost = on_lost  # called when a rank died or hangs: its group cannot go on
+        self._lost = False
+        self._value: Any = None
+        self._error: HybridFlowError | None = None
+        self._finished = False
+
+    def done(self) -> bool:
+        """Whether `result` would return (or raise) without waiting for a rank that still works."""
+        import ray
+
+        if self._finished or not self._pending:
+            return True
+        ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+        return len(ready) == len(self._pending)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The collected value.
+
+        Args:
+            timeout: seconds to wait from now; None: the group's `call_timeout_s`.
+
+        Raises:
+            WorkerError: a rank died, raised, or did not answer in time; carries the tail of its log.
+            HybridFlowError: a rank raised one of our errors: the same type, with the rank added to the message.
+        """
+        if not self._finished:
+            try:
+                self._wait(self._default_timeout_s if timeout is None else timeout)
+                self._value = self._collect(self._results)
+            except HybridFlowError as error:
+                self._error = error
+                if self._lost and self._on_lost is not None:
+                    self._on_lost(error)
+            self._finished = True
+            self._results = {}
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _wait(self, timeout: float) -> None:
+        import ray
+
+        deadline = time.monotonic() + timeout
+        while self._pending:
+            left = deadline - time.monotonic()
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, min(left, _POLL_S)))
+            failed = self._take(ready)
+            if failed:
+                raise self._first_cause(failed)
+            if not ready and left <= 0:
+                raise self._hung()
+
+    def _take(self, ready: Sequence[Any]) -> dict[int, Failure | Exception]:
+        """Move finished ranks to the results; returns those that failed."""
+        import ray
+
+        failed: dict[int, Failure | Exception] = {}
+        for ref in ready:
+            rank = self._pending.pop(ref)
+            try:
+                value = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                failed[rank] = error
+                continue
+            if isinstance(value, Failure):
+                failed[rank] = value
+            else:
+                self._results[rank] = value
+        return failed
+
+    def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
+        """One error for the call. A death explains what the others raise about a lost connection, so it is looked for first."""
+        import ray
+
+        until = time.monotonic() + _GRACE_S
+        while self._pending and not any(map(_is_death, failed.values())) and time.monotonic() < until:
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=0.2)
+            failed |= self._take(ready)
+        rank = min(failed, key=lambda r: (not _is_death(failed[r]), not _is_ours(failed[r]), list(failed).index(r)))
+        others = sorted(set(failed) - {rank})
+        also = f"; ranks {others} failed too" if others else ""
+        return self._error_of(rank, failed[rank], also)
+
+    def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
+        if isinstance(cause, Failure):
+            if cause.ours is not None:
+                return self._same_type(rank, cause, also)
+            return self._worker_error(f"{cause.kind}: {cause.message}{also}", rank)
+        if _is_death(cause):
+            self._lost = True
+            return self._worker_error(f"the worker process died: {_how_it_died(cause)}{also}", rank)
+        return self._worker_error(f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}{also}", rank)
+
+    def _same_type(self, rank: int, cause: Failure, also: str) -> HybridFlowError:
+        kind, args, state = pickle.loads(cause.ours or b"")  # from our own worker process, over an authenticated channel
+        error: HybridFlowError = kind.__new__(kind)
+        error.__dict__.update(state)
+        where = f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})"
+        error.args = (f"{args[0] if args else cause.message} {where}", *args[1:])
+        return error
+
+    def _hung(self) -> WorkerError:
+        self._lost = True
+        waiting = sorted(self._pending.values())
+        for rank in waiting:
+            _dump_stack(self._ranks[rank])
+        time.sleep(_STACK_DUMP_S)
+        listed = ", ".join(map(str, waiting))
+        return self._worker_error(
+            f"no answer from rank(s) {listed} of {len(self._ranks)}; stacks are in their logs", waiting[0], waited=True
+        )
+
+    def _worker_error(self, message: str, rank: int, waited: bool = False) -> WorkerError:
+        state = self._ranks[rank]
+        return WorkerError(
+            message,
+            role=self._role,
+            rank=rank,
+            node=state.node,
+            method=self._method,
+            waited_s=time.monotonic() - self._submitted if waited else None,
+            log_tail=state.log_tail(),
+        )
+
+
+def _is_death(cause: Failure | Exception) -> bool:
+    import ray
+
+    return isinstance(cause, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError))
+
+
+def _is_ours(cause: Failure | Exception) -> bool:
+    return isinstance(cause, Failure) and cause.ours is not None
+
+
+def _how_it_died(error: Exception) -> str:
+    """The lines of Ray's text that say how the process ended."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "exit" in line.lower() or "kill" in line.lower()]
+    return " ".join((telling or lines[-1:])[:2])
+
+
+def _dump_stack(rank: Rank) -> None:
+    """Ask the rank's faulthandler for the stacks of all threads; they go to its log."""
+    if not rank.is_local or not rank.pid:
+        return
+    try:
+        os.kill(rank.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        rank.pid = 0  # it died meanwhile: nothing to ask

@@ -1,0 +1,1 @@
+"""The loop on the driver: phases, checkpoint and resume, validation, metrics."""

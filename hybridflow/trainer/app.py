@@ -1,0 +1,274 @@
+"""The composition root: from a checked configuration to running groups, a finished run folder, and nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from hybridflow.config import derived
+from hybridflow.config.load import dump_yaml
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.dataset import PromptDataset, SftDataset
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError, RunInterrupted
+from hybridflow.observe.environment import write_environment
+from hybridflow.observe.logfile import setup_logging, stop_logging
+from hybridflow.observe.progress import Progress
+from hybridflow.observe.report import write_report
+from hybridflow.rewards.manager import RewardManager
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from hybridflow.trainer import assets
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
+from hybridflow.trainer.evaluate import Scorer, Validator
+from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup
+from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.session import Session
+from hybridflow.trainer.sft import SftTrainer
+from hybridflow.workers.policy import PolicySpec, PolicyWorker
+from hybridflow.workers.rollout import RolloutWorker
+
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def train(config: RunConfig) -> None:
+    """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
+    _run_job(config, _train, config.trainer.total_steps)
+
+
+def sft(config: RunConfig) -> None:
+    """Supervised fine-tuning alone: `config.sft`, checkpoint, export."""
+    if config.sft.steps < 1:
+        raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
+    _run_job(config, _sft, 0)
+
+
+# ---- the jobs -------------------------------------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """What both jobs share: the session, data and tokenizer, and the started groups."""
+
+    def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
+        self.config, self.session, self.stack, self.progress = config, session, stack, progress
+        self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
+        if self.checkpoint is not None:
+            session.resume(self.checkpoint)
+            progress.message(f"resuming from {self.checkpoint.folder}")
+        with progress.stage("prepare data"):
+            message = assets.prepare_data(config)
+        if message:
+            progress.message(message)
+        self.tokenizer: Tokenizer = assets.open_tokenizer(config)
+        self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
+
+    def start_cluster(self) -> Cluster:
+        """Ray, and the two pools' worth of slots."""
+        with self.progress.stage("start Ray"):
+            return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
+
+    def start_policy(self, cluster: Cluster) -> WorkerGroup:
+        """The Megatron ranks."""
+        config = self.config
+        spec = PolicySpec(config, self.hf_config, self.tokenizer.path.resolve())
+        with self.progress.stage(f"start {derived.world_size(config)} Megatron ranks ({_layout(config)})"):
+            pool = ResourcePool.allocate(cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus())
+            return self._group(cluster, pool, PolicyWorker, "actor", (spec,))
+
+    def start_engines(self, cluster: Cluster) -> WorkerGroup:
+        """The engines' workers; the engines themselves go on starting in the background."""
+        config = self.config.rollout
+        folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, self.config.model.dtype, self.tokenizer)
+        with self.progress.stage(f"start {config.num_engines} engine workers"):
+            pool = ResourcePool.allocate(cluster, 1, config.num_engines)
+            args = (config, folder.resolve(), self.config.model.dtype, self.config.seed)
+            return self._group(cluster, pool, RolloutWorker, "rollout", args)
+
+    def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]) -> WorkerGroup:
+        env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
+        group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=self.session.folder / "logs")
+        self.stack.callback(group.kill)
+        return group
+
+    def warm_start(self, policy: PolicyGroup, check: Callable[[], None]) -> SftTrainer | None:
+        """The supervised phase, unless it is not configured or already behind us."""
+        config, checkpoint = self.config, self.checkpoint
+        if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase == "rl"):
+            return None
+        dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft.response_key)
+        trainer = SftTrainer(config.sft, self.session, policy, dataset, config.seed)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        trainer.fit(check)
+        return trainer
+
+
+def _train(job: _Job) -> dict[str, Any]:
+    config, session = job.config, job.session
+    rewards = RewardManager(config.reward)
+    dataset = PromptDataset(config.data.train_files, job.tokenizer, config.data)
+    held_out = (
+        PromptDataset(config.data.val_files, job.tokenizer, config.data, max_rows=config.data.val_max_prompts)
+        if config.data.val_files
+        else None
+    )
+    rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
+    cluster = job.start_cluster()
+    engine_workers = job.start_engines(cluster)
+    engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids)
+    policy_workers = job.start_policy(cluster)
+    policy = PolicyGroup(policy_workers, config)
+    job.warm_start(policy, engines.check_starting)
+
+    scorer = Scorer(rewards, job.tokenizer)
+    validator = Validator(config, held_out, scorer, session.folder / "validation")
+    trainer = RLTrainer(
+        config, session, policy, engines, BroadcastSync(policy_workers, engine_workers, config), dataset, scorer, validator
+    )
+    if job.checkpoint is not None and job.checkpoint.phase == "rl":
+        trainer.resume(job.checkpoint)
+    else:
+        trainer.start_from_present_weights()
+        if config.sft.steps:
+            trainer.save()  # the end of the warm start: a kill from here on does not repeat it
+    with job.progress.stage("wait for the engines"):
+        engines.wait_ready()
+    trainer.fit()
+    exported = _export(job, policy)
+    engines.stop()
+    totals, steps = session.totals, max(trainer.step, 1)
+    return {
+        "accuracy_before": totals.get("accuracy_before"),
+        "accuracy_after": totals.get("accuracy_after"),
+        "seconds_sft": totals.get("seconds_sft", 0.0),
+        "seconds_grpo": totals.get("seconds_grpo", 0.0),
+        "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / steps,
+        "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
+        "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
+        "steps": trainer.step,
+        "exported_to": exported,
+    }
+
+
+def _sft(job: _Job) -> dict[str, Any]:
+    cluster = job.start_cluster()
+    policy = PolicyGroup(job.start_policy(cluster), job.config)
+    trainer = job.warm_start(policy, lambda: None)
+    if trainer is None:
+        raise ConfigError(f"{job.session.folder} already holds a reinforcement-learning run; give this one another name")
+    with job.progress.stage("save the checkpoint"):
+        trainer.save()
+    exported = _export(job, policy)
+    return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
+
+
+def _export(job: _Job, policy: PolicyGroup) -> str | None:
+    if not job.config.trainer.export:
+        return None
+    folder = job.session.folder / "export"
+    with job.progress.stage("export to a Hugging Face folder"):
+        policy.export(folder)
+    return str(folder)
+
+
+# ---- around a job ---------------------------------------------------------------------------------------------------------------------
+
+
+def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:
+    """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
+    started = time.perf_counter()
+    folder = derived.run_dir(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder), Progress(0, "") as progress:
+        _make_room(config, folder, total_steps, progress)
+        folder.mkdir(parents=True, exist_ok=True)
+        setup_logging(folder)
+        session = Session(config)
+        (folder / "config.yaml").write_text(dump_yaml(config))
+        write_environment(folder)
+        try:
+            with _terminate_as_interrupt(), ExitStack() as stack:
+                summary = job(_Job(config, session, stack, progress))
+        except KeyboardInterrupt as interrupt:
+            raise RunInterrupted(_how_to_resume(session.store)) from interrupt
+        finally:
+            session.totals["seconds_total"] = session.totals.get("seconds_total", 0.0) + time.perf_counter() - started
+            session.close()
+            stop_logging()
+        summary = {"seed": config.seed, "layout": _layout(config), **summary, "seconds_total": session.totals["seconds_total"]}
+        session.write_json("summary.json", summary)
+        if config.trainer.report:
+            progress.message(f"report: {write_report(folder)}")
+        progress.message(f"summary: {folder / 'summary.json'}")
+
+
+def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:
+    """A finished run (or, with resume=disable, any run) of this name is moved aside, never deleted or mixed with a new one."""
+    if not folder.exists():
+        return
+    finished = (folder / "summary.json").exists()
+    latest = CheckpointStore(folder / "checkpoints", 0).latest() if config.trainer.resume == "auto" else None
+    goes_on = latest is not None and (not finished or latest.step < total_steps)
+    if config.trainer.resume == "auto" and (goes_on or not finished):
+        (folder / "summary.json").unlink(missing_ok=True)
+        return
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    shutil.move(folder, target)
+    progress.message(f"the earlier run of this name is now in {target}")
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Two drivers in one run folder would destroy each other's records. The lock goes with the process, however it ends."""
+    handle: IO[str] = folder.with_name(f".{folder.name}.lock").open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        handle.close()
+        raise ConfigError(f"another process is running in {folder}; wait for it, or choose another name=...") from error
+    try:
+        yield
+    finally:
+        handle.close()
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM (a scheduler's, say) stops the run as Ctrl-C does: everything ended, resumable."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _how_to_resume(store: CheckpointStore) -> str:
+    latest: Checkpoint | None = store.latest()
+    if latest is None:
+        return "stopped; there is no checkpoint yet, so the same command starts from the beginning"
+    return f"stopped; the same command resumes from {latest.folder}"
+
+
+def _layout(config: RunConfig) -> str:
+    parallel = config.actor.parallel
+    parts = [f"TP{parallel.tensor}", f"PP{parallel.pipeline}", f"EP{parallel.expert}", f"DP{derived.data_parallel_size(config)}"]
+    if parallel.sequence:
+        parts.append("SP")
+    return "·".join(parts) + f" → {config.rollout.num_engines}×TP{config.rollout.tensor}"
+
+
+def _uses_gpus() -> bool:
+    from hybridflow.platform import Platform
+
+    return Platform.detect().kind == "cuda"

@@ -1,0 +1,63 @@
+"""What a job needs on the disk before anything starts: data, tokenizer, the resolved model config, the folder engines start from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.models import family_of
+from hybridflow.models.weights import TOKENIZER_FILES, copy_files
+
+
+def prepare_data(config: RunConfig) -> str | None:
+    """Run `data.prepare`, unless its output is there already. Returns a line to show, or None when no preparation is configured."""
+    task = config.data.prepare.task
+    if task is None:
+        return None
+    from hybridflow.data.prepare import prepare
+
+    settings = config.data.prepare
+    done = prepare(task, Path(settings.out), Path(settings.source) if settings.source else None, settings.options)
+    counts = ", ".join(f"{name} {rows}" for name, rows in done.rows.items())
+    return f"{'data is in place' if done.reused else 'prepared data'} in {done.folder}: {counts}"
+
+
+def open_tokenizer(config: RunConfig) -> Tokenizer:
+    """`model.tokenizer`, else the one in `model.path`."""
+    folder = config.model.tokenizer or config.model.path
+    if folder is None:
+        raise ConfigError("model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer folder")
+    return load_tokenizer(folder)
+
+
+def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The Hugging Face config with the vocabulary and special tokens of the tokenizer filled in where it leaves them open.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    resolved = dict(derived.hf_config(config.model))
+    resolved.setdefault("vocab_size", tokenizer.vocab_size)
+    resolved.setdefault("eos_token_id", tokenizer.eos_id)
+    resolved.setdefault("pad_token_id", tokenizer.pad_id)
+    resolved.setdefault("bos_token_id", None)
+    resolved.setdefault("architectures", [family_of(resolved).architecture])
+    if resolved["vocab_size"] < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model vocab_size is {resolved['vocab_size']}, smaller than the {tokenizer.vocab_size} tokens of {tokenizer.path}"
+        )
+    return resolved
+
+
+def write_engine_folder(folder: Path, hf_config: Mapping[str, Any], dtype: str, tokenizer: Tokenizer) -> Path:
+    """A Hugging Face folder without weights: engines start from it with random weights and receive the real ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**hf_config, "torch_dtype": dtype}, indent=2))
+    copy_files(tokenizer.path, folder, TOKENIZER_FILES)
+    return folder

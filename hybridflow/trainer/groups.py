@@ -1,0 +1,144 @@
+"""The loop's three protocols over worker groups: what runs where, and what crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
+from hybridflow.errors import WeightSyncError
+from hybridflow.protocol import DataProto
+from hybridflow.single_controller import Future, WorkerGroup
+from hybridflow.trainer.protocols import Update
+from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.weights_offer import WeightsOffer
+
+
+class PolicyGroup:
+    """`TrainGroup` over Megatron ranks."""
+
+    def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
+        self.group, self.config = group, config
+
+    def set_optimizer(self, config: OptimConfig) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.set_optimizer, config)
+
+    def sft_step(self, batch: DataProto) -> Update:
+        """See TrainGroup."""
+        return merge(self.group.run(PolicyWorker.sft_step, batch))
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """See TrainGroup."""
+        return _batch(self.group.run(PolicyWorker.compute_log_probs, batch))
+
+    def ref_log_probs(self, batch: DataProto) -> DataProto:
+        """See TrainGroup."""
+        return _batch(self.group.run(PolicyWorker.compute_ref_log_probs, batch))
+
+    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+        """See TrainGroup."""
+        rows = derived.samples_per_mini_batch(self.config) // derived.data_parallel_size(self.config)
+        columns = ["prompt_ids", "response_ids", "old_log_probs", "advantages"]
+        if "ref_log_probs" in batch:
+            columns.append("ref_log_probs")
+        reports = self.group.run(PolicyWorker.update_policy, batch.select(columns), rows, seed)
+        return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+
+    def freeze_reference(self) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.freeze_reference)
+
+    def save(self, folder: Path) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.save_checkpoint, folder.resolve())
+
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.load_checkpoint, folder.resolve(), optim, with_reference)
+
+    def export(self, folder: Path) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.export_hf, folder.resolve())
+
+
+class EngineGroup:
+    """`RolloutService` over SGLang engines, one worker beside each."""
+
+    def __init__(self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int]) -> None:
+        self.group, self.config, self.stop_ids = group, config, list(stop_ids)
+        self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
+
+    def check_starting(self) -> None:
+        """Raise at once when an engine has failed to start; return when all is well so far."""
+        if self._ready is not None and self._ready.done():
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until all engines serve."""
+        if self._ready is not None:
+            self._ready.result()
+            self._ready = None
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+        """See RolloutService."""
+        limit = self.config.data.max_response_length
+        timeout = self.config.rollout.request_timeout_s + 30
+        return _batch(self.group.run(RolloutWorker.generate, prompts, sampling, limit, self.stop_ids, timeout=timeout))
+
+    def stop(self) -> None:
+        """End the engines."""
+        self.group.run(RolloutWorker.stop, timeout=30)
+
+
+class BroadcastSync:
+    """`WeightSync`: each pipeline stage's leader assembles whole tensors and broadcasts them to all engines.
+
+    The slice plan of the resharding layer takes this class's place; the loop does not notice.
+    """
+
+    def __init__(self, policy: WorkerGroup, engines: WorkerGroup, config: RunConfig) -> None:
+        self.policy, self.engines, self.timeout_s = policy, engines, config.rollout.sync_timeout_s
+        self.engine_ranks = config.rollout.num_engines * config.rollout.tensor
+        self._offers: list[WeightsOffer] = []
+
+    def sync(self, version: int) -> None:
+        """See WeightSync."""
+        if not self._offers:
+            self._connect()
+        wait = self.timeout_s + 30
+        sending = self.policy.submit(PolicyWorker.send_weights, timeout=wait)
+        self.engines.run(RolloutWorker.receive_weights, self._offers, version, timeout=wait)
+        sent = sum(sending.result())
+        expected = sum(bucket.num_bytes for offer in self._offers for bucket in offer.buckets)
+        if sent != expected:
+            raise WeightSyncError(f"weight version {version}: {sent} bytes were broadcast, {expected} planned")
+
+    def _connect(self) -> None:
+        wait = self.timeout_s + 30
+        found = self.policy.run(PolicyWorker.offer_weights, self.engine_ranks, timeout=wait)
+        self._offers = sorted((offer for offer in found if offer is not None), key=lambda offer: offer.stage)
+        joining = self.policy.submit(PolicyWorker.join_weights, timeout=wait)
+        self.engines.run(RolloutWorker.join_weights, self._offers, timeout=wait)
+        joining.result()
+
+
+def merge(reports: Sequence[dict[str, Any]]) -> Update:
+    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts)."""
+    totals: dict[str, list[float]] = {}
+    for report in reports:
+        for name, (total, count) in report["sums"].items():
+            seen = totals.setdefault(name, [0.0, 0.0])
+            seen[0] += total
+            seen[1] += count
+    info = reports[0]["info"]
+    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()}
+    return Update(means, info["grad_norm"], info["lr"], bool(info["applied"]))
+
+
+def _batch(value: Any) -> DataProto:
+    assert isinstance(value, DataProto), type(value)
+    return value

@@ -1,0 +1,77 @@
+"""The three things the loop sees. The composition root builds the real ones; tests of the loop's logic build small ones without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hybridflow.config.schema import OptimConfig, SamplingConfig
+from hybridflow.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update, merged over data-parallel ranks: `means` of each metric, and grad_norm, lr, applied (1 or 0)."""
+
+    means: Mapping[str, float]
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class TrainGroup(Protocol):
+    """The policy: a group of ranks that train and score. Columns are those of `docs/design.md`."""
+
+    def set_optimizer(self, config: OptimConfig) -> None:
+        """A fresh optimizer over the present weights."""
+        ...
+
+    def sft_step(self, batch: DataProto) -> Update:
+        """One supervised update."""
+        ...
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys."""
+        ...
+
+    def ref_log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_probs."""
+        ...
+
+    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+        """All mini-batches of one step, in order."""
+        ...
+
+    def freeze_reference(self) -> None:
+        """The present weights become the reference."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the state to a new folder."""
+        ...
+
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+        """Restore it."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        ...
+
+
+class RolloutService(Protocol):
+    """Engines that answer prompts."""
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+        """response_ids, rollout_log_probs, finish_reason, weight_version."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Brings the policy's weights to the engines."""
+
+    def sync(self, version: int) -> None:
+        """After it returns, every engine answers with these weights, and says so in weight_version."""
+        ...

@@ -1,0 +1,88 @@
+"""What a job writes down while it runs: metrics, timeline, progress, checkpoints, and the numbers its summary is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.observe.progress import Progress
+from hybridflow.observe.rollouts import remove_dumps_after
+from hybridflow.observe.timeline import Timeline
+from hybridflow.observe.tracker import Phase, Tracker
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
+
+_TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
+
+
+class Session:
+    """The run folder in use.
+
+    `totals` are numbers that grow over the run and survive a resume inside the checkpoint: seconds of each phase, accuracies, extremes.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.folder = config, derived.run_dir(config)
+        console = [name for name in config.trainer.loggers if name != "console"]
+        self.tracker = Tracker(self.folder, console, console=None)
+        self.timeline = Timeline(self.folder / "timeline.jsonl")
+        self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
+        self.totals: dict[str, float] = {}
+
+    # ---- what happened ----------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self, total: str) -> Iterator[None]:
+        """Add the seconds spent inside to `totals[total]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.totals[total] = self.totals.get(total, 0.0) + time.perf_counter() - start
+
+    def note_max(self, total: str, value: float) -> None:
+        """Keep the largest value seen."""
+        self.totals[total] = max(self.totals.get(total, value), value)
+
+    def progress(self, total: int, title: str, initial: int, throttle_s: float = 0.0) -> Progress:
+        """A bar on the terminal, unless `trainer.loggers` leaves the console out."""
+        enabled = "console" in self.config.trainer.loggers
+        return Progress(total, title, initial=initial, throttle_s=throttle_s, enabled=enabled)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records."""
+        self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
+        sft = checkpoint.step if checkpoint.phase == "sft" else None
+        step = checkpoint.step if checkpoint.phase == "rl" else -1
+        if sft is not None:
+            self.tracker.truncate_after("sft", sft)
+        self.tracker.truncate_after("train", step)
+        self.tracker.truncate_after("val", step)
+        self.timeline.truncate_after(max(step, 0))
+        remove_dumps_after(self.folder / "rollouts", step)
+        remove_dumps_after(self.folder / "validation", step)
+
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether something that happens every so many steps happens now (0: never)."""
+        return every > 0 and step % every == 0
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
+        """Write a small file of the run folder, whole or not at all."""
+        path = self.folder / name
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(temporary, path)
+        return path
+
+    def close(self) -> None:
+        """Flush the records."""
+        self.tracker.close()
+        self.timeline.close()

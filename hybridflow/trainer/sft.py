@@ -1,0 +1,58 @@
+"""Supervised fine-tuning: the warm start of a run, or a job of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.schema import SftConfig
+from hybridflow.data.dataset import SftDataset
+from hybridflow.data.sampler import ResumableSampler
+from hybridflow.errors import HybridFlowError
+from hybridflow.trainer.checkpoints import Checkpoint
+from hybridflow.trainer.protocols import TrainGroup
+from hybridflow.trainer.session import Session
+
+
+class SftTrainer:
+    """`config.steps` updates on demonstrations."""
+
+    def __init__(self, config: SftConfig, session: Session, policy: TrainGroup, dataset: SftDataset, seed: int) -> None:
+        self.config, self.session, self.policy, self.dataset = config, session, policy, dataset
+        self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
+        self.step = 0
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on after a checkpoint of this phase."""
+        self.policy.load(checkpoint.policy, self.config.optim, with_reference=False)
+        self.sampler.restore(checkpoint.state["sampler"])
+        self.step = checkpoint.step
+
+    def fit(self, on_step: Callable[[], None] = lambda: None) -> None:
+        """Run all remaining steps. `on_step` is called between steps (to notice an engine that failed to start, say)."""
+        session, every = self.session, self.session.config.trainer.save_every_steps
+        if self.step == 0:
+            self.policy.set_optimizer(self.config.optim)
+        with session.timed("seconds_sft"), session.progress(self.config.steps, "SFT", self.step, throttle_s=5.0) as progress:
+            while self.step < self.config.steps:
+                started = time.perf_counter()
+                update = self.policy.sft_step(self.dataset.batch(next(self.sampler)))
+                self.step += 1
+                if not update.applied:
+                    raise HybridFlowError(
+                        f"SFT step {self.step}: the gradient is not finite (loss {update.means['loss']}); lower sft.optim.lr"
+                    )
+                seconds = time.perf_counter() - started
+                metrics = {"sft/loss": update.means["loss"], "sft/grad_norm": update.grad_norm, "sft/lr": update.lr}
+                session.tracker.log(self.step, metrics | {"timing_s/step": seconds}, phase="sft")
+                progress.update(self.step, {"loss": update.means["loss"]}, {"step": seconds})
+                on_step()
+                if session.is_due(every, self.step) and self.step < self.config.steps:
+                    self.save()
+
+    def save(self) -> Path:
+        """Checkpoint this phase."""
+        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals}
+        return self.session.store.save("sft", self.step, state, self.policy.save)

@@ -1,0 +1,166 @@
+"""The policy's worker: actor and reference as two roles of the same Megatron processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.schema import OptimConfig, RunConfig
+from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
+from hybridflow.mcore.policy import Policy
+from hybridflow.models import family_of
+from hybridflow.models.weights import RandomWeights, SafetensorsFolder
+from hybridflow.platform import Platform
+from hybridflow.protocol import DataProto
+from hybridflow.workers.losses import PolicyLoss, sft_loss
+from hybridflow.workers.weights import WeightSender
+from hybridflow.workers.weights_offer import WeightsOffer
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What every rank is told: the run's configuration and the resolved Hugging Face config."""
+
+    config: RunConfig
+    hf_config: Mapping[str, Any]
+    tokenizer: Path | None
+
+
+class PolicyWorker:
+    """One Megatron rank. Public methods are collectives: the controller calls them on all ranks."""
+
+    def __init__(self, context: WorkerContext, spec: PolicySpec) -> None:
+        config = spec.config
+        self.spec, self.actor = spec, config.actor
+        self.platform = Platform.detect()
+        parallel.initialize(config.actor.parallel, config.seed, self.platform.collective_backend, config.cluster.call_timeout_s)
+        family = family_of(spec.hf_config)
+        if config.model.path is not None:
+            source: Any = SafetensorsFolder(config.model.path)
+        else:
+            std = float(spec.hf_config.get("initializer_range", 0.02))
+            source = RandomWeights(family.tensors(), config.seed, std)
+        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source)
+        self._sender = WeightSender(self.policy, config, context.master_addr)
+
+    def mesh_position(self) -> MeshPosition:
+        """Where this rank stands for data-parallel calls."""
+        return MeshPosition(*parallel.data_parallel_position())
+
+    @register(Dispatch.RANK_ZERO)
+    def describe(self) -> dict[str, str]:
+        """What computes here, for the run's record."""
+        return {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
+
+    # ---- training ---------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_optimizer(self, config: OptimConfig) -> None:
+        """Start a phase with a fresh optimizer."""
+        self.policy.set_optimizer(config)
+
+    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"))
+    def sft_step(self, batch: DataProto) -> Report:
+        """One supervised update. Returns {sums: {loss: (sum, count)}, info: {grad_norm, lr, applied}}."""
+        sums, info = self.policy.train_mini_batch(
+            _own_rows(batch), sft_loss, columns=(), max_tokens=self.actor.max_tokens_per_micro_batch, temperature=1.0, with_entropy=False
+        )
+        return {"sums": sums, "info": info}
+
+    @register(Dispatch.DP_METRIC)
+    def update_policy(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
+        """PPO epochs over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update, in order.
+
+        Reads prompt_ids, response_ids, old_log_probs, advantages and, with a KL loss, ref_log_probs.
+        """
+        loss, reports = PolicyLoss(self.actor), []
+        for mini_batch in _own_rows(batch).mini_batches(rows_per_update, epochs=self.actor.ppo_epochs, seed=seed):
+            sums, info = self.policy.train_mini_batch(
+                mini_batch,
+                loss,
+                columns=loss.columns,
+                max_tokens=self.actor.max_tokens_per_micro_batch,
+                temperature=self.spec.config.rollout.sampling.temperature,
+                with_entropy=loss.with_entropy,
+            )
+            reports.append({"sums": sums, "info": info})
+        return reports
+
+    # ---- log-probs --------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"))
+    def compute_log_probs(self, batch: DataProto) -> DataProto | None:
+        """Log-probs and entropies of the response tokens under the present weights."""
+        return self._log_probs(batch, "old_log_probs", "entropys")
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
+        """Log-probs of the response tokens under the reference weights."""
+        with self.policy.as_reference():
+            return self._log_probs(batch, "ref_log_probs", None)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def freeze_reference(self) -> None:
+        """The present weights become the reference."""
+        self.policy.freeze_reference()
+
+    def _log_probs(self, batch: DataProto, name: str, entropy_name: str | None) -> DataProto | None:
+        found = self.policy.log_probs(
+            batch,
+            max_tokens=self.actor.max_tokens_per_micro_batch,
+            temperature=self.spec.config.rollout.sampling.temperature,
+            with_entropy=entropy_name is not None,
+        )
+        if found is None:
+            return None
+        columns: dict[str, Any] = {name: found[0]}
+        if entropy_name is not None:
+            columns[entropy_name] = found[1]
+        return DataProto.from_columns(columns)
+
+    # ---- weights to the engines -------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offer_weights(self, engine_ranks: int) -> WeightsOffer | None:
+        """Prepare to send to `engine_ranks` engine processes; a stage's leader tells where it listens and what it will send."""
+        return self._sender.offer(engine_ranks)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_weights(self) -> None:
+        """A stage's leader waits until all engines have joined its group."""
+        self._sender.join()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> int:
+        """Gather whole tensors to the stage leaders and broadcast them to the engines. Returns bytes broadcast by this rank."""
+        return self._sender.send()
+
+    # ---- disk -------------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write model, reference, optimizer and random state."""
+        checkpoint.save(self.policy, folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+        """Restore what `save_checkpoint` wrote in the same phase (`optim` and `with_reference` as they were then)."""
+        self.policy.set_optimizer(optim)
+        if with_reference:
+            self.policy.freeze_reference()
+        checkpoint.load(self.policy, folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        hf_export.export(self.policy, folder, self.spec.hf_config, self.spec.tokenizer)
+
+
+def _own_rows(batch: DataProto) -> DataProto:
+    """Without the rows that the controller added to make the batch divisible: training on them twice would be wrong."""
+    return batch.unpad(int(batch.meta.get(PADDING_META, 0)))

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Bring .venv to what the lock files say: requirements/setup.sh LANE [dev]
+# Does nothing when it is there already. An interrupted run is simply repeated: the stamp is written last.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+lane=${1:?usage: requirements/setup.sh cpu|gpu [dev]}
+dev=${2:-}
+[[ -f requirements/$lane.txt ]] || { echo "setup: no lane named $lane; choose cpu or gpu" >&2; exit 2; }
+
+venv=.venv
+stamp=$venv/.hybridflow-setup
+lane_file=$venv/.hybridflow-lane  # apart from the stamp, so that an interrupted setup of another lane is still seen as such
+locks=("requirements/build.txt" "requirements/$lane.txt")
+[[ $lane == cpu ]] && locks+=("requirements/torch-cpu.txt")
+wanted="$lane $(cat "${locks[@]}" setup.py "$0" | sha256sum | cut -c1-64)"
+wanted_dev="$lane $(cat "${locks[@]}" requirements/dev.txt setup.py "$0" | sha256sum | cut -c1-64)"
+
+holds() { [[ -x $venv/bin/python && -f $1 && $(<"$1") == "$2" ]]; }
+if holds "$stamp" "$wanted" && { [[ -z $dev ]] || holds "$stamp-dev" "$wanted_dev"; }; then exit 0; fi
+
+# Exactly 3.11: the locks were resolved for it.
+find_python() {
+  for candidate in ${PYTHON:-} python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then echo "$candidate"; return; fi
+  done
+  echo "setup: Python 3.11 with venv is needed; give its path as PYTHON=..." >&2
+  return 1
+}
+step() { printf 'setup [%3d s] %s\n' "$SECONDS" "$1"; }
+install() { "$venv/bin/python" -m pip install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation "$@"; }
+
+fresh() {
+  local python; python=$(find_python)
+  step "creating $venv"
+  rm -rf "$venv"
+  "$python" -m venv "$venv"
+  echo "$lane" > "$lane_file"
+}
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  fresh
+elif [[ -f $lane_file && $(<"$lane_file") != "$lane" ]]; then
+  step "$venv holds the $(<"$lane_file") lane; starting over for $lane"
+  fresh
+fi
+echo "$lane" > "$lane_file"
+
+if ! holds "$stamp" "$wanted"; then
+  rm -f "$stamp" "$stamp-dev"
+  step "build tools"
+  install -r requirements/build.txt
+  if [[ $lane == cpu ]]; then
+    step "torch, the CPU build, alone"
+    install -r requirements/torch-cpu.txt
+    "$venv/bin/python" requirements/verify.py cpu requirements/torch-cpu.txt
+  fi
+  step "$(grep -c '==' "requirements/$lane.txt") packages of the $lane lane (a few minutes)"
+  install -r "requirements/$lane.txt"
+  step "hybridflow itself"
+  install -e .
+  step "verifying"
+  "$venv/bin/python" requirements/verify.py "$lane" "${locks[@]}"
+  echo "$wanted" > "$stamp"
+fi
+if [[ -n $dev ]] && ! holds "$stamp-dev" "$wanted_dev"; then
+  step "development tools"
+  install -r requirements/dev.txt
+  "$venv/bin/python" requirements/verify.py "$lane" "${locks[@]}" requirements/dev.txt
+  echo "$wanted_dev" > "$stamp-dev"
+fi
+step "ready"

@@ -1,0 +1,110 @@
+"""The direction of imports of docs/design.md, and who may import ray, megatron and sglang."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import networkx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines"}
+
+
+def imported_names(source: str) -> set[str]:
+    """Top-level packages that a file imports anywhere: at module scope, inside functions, or by name through importlib."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and node.args and _called(node.func) in {"import_module", "__import__"}:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                found.add(first.value)
+    return {name.split(".")[0] for name in found}
+
+
+def _called(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+
+
+def violations(package: Path) -> list[str]:
+    """`file imports library` for each library imported outside the room that owns it."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        relative = file.relative_to(package)
+        names = imported_names(file.read_text(encoding="utf-8"))
+        found += [f"{relative} imports {library}" for library, room in OWNERS.items() if library in names and relative.parts[0] != room]
+    return found
+
+
+def test_each_heavy_library_is_imported_in_its_room_alone() -> None:
+    assert violations(ROOT / "hybridflow") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ray",
+        "from ray.util import state",
+        "def f():\n    import ray.util",
+        "def f():\n    import importlib\n    return importlib.import_module('ray.util')",
+        "x = __import__('ray')",
+    ],
+)
+def test_the_check_sees_every_way_to_import(tmp_path: Path, line: str) -> None:
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "actor.py").write_text(line)
+    assert violations(tmp_path) == ["workers/actor.py imports ray"]
+    (tmp_path / "workers").rename(tmp_path / "single_controller")
+    assert violations(tmp_path) == []
+
+
+def test_the_rooms_import_downwards_only() -> None:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Rooms import downwards only KEPT" in result.stdout
+
+
+def test_the_layer_contract_fails_on_an_upward_import(tmp_path: Path) -> None:
+    """The contract is only worth something if it can fail: the same configuration over a package that breaks each rule once."""
+    for file, line in {
+        "__init__": "",
+        "config/__init__": "def f():\n    import hybridflow.trainer\n",
+        "trainer/__init__": "",
+        "observe/__init__": "import hybridflow.data\n",
+        "data/__init__": "",
+        "mcore/__init__": "def f():\n    import sglang\n",
+    }.items():
+        path = tmp_path / "hybridflow" / f"{file}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
+    result = subprocess.run([sys.executable, "-c", code, "--no-cache"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    for contract in ("Rooms import downwards only", "observe uses the lowest row alone", "sglang is imported in engines alone"):
+        assert f"{contract} BROKEN" in result.stdout
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = grimp.build_graph("hybridflow", cache_dir=None, exclude_type_checking_imports=True)
+    edges = networkx.DiGraph([(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)])
+    circles = [sorted(group) for group in networkx.strongly_connected_components(edges) if len(group) > 1]
+    assert circles == []
+
+
+@pytest.mark.parametrize(
+    "module", ["hybridflow.cli.main", "hybridflow.config.load", "hybridflow.config.check", "hybridflow.errors", "hybridflow.dispatch"]
+)
+def test_what_must_answer_at_once_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'hydra', 'megatron', 'sglang', 'transformers'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,128 @@
+"""requirements/setup.sh installs once, again after a change or a failure; requirements/verify.py sees what does not belong."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Stands for the interpreter of .venv: notes what it is asked to do and fails when told to.
+STUB = """#!/usr/bin/env bash
+echo "$*" >> calls
+[[ $* == *"$(cat fail_on 2>/dev/null || echo NOTHING)"* ]] && exit 1
+exit 0
+"""
+
+
+class Tree:
+    """A copy of what setup needs, around a stub of .venv/bin/python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "requirements", folder / "requirements", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "setup.py", folder)
+        stub = folder / ".venv" / "bin" / "python"
+        stub.parent.mkdir(parents=True)
+        stub.write_text(STUB)
+        stub.chmod(0o755)
+
+    def setup(self, *words: str) -> tuple[int, list[str]]:
+        """Exit status, and what was installed or verified."""
+        calls = self.folder / "calls"
+        calls.write_text("")
+        result = subprocess.run([self.folder / "requirements" / "setup.sh", *words], capture_output=True, check=False)
+        return result.returncode, [line for line in calls.read_text().splitlines() if "--version" not in line]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+@pytest.fixture
+def verify() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("verify", ROOT / "requirements" / "verify.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_torch_is_installed_first_and_checked_before_the_rest(tree: Tree) -> None:
+    code, calls = tree.setup("cpu")
+    assert code == 0
+    installs = [call.split()[-1] for call in calls if " install " in call]
+    assert installs == ["requirements/build.txt", "requirements/torch-cpu.txt", "requirements/cpu.txt", "."]
+    assert all("--no-deps" in call for call in calls if " install " in call)
+    assert "verify.py cpu requirements/torch-cpu.txt" in calls[2]
+
+
+def test_a_second_setup_installs_nothing_and_takes_no_time(tree: Tree) -> None:
+    tree.setup("cpu", "dev")
+    start = time.perf_counter()
+    assert tree.setup("cpu", "dev") == (0, [])
+    assert time.perf_counter() - start < 0.5
+    assert tree.setup("cpu") == (0, [])
+
+
+def test_development_tools_come_on_top(tree: Tree) -> None:
+    tree.setup("cpu")
+    _, calls = tree.setup("cpu", "dev")
+    assert [call.split()[-1] for call in calls if " install " in call] == ["requirements/dev.txt"]
+
+
+@pytest.mark.parametrize("changed", ["requirements/cpu.txt", "requirements/torch-cpu.txt", "requirements/build.txt", "setup.py"])
+def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
+    tree.setup("cpu", "dev")
+    with (tree.folder / changed).open("a") as file:
+        file.write("# changed\n")
+    _, calls = tree.setup("cpu", "dev")
+    assert len([call for call in calls if " install " in call]) == 5
+
+
+@pytest.mark.parametrize(
+    "step", ["requirements/cpu.txt", "verify.py", "install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation -e ."]
+)
+def test_a_setup_that_failed_is_done_again(tree: Tree, step: str) -> None:
+    (tree.folder / "fail_on").write_text(step)
+    assert tree.setup("cpu")[0] != 0
+    (tree.folder / "fail_on").unlink()
+    code, calls = tree.setup("cpu")
+    assert code == 0
+    assert calls
+
+
+def test_an_unknown_lane_is_refused(tree: Tree) -> None:
+    assert tree.setup("tpu") == (2, [])
+
+
+def test_verify_names_absent_and_other_versions(verify: ModuleType, tmp_path: Path) -> None:
+    lock = tmp_path / "lock.txt"
+    lock.write_text(f"# comment\nhydra-core=={metadata.version('hydra-core')}\nrich==0.0.1\nno-such-package==1\n")
+    absent, other = sorted(verify.lock_problems(lock))
+    assert absent == f"no-such-package is not installed; {lock} asks for 1"
+    assert other.startswith(f"rich {metadata.version('rich')} is installed")
+
+
+def test_verify_sees_nvidia_packages_and_cuda_torch(verify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\n")
+    (tmp_path / "NVIDIA_nccl-1.0.dist-info").mkdir()
+    (tmp_path / "NVIDIA_nccl-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: NVIDIA_nccl\nVersion: 1.0\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
+    package, torch = verify.cuda_problems()
+    assert package.startswith("nvidia-nccl is installed")
+    assert "torch 2.13.0 is built for CUDA 13.0" in torch
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda = None\n")
+    shutil.rmtree(tmp_path / "NVIDIA_nccl-1.0.dist-info")
+    assert verify.cuda_problems() == []

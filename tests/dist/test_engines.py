@@ -1,0 +1,323 @@
+"""Two real engines on this machine: log-probs against transformers, weights from two senders, isolation, and the end of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hybridflow.engines import guard
+from hybridflow.engines.client import Completion, EngineClient, SamplingParams
+from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.engines.weights_group import Bucket, WeightsGroup, plan_buckets
+from hybridflow.errors import EngineError
+
+pytestmark = pytest.mark.slow
+LAYERS, VOCABULARY, WORLD = 4, 96, 3  # one sender and two engines of one process in each group
+PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25, [3, 1, 4, 1, 5]] * 3
+
+
+def save_tiny_moe(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [save_tiny_moe(root / name, seed) for seed, name in enumerate(("first", "second"))]
+
+
+class Pair:
+    """Both engines and their clients."""
+
+    def __init__(self, servers: Sequence[EngineServer]) -> None:
+        self.servers = servers
+        self.clients = [EngineClient(s.url, s.admin_key, 60.0, name=s.spec.name) for s in servers]
+        self.pool = ThreadPoolExecutor(8)
+
+    def each(self, call: Callable[[EngineClient], Any]) -> list[Any]:
+        return list(self.pool.map(call, self.clients))
+
+
+@pytest.fixture(scope="module")
+def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    logs = tmp_path_factory.mktemp("logs")
+    servers = [EngineServer(EngineSpec(name=f"engine-{i}", model_path=str(models[0])), logs / f"engine-{i}.log") for i in range(2)]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready(120.0)
+        yield Pair(servers)
+    finally:
+        for server in servers:
+            server.stop()
+    assert [guard.session_members(server.pid) for server in servers] == [[], []]
+
+
+def worst_difference(model: Path, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float) -> float:
+    """Largest |log-prob of the engine - log softmax(transformers' logits / temperature)| over all generated tokens."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    worst = 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        rows = torch.log_softmax(logits / temperature, dim=-1)
+        expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(completion.log_probs)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(0.7, 0.8, 12), SamplingParams(temperature=0.0)]
+)
+def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Path], sampling: SamplingParams) -> None:
+    for completions in pair.each(lambda client: client.generate(PROMPTS, sampling, 12)):
+        assert {c.finish_reason for c in completions} == {"length"} and {len(c.token_ids) for c in completions} == {12}
+        assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= 1e-5
+
+
+def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pair) -> None:
+    first, second = pair.each(lambda client: client.generate(PROMPTS, SamplingParams(temperature=0.0), 8))
+    server = pair.servers[0]
+    cut = EngineClient(server.url, server.admin_key, 60.0, batch_size=4).generate(PROMPTS, SamplingParams(temperature=0.0), 8)
+    assert [c.token_ids for c in first] == [c.token_ids for c in second] == [c.token_ids for c in cut]
+
+
+def test_a_stop_token_ends_and_is_part_of_the_response(pair: Pair) -> None:
+    (free,) = pair.clients[0].generate([[5, 6]], SamplingParams(temperature=0.0), 6)
+    stop = free.token_ids[2]
+    (stopped,) = pair.clients[0].generate([[5, 6]], SamplingParams(temperature=0.0), 6, [stop])
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_a_prompt_longer_than_the_model_is_refused(pair: Pair) -> None:
+    with pytest.raises(EngineError, match="engine engine-0: /generate answered 400"):
+        pair.clients[0].generate([[1] * 2000], SamplingParams(), 4)
+
+
+def test_everything_listens_on_loopback(pair: Pair) -> None:
+    for server in pair.servers:
+        members = [psutil.Process(pid) for pid in (server.pid, *guard.session_members(server.pid))]
+        heard = {(c.laddr.ip, c.laddr.port) for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert {ip for ip, _ in heard} == {"127.0.0.1"} and ("127.0.0.1", server.port) in heard
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "generate",
+        "pause_generation",
+        "continue_generation",
+        "begin_weight_update",
+        "end_weight_update",
+        "init_weights_update_group",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_disk",
+        "update_weight_version",
+        "weights_checker",
+        "flush_cache",
+        "abort_request",
+    ],
+)
+def test_no_call_without_the_key(pair: Pair, path: str) -> None:
+    other = pair.servers[1].admin_key
+    for headers in ({}, {"Authorization": f"Bearer {other}"}):
+        assert requests.post(f"{pair.servers[0].url}/{path}", json={}, headers=headers, timeout=10).status_code == 401
+
+
+def test_the_key_is_in_no_command_line_and_the_log_is_private(pair: Pair) -> None:
+    for server in pair.servers:
+        for pid in (server.pid, *guard.session_members(server.pid)):
+            assert server.admin_key not in " ".join(psutil.Process(pid).cmdline())
+        assert server.log_path.stat().st_mode & 0o077 == 0
+        assert server.admin_key not in server.log_tail(10_000)
+
+
+def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    server = EngineServer(EngineSpec(name="broken", model_path=str(tmp_path)), tmp_path / "engine.log")
+    server.start()
+    with pytest.raises(EngineError, match=r"engine broken: ended with status \d+(.|\n)*config.json"):
+        server.wait_ready(60.0)
+    assert guard.session_members(server.pid) == [] and not psutil.pid_exists(server.pid)
+
+
+START_AND_WAIT = """
+import sys, time
+from hybridflow.engines.server import EngineServer, EngineSpec
+server = EngineServer(EngineSpec(name="orphan", model_path=sys.argv[1]), sys.argv[2])
+server.start()
+print(server.pid, flush=True)
+server.wait_ready()
+time.sleep(60)
+"""
+
+
+def test_an_engine_does_not_outlive_a_killed_parent(models: list[Path], tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", START_AND_WAIT, str(models[0]), str(tmp_path / "engine.log")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        session = int(parent.stdout.readline())
+        deadline = time.monotonic() + 60.0
+        while len(guard.session_members(session)) < 3:  # server, scheduler, detokenizer: still starting, the worst moment
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        parent.kill()
+    deadline = time.monotonic() + 10.0
+    while guard.session_members(session) or psutil.pid_exists(session):
+        assert time.monotonic() < deadline, "processes left behind"
+        time.sleep(0.1)
+
+
+def weights_of_stage(model: Path, stage: int) -> dict[str, torch.Tensor]:
+    """What one of two pipeline stages holds: names as in a saved checkpoint, one tensor per expert."""
+
+    def owner(name: str) -> int:
+        if name.startswith("model.layers."):
+            return int(int(name.split(".")[2]) >= LAYERS // 2)
+        return int(not name.startswith("model.embed_tokens"))
+
+    return {name: tensor for name, tensor in load_file(model / "model.safetensors").items() if owner(name) == stage}
+
+
+def send_stage(model: Path, stage: int, pipe: Connection) -> None:
+    """A sender process: a stand-in for the rank of a pipeline stage."""
+    tensors = weights_of_stage(model, stage)
+    buckets = plan_buckets(tensors, max_bytes=200_000)
+    with WeightsGroup(f"stage{stage}", WORLD, timeout_s=30.0) as group:
+        pipe.send((group.endpoint, buckets))
+        group.join()
+        while pipe.recv() == "send":
+            pipe.send(group.send(tensors, buckets))
+
+
+@pytest.fixture
+def senders(models: list[Path]) -> Iterator[list[tuple[Connection, tuple[str, int], list[Bucket]]]]:
+    context = multiprocessing.get_context("spawn")
+    started = []
+    for stage in range(2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=send_stage, args=(models[1], stage, theirs), daemon=True)
+        process.start()
+        started.append((process, ours))
+    yield [(pipe, *pipe.recv()) for _, pipe in started]
+    for process, pipe in started:
+        pipe.send("end")
+        process.join(10.0)
+        assert process.exitcode == 0
+
+
+def sync(pair: Pair, senders: list[tuple[Connection, tuple[str, int], list[Bucket]]]) -> int:
+    """Bring the second model's weights to both engines. Returns bytes sent to each."""
+    pair.each(EngineClient.begin_weight_update)
+    total = 0
+    for stage, (pipe, _, buckets) in enumerate(senders):
+        pipe.send("send")
+        for b in buckets:
+            pair.each(lambda client, b=b, stage=stage: client.receive_weights(f"stage{stage}", b.names, b.dtypes, b.shapes))
+        total += pipe.recv()
+    pair.each(EngineClient.end_weight_update)
+    return total
+
+
+def test_two_senders_bring_new_weights_to_two_engines_mid_generation(
+    pair: Pair, models: list[Path], senders: list[tuple[Connection, tuple[str, int], list[Bucket]]]
+) -> None:
+    before = pair.each(EngineClient.weights_checksum)
+    assert before[0] == before[1]
+    pair.each(lambda client: client.set_weight_version(1))
+    for stage, (_, endpoint, _) in enumerate(senders):  # group after group, all engines in each
+        join: Callable[[int], None] = lambda i, s=stage, e=endpoint: pair.clients[i].init_weights_group(*e, 1 + i, WORLD, f"stage{s}")  # noqa: E731
+        list(pair.pool.map(join, range(2)))
+    running: list[Future[list[Completion]]] = [
+        pair.pool.submit(client.generate, PROMPTS[:8], SamplingParams(), 600) for client in pair.clients
+    ]
+    time.sleep(0.5)
+    pair.each(lambda client: client.pause("retract"))
+    sent = sync(pair, senders)
+    pair.each(lambda client: client.set_weight_version(2))
+    pair.each(EngineClient.resume)
+    assert sent == sum(t.nbytes for t in load_file(models[1] / "model.safetensors").values())
+    for completions in (future.result() for future in running):
+        for c in completions:
+            assert [s.version for s in c.weight_versions] == ["1", "2"]
+            assert (c.weight_versions[0].start, c.weight_versions[-1].end) == (0, len(c.token_ids))
+    after = pair.each(EngineClient.weights_checksum)
+    assert after[0] == after[1] != before[0]
+    for completions in pair.each(lambda client: client.generate(PROMPTS, SamplingParams(), 12)):
+        assert worst_difference(models[1], PROMPTS, completions, 1.0) <= 1e-5
+        assert {s.version for c in completions for s in c.weight_versions} == {"2"}
+    pair.each(lambda client: client.pause("retract"))
+    sync(pair, senders)
+    assert pair.each(EngineClient.weights_checksum) == after
+    pair.each(EngineClient.resume)
+    for stage in range(2):
+        pair.each(lambda client, stage=stage: client.destroy_weights_group(f"stage{stage}"))
+
+
+def test_weights_outside_a_session_are_refused(pair: Pair) -> None:
+    with pytest.raises(EngineError, match="begin_weight_update"):
+        pair.clients[0].receive_weights("stage0", ["w"], ["float32"], [[1]])
+    with pytest.raises(EngineError, match="no weight-update session"):
+        pair.clients[0].end_weight_update()
+
+
+def test_pause_abort_ends_requests(pair: Pair) -> None:
+    running = pair.pool.submit(pair.clients[0].generate, PROMPTS[:4], SamplingParams(), 600)
+    time.sleep(0.4)
+    pair.clients[0].pause("abort")
+    assert {c.finish_reason for c in running.result()} == {"abort"}
+    pair.clients[0].resume()
+
+
+def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
+    """Last: it costs the engine its life."""
+    server = pair.servers[1]
+    server.check_alive()
+    scheduler = next(pid for pid in guard.session_members(server.pid) if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
+    os.kill(scheduler, signal.SIGKILL)
+    deadline = time.monotonic() + 20.0
+    with pytest.raises(EngineError, match="engine engine-1: ended with status"):
+        while time.monotonic() < deadline:
+            server.check_alive()
+            time.sleep(0.1)
+    with pytest.raises(EngineError, match="no connection"):
+        pair.clients[1].generate([[1]], SamplingParams(), 1)
