@@ -12,7 +12,6 @@ Order of calls, for every group in turn:
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch
 from torch import distributed
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.rendezvous import master_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
@@ -102,19 +102,8 @@ class WeightsGroup:
         self.name, self.world_size, self.backend, self.host = name, world_size, backend, host
         self._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroupGloo | ProcessGroupNCCL | None = None
-        # Left to itself TCPStore listens on all interfaces, whatever host it is given: hand it a socket that is already bound.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((host, 0))
-        listener.listen(128)
-        self.endpoint: tuple[str, int] = (host, listener.getsockname()[1])
-        self._store: distributed.Store | None = distributed.TCPStore(
-            host_name=host,
-            port=self.endpoint[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self._timeout,
-            master_listen_fd=listener.detach(),
-        )
+        self._store: distributed.TCPStore | None = master_store(host, 0, timeout_s)
+        self.endpoint: tuple[str, int] = (host, self._store.port)
 
     def join(self) -> None:
         """Wait until all engines have joined.
@@ -138,7 +127,7 @@ class WeightsGroup:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return distributed.ProcessGroupNCCL(store, 0, self.world_size, options)
-        gloo = distributed.ProcessGroupGloo._Options()
+        gloo = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = self._timeout
         gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=self.host)]
         return distributed.ProcessGroupGloo(store, 0, self.world_size, gloo)
@@ -170,7 +159,7 @@ class WeightsGroup:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         try:
-            self._group.broadcast([buffer], options).wait()
+            self._group.broadcast([buffer], options).wait()  # type: ignore[union-attr]
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)  # wait() only orders streams; the caller may reuse the buffer
         except RuntimeError as error:

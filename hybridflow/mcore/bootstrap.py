@@ -18,10 +18,9 @@ if not torch.cuda.is_available():
 
     cpu_compat.install()
 
-with warnings.catch_warnings():
-    # "Transformer Engine / Apex are not installed": we say ourselves, once, what is used instead (see `backend_name`)
-    warnings.simplefilter("ignore")
-    import megatron.core
+# megatron warns from five modules that these are absent; we say ourselves, once, what is used instead (see `backend_name`)
+warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
+import megatron.core  # noqa: E402
 
 MEGATRON_VERSION: str = megatron.core.__version__
 HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None

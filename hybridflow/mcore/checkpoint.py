@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from hybridflow.errors import CheckpointError
 from hybridflow.mcore import checkpoint_writer
 from hybridflow.mcore.optimizer import prime_adam_state, separate_adam_steps
 from hybridflow.mcore.policy import Policy
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
 
 
 def save(policy: Policy, folder: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
 
 def install() -> None:
@@ -29,7 +30,13 @@ def _write_here(transform_list: list[Any], use_msc: bool, rank: int, write_bucke
         done: queue.Queue[int] = queue.Queue()
         done.put(index)
         FileSystemWriterAsync.write_preloaded_data(
-            transform_list, local_proc_idx=index, write_bucket=bucket, results_queue=local, count_queue=done, use_fsync=True, use_msc=use_msc
+            transform_list,
+            local_proc_idx=index,
+            write_bucket=bucket,
+            results_queue=local,
+            count_queue=done,
+            use_fsync=True,
+            use_msc=use_msc,
         )
         _, outcome = local.get()
         if isinstance(outcome, Exception):

@@ -159,7 +159,7 @@ def _replace_moves() -> None:
         return original_to(self, *args, **kwargs)
 
     tensor.to = to
-    tensor.cuda = torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[assignment]
+    tensor.cuda = torch.nn.Module.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
     tensor.record_stream = lambda self, stream: None
 
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.mcore.packed_attention import PackedAttention
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
@@ -21,6 +17,10 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank, get_pg_size
+from torch import nn
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.packed_attention import PackedAttention
 
 
 class RMSNorm(nn.Module):
@@ -158,9 +158,8 @@ def install() -> None:
     """Make Megatron's TE layer spec use `TorchSpecProvider`, and mend what it gets wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    import megatron.core.transformer.transformer_block as transformer_block
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
     layer_specs.TENorm = RMSNorm

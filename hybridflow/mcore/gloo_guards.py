@@ -67,4 +67,6 @@ def _broadcast(original: Any) -> Any:
 
 def _require_contiguous(tensor: Any, collective: str) -> None:
     if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
-        raise RuntimeError(f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give wrong data")
+        raise RuntimeError(
+            f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give wrong data"
+        )

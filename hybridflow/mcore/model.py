@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
 
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
@@ -14,10 +18,6 @@ from hybridflow.mcore.parallel import coordinates, expert_tensor_size
 from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor, padded_vocab_size
 from hybridflow.models.weights import WeightSource
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.config.schema import OptimConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.config.schema import OptimConfig
 
 
 class Optimizer:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.protocol import DataProto, Jagged
-from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def _pack(batch: DataProto, rows: np.ndarray, lengths: np.ndarray, columns: Sequ
     cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
     longest = int(np.diff(bounds).max())
     # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     return MicroBatch(
         samples=rows,
         tokens=torch.from_numpy(tokens)[None],

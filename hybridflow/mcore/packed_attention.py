@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from megatron.core.transformer.module import MegatronModule
 
 
 class SegmentClasses:
@@ -38,30 +38,40 @@ class SegmentClasses:
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs; a drop-in for DotProductAttention."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, attention_dropout: float | None = None,
-                 softmax_scale: float | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         if config.context_parallel_size > 1:
             raise ValueError("context parallelism needs Transformer Engine's attention for now")
         self.layer_number, self.scale = layer_number, softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, attn_mask_type: Any = None,
-                attention_bias: Any = None, packed_seq_params: Any = None) -> torch.Tensor:  # fmt: skip
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
         """thd: query [t, heads, d], key/value [t, kv heads, d] -> [t, 1, heads*d]. sbhd: [s, b, heads, d] -> [s, b, heads*d]."""
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._packed(query, key, value, packed_seq_params)
-        parts = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
-        out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=self.scale, enable_gqa=key.shape[2] != query.shape[2])
+        out = self._causal(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
         classes = getattr(params, "segment_classes", None)
         if classes is None:
             classes = params.segment_classes = SegmentClasses(params.cu_seqlens_q)
-        gqa, outs = key.shape[1] != query.shape[1], []
+        outs = []
         for gather, real in classes.groups:
-            parts = [t[gather].transpose(1, 2) for t in (query, key, value)]
-            out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=self.scale, enable_gqa=gqa)
+            out = self._causal(*(t[gather].transpose(1, 2) for t in (query, key, value)))
             outs.append(out.transpose(1, 2)[real])
         packed = torch.cat(outs)[classes.restore]
         return packed.reshape(packed.shape[0], 1, -1)
+
+    def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[b, heads, s, d] each."""
+        gqa = key.shape[1] != query.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa)

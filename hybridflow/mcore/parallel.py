@@ -8,12 +8,12 @@ from dataclasses import astuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.models.layout import Coordinates
 from hybridflow.rendezvous import client_store, master_store
-from megatron.core import parallel_state, tensor_parallel
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import is_last_stage
 from hybridflow.mcore.vocab_parallel import log_probs_and_entropy
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
@@ -31,7 +31,7 @@ def forward(
         return log_probs.numpy(), entropy.numpy() if entropy is not None else np.zeros(0, np.float32)
 
     with torch.no_grad():
-        results = _run(model, micro_batches, lambda micro, logits: collect(micro, logits), forward_only=True)
+        results = _run(model, micro_batches, collect, forward_only=True)
     return [item[0] for item in results], [item[1] for item in results]
 
 
@@ -70,7 +70,9 @@ def _response_log_probs(
     )
 
 
-def _run(model: Any, micro_batches: Sequence[MicroBatch], on_logits: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool) -> list[Any]:
+def _run(
+    model: Any, micro_batches: Sequence[MicroBatch], on_logits: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
+) -> list[Any]:
     """Run Megatron's schedule; what `on_logits` returns for each micro-batch comes back on the last stage."""
 
     def forward_step(iterator: Any, stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -45,5 +45,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     families = {"qwen3": Qwen3, "qwen3_moe": Qwen3}
     model_type = hf_config.get("model_type")
     if model_type not in families:
-        raise ModelError(f"model_type {model_type!r} has no parameter map; supported: {', '.join(sorted(families))}. Set it in model.hf_config or config.json.")
+        raise ModelError(
+            f"model_type {model_type!r} has no parameter map; supported: {', '.join(sorted(families))}. "
+            "Set it in model.hf_config or config.json."
+        )
     return families[str(model_type)](hf_config)

@@ -1,7 +1,8 @@
 """How a tensor in Hugging Face form is cut over Megatron ranks, as data.
 
-A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local tensor, local region), both regions of the same
-shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added so that tensor parallelism divides) and are zero.
+A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local tensor, local region), both regions of
+the same shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added so that tensor parallelism divides)
+and are zero.
 Import reads the pieces, export and weight sync send them; nobody knows the cuts any other way.
 """
 

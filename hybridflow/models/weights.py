@@ -13,7 +13,6 @@ import torch
 
 from hybridflow.errors import ModelError
 
-
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"),
@@ -70,7 +69,10 @@ class SafetensorsFolder:
             with safe_open(self.folder / "model.safetensors", framework="pt") as handle:
                 self.files = dict.fromkeys(handle.keys(), "model.safetensors")
         else:
-            raise ModelError(f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; model.path must be a Hugging Face folder with weights")
+            raise ModelError(
+                f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; "
+                "model.path must be a Hugging Face folder with weights"
+            )
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource.read`. Only the region is read from the disk."""
@@ -82,5 +84,7 @@ class SafetensorsFolder:
             view = handle.get_slice(name)
             full = view.get_shape()
             if any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
-                raise ModelError(f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that config.json implies")
+                raise ModelError(
+                    f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that config.json implies"
+                )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]

@@ -127,9 +127,7 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    trainer = RLTrainer(
-        config, session, policy, engines, BroadcastSync(policy_workers, engine_workers, config), dataset, scorer, validator
-    )
+    trainer = RLTrainer(config, session, policy, engines, BroadcastSync(policy_workers, engine_workers, config), dataset, scorer, validator)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:

@@ -26,9 +26,7 @@ class Scorer:
         """Columns response_text (objects) and scores [B] f32."""
         responses = batch.jagged("response_ids")
         texts = [self.tokenizer.decode_response(responses.row(i).tolist()) for i in range(len(batch))]
-        results = self.rewards.score(
-            batch["data_source"].tolist(), texts, batch["ground_truth"].tolist(), batch["extra_info"].tolist()
-        )
+        results = self.rewards.score(batch["data_source"].tolist(), texts, batch["ground_truth"].tolist(), batch["extra_info"].tolist())
         scores = np.array([result.score for result in results], dtype=np.float32)
         return DataProto.from_columns({"response_text": np.array(texts, dtype=object), "scores": scores})
 

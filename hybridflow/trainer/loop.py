@@ -117,9 +117,10 @@ class RLTrainer:
         # written so that NaN, too, is beyond the bound
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
-                f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same tokens (bound {bound:.2e}, "
-                f"largest {difference.max():.2e}). The weights in the engines are not those of the trainer, or the two compute another "
-                "model; compare dtype and temperature, or raise rollout.logprob_diff_bound if the difference is expected (bfloat16)."
+                f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same tokens "
+                f"(bound {bound:.2e}, largest {difference.max():.2e}). The weights in the engines are not those of the trainer, or the "
+                "two compute another model; compare dtype and temperature, or raise rollout.logprob_diff_bound if the difference is "
+                "expected (bfloat16)."
             )
 
     def validate(self, progress: Progress) -> None:

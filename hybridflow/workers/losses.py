@@ -9,9 +9,7 @@ from hybridflow.config.schema import ActorConfig
 from hybridflow.mcore.packed import MicroBatch
 
 
-def sft_loss(
-    log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+def sft_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
     """Cross-entropy of the response tokens."""
     total, count = aggregate(-log_probs, micro.lengths, "token-mean")
     return total, count, {}

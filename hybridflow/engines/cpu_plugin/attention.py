@@ -104,7 +104,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._blocks = None
 
-    def _run_sdpa_forward_extend(  # noqa: PLR0917  upstream's signature
+    def _run_sdpa_forward_extend(
         self,
         query: Any,
         output: Any,
@@ -139,7 +139,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             **options,
         )
 
-    def _run_sdpa_forward_decode(  # noqa: PLR0917  upstream's signature
+    def _run_sdpa_forward_decode(
         self,
         query: Any,
         output: Any,

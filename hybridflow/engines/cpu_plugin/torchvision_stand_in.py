@@ -34,7 +34,7 @@ def install() -> None:
 
     is_torchvision_available()
     is_torchvision_v2_available()
-    interpolation = enum.Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
+    InterpolationMode = enum.Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
     _add_module("torchvision")
-    _add_module("torchvision.transforms", InterpolationMode=interpolation)
-    _add_module("torchvision.transforms.functional", InterpolationMode=interpolation)
+    _add_module("torchvision.transforms", InterpolationMode=InterpolationMode)
+    _add_module("torchvision.transforms.functional", InterpolationMode=InterpolationMode)
