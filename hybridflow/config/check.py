@@ -142,6 +142,10 @@ def _layout(config: RunConfig) -> Iterator[str]:
             f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = {expert} "
             f"does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} processes"
         )
+    if parallel.context > 1:
+        yield f"actor.parallel.context={parallel.context}: context parallelism is not supported yet; set it to 1"
+    if parallel.virtual_pipeline is not None and parallel.pipeline > 1:
+        yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline}: virtual stages are not supported yet; set it to null"
     if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
         yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to null"
 

@@ -103,7 +103,7 @@ def test_a_job_gets_the_checked_configuration(job: str, calls: list[Any]) -> Non
     assert main([job, *words, "data.prepare.options.num_sft=64"]) == 0
     [(called, config)] = calls
     assert called == job
-    assert (config.actor.optim.lr, config.trainer.total_steps, config.sft.steps) == (5e-4, 3, 60)
+    assert (config.actor.optim.lr, config.trainer.total_steps, config.sft.batch_size) == (5e-4, 3, 128)
 
 
 def test_a_job_that_cannot_run_does_not_start(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,26 @@ from hybridflow.config import derived
 from hybridflow.config.build import all_keys, build, to_plain
 from hybridflow.config.check import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, check, problems
 from hybridflow.config.load import load_config
+from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
 TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
 
 
-def found(*overrides: str, name: str = "e2e", job: str = "train") -> list[str]:
-    return problems(load_config(name, overrides), job)
+# The e2e recipe cut down to one process and one engine without a warm start: what the cases below build upon.
+ONE_PROCESS = (
+    *("actor=tiny", "cluster=one-process", "rollout=tiny", "sft=none", "data.prepare.options.num_sft=0"),
+    *("data.max_prompt_length=32", "data.max_response_length=16", "actor.optim.lr_decay_style=constant", "actor.optim.lr_decay_steps=null"),
+)
+
+
+def small(*overrides: str) -> RunConfig:
+    given = {override.split("=")[0] for override in overrides}
+    return load_config("e2e", [*(word for word in ONE_PROCESS if word.split("=")[0] not in given), *overrides])
+
+
+def found(*overrides: str, name: str | None = None, job: str = "train") -> list[str]:
+    return problems(load_config(name, overrides) if name else small(*overrides), job)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +86,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ((*TP2, "actor.parallel.sequence=false"), ("actor.parallel.sequence=true", "num_experts=4", "mixture of experts")),
         (("model=tiny-dense", "actor.parallel.expert=2", "cluster.procs_per_node=2"), ("expert=2", "num_experts")),
         (("actor.parallel.virtual_pipeline=2",), ("virtual_pipeline=2", "pipeline > 1")),
+        (("actor.parallel.context=2", "cluster.procs_per_node=2"), ("context=2", "not supported yet")),
         (("cluster.procs_per_node=4", "actor.parallel.pipeline=4"), ("num_hidden_layers=2", "pipeline=4")),
         (
             ("cluster.procs_per_node=2", "actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2"),
@@ -128,7 +142,7 @@ def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, .
 )
 def test_numbers_out_of_range_name_their_key(keys: tuple[str, ...], bad: float) -> None:
     assert set(keys) <= set(all_keys())
-    plain = to_plain(load_config("e2e"))
+    plain = to_plain(small())
     for key in keys:
         values = copy.deepcopy(plain)
         *groups, name = key.split(".")
@@ -153,7 +167,7 @@ def test_sft_needs_steps_and_its_own_files_only() -> None:
 
 
 def test_all_problems_come_at_once() -> None:
-    config = load_config("e2e", ["data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "reward.path=nowhere.py"])
+    config = small("data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "reward.path=nowhere.py")
     with pytest.raises(ConfigError) as caught:
         check(config)
     text = str(caught.value)
@@ -169,6 +183,7 @@ def test_derived_numbers_of_the_demo_layout() -> None:
         "actor.ppo_mini_batch_size=8",
         "actor.ppo_epochs=2",
         "trainer.total_steps=5",
+        "actor.kl_loss_coef=0",
     ]
     config = load_config("tiny-moe-grpo", [*overrides, "rollout.n=4"])
     assert derived.world_size(config) == 8
@@ -182,11 +197,11 @@ def test_derived_numbers_of_the_demo_layout() -> None:
     assert derived.updates_per_step(config) == 8
     assert derived.total_updates(config) == 40
     assert not derived.needs_reference(config)
-    assert derived.needs_reference(load_config("e2e", ["algorithm.kl_coef=0.1"]))
+    assert derived.needs_reference(small("algorithm.kl_coef=0.1"))
     assert derived.run_dir(config) == Path("runs/tiny-moe-grpo")
 
 
 def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
-    assert derived.expert_tensor_size(load_config("e2e", TP2).actor.parallel) == 2
-    assert derived.expert_tensor_size(load_config("e2e", [*TP2, "actor.parallel.expert=2"]).actor.parallel) == 1
-    assert derived.expert_tensor_size(load_config("e2e", [*TP2, "actor.parallel.expert_tensor=1"]).actor.parallel) == 1
+    assert derived.expert_tensor_size(small(*TP2).actor.parallel) == 2
+    assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert=2").actor.parallel) == 1
+    assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert_tensor=1").actor.parallel) == 1
