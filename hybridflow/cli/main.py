@@ -130,7 +130,9 @@ def run_prepare(args: argparse.Namespace) -> int:
     options = dict(_parse_option(word) for word in args.overrides)
     from hybridflow.data.prepare import prepare
 
-    prepare(args.task, out, args.source, options)
+    done = prepare(args.task, out, args.source, options)
+    counts = ", ".join(f"{name} ({rows} rows)" for name, rows in done.rows.items())
+    print(f"{'already in place' if done.reused else 'written'}: {counts} and tokenizer/ in {done.folder}")
     return 0
 
 

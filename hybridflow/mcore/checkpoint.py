@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from hybridflow.errors import CheckpointError
-from hybridflow.mcore import checkpoint_writer
+from hybridflow.mcore import checkpoint_writer, parallel
 from hybridflow.mcore.optimizer import prime_adam_state, separate_adam_steps
 from hybridflow.mcore.policy import Policy
 
@@ -39,7 +39,7 @@ def save(policy: Policy, folder: Path) -> None:
         dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
     except Exception as error:  # whatever the writers raised (a full disk, most often) must reach all ranks
         problem = f"{type(error).__name__}: {error}"
-    failed = torch.tensor([1 if problem else 0])
+    failed = torch.tensor([1 if problem else 0], device=parallel.device())
     dist.all_reduce(failed)
     if failed.item():
         if dist.get_rank() == 0:

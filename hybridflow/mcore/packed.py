@@ -10,6 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.parallel import device
 from hybridflow.protocol import DataProto, Jagged
 
 
@@ -67,7 +68,8 @@ def _pack(batch: DataProto, rows: np.ndarray, lengths: np.ndarray, columns: Sequ
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
     positions -= np.repeat(bounds[:-1], np.diff(bounds))
-    cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
+    here = device()
+    cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(here)
     longest = int(np.diff(bounds).max())
     # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
     packed = PackedSeqParams(
@@ -75,13 +77,13 @@ def _pack(batch: DataProto, rows: np.ndarray, lengths: np.ndarray, columns: Sequ
     )
     return MicroBatch(
         samples=rows,
-        tokens=torch.from_numpy(tokens)[None],
-        positions=torch.from_numpy(positions)[None],
+        tokens=torch.from_numpy(tokens)[None].to(here),
+        positions=torch.from_numpy(positions)[None].to(here),
         packed=packed,
-        predict_rows=torch.from_numpy(response_rows - 1),
-        targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)),
-        lengths=torch.from_numpy(np.array(responses.lengths)),
-        columns={name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values, dtype=np.float32)) for name in columns},
+        predict_rows=torch.from_numpy(response_rows - 1).to(here),
+        targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)).to(here),
+        lengths=torch.from_numpy(np.array(responses.lengths)).to(here),
+        columns={name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values, dtype=np.float32)).to(here) for name in columns},
     )
 
 
@@ -96,7 +98,7 @@ def unpack(values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[Micro
     """Per-response-token results of all micro-batches as one jagged column in the order of the batch."""
     rows: list[np.ndarray] = [np.zeros(0, np.float32)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):
-        parts = np.split(values, np.cumsum(micro.lengths.numpy())[:-1])
+        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy())[:-1])
         for sample, part in zip(micro.samples.tolist(), parts, strict=True):
             rows[sample] = part
     return Jagged.from_rows(rows, np.float32)

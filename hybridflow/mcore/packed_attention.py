@@ -27,12 +27,12 @@ class SegmentClasses:
         for value in classes.unique().tolist():
             chosen = classes == value
             start, length = starts[chosen, None], lengths[chosen, None]
-            step = torch.arange(int(length.max()))[None, :]
+            step = torch.arange(int(length.max()), device=bounds.device)[None, :]
             self.groups.append((start + torch.minimum(step, length - 1), step < length))
         # where each packed row stands in the concatenation of the classes' real rows
-        order = torch.cat([gather[real] for gather, real in self.groups]) if self.groups else torch.zeros(0, dtype=torch.int64)
+        order = torch.cat([gather[real] for gather, real in self.groups]) if self.groups else bounds.new_zeros(0)
         self.restore = torch.empty_like(order)
-        self.restore[order] = torch.arange(len(order))
+        self.restore[order] = torch.arange(len(order), device=bounds.device)
 
 
 class PackedAttention(MegatronModule):

@@ -22,7 +22,8 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     `timeout_s` bounds every collective: a rank that is gone becomes an error in the others, not a hang.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    torch.set_num_threads(1 if backend == "gloo" else torch.get_num_threads())
+    if backend == "gloo":
+        torch.set_num_threads(1)  # ranks share the cores; a second thread each costs more than it brings
     if not dist.is_initialized():
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         connect = master_store if rank == 0 else client_store
@@ -38,6 +39,11 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def device() -> torch.device:
+    """Where this rank computes: the current CUDA device, or (through `cpu_compat`) the CPU."""
+    return torch.device(torch.cuda.current_device())
 
 
 def expert_tensor_size(config: ParallelConfig) -> int:
@@ -63,7 +69,7 @@ def coordinates() -> Coordinates:
 
 def all_coordinates() -> list[Coordinates]:
     """Every rank's place, by global rank. A collective over the world."""
-    mine = torch.tensor(astuple(coordinates()), dtype=torch.int64)
+    mine = torch.tensor(astuple(coordinates()), dtype=torch.int64, device=device())
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [Coordinates(*row.tolist()) for row in everyone]

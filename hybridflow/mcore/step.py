@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.parallel import is_last_stage
+from hybridflow.mcore.parallel import device, is_last_stage
 from hybridflow.mcore.vocab_parallel import log_probs_and_entropy
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -28,7 +28,7 @@ def forward(
 
     def collect(micro: MicroBatch, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy = _response_log_probs(logits, micro, vocab_size, temperature, with_entropy)
-        return log_probs.numpy(), entropy.numpy() if entropy is not None else np.zeros(0, np.float32)
+        return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
 
     with torch.no_grad():
         results = _run(model, micro_batches, collect, forward_only=True)
@@ -49,14 +49,14 @@ def backward(
         total, count, metrics = loss_function(log_probs, entropy, micro)
         # a clone: the schedule scales the loss it is given in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
-        return total, count.to(torch.int), metrics
+        return total, count.to(total.device, torch.int), metrics
 
     results = _run(model, micro_batches, loss, forward_only=False)
     merged: Metrics = {}
     for metrics in results:
         for name, (total, count) in metrics.items():
             seen_total, seen_count = merged.get(name, (torch.zeros(()), torch.zeros(())))
-            merged[name] = (seen_total + total.detach().float(), seen_count + count)
+            merged[name] = (seen_total + total.detach().float().cpu(), seen_count + count.cpu())
     return merged
 
 
@@ -94,7 +94,7 @@ def _run(
 
 def all_ranks_max(value: int) -> int:
     """The largest value over the world: ranks must run equally many micro-batches, since experts' collectives span data-parallel ranks."""
-    tensor = torch.tensor([value], dtype=torch.int64)
+    tensor = torch.tensor([value], dtype=torch.int64, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)
 

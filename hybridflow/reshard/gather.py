@@ -20,12 +20,13 @@ def gather_stage(plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype:
     Called by every rank of the stage, which must exhaust the iterator. One message per rank and bucket; at most one bucket is in memory.
     """
     rank = dist.get_rank()
+    device = next(iter(parameters.values())).device
     for bucket in plan.buckets:
         mine = [owned for owned in bucket.pieces if owned.rank == rank]
         packed = (
             torch.cat([parameters[owned.parameter][owned.piece.slices()].reshape(-1).to(dtype) for owned in mine])
             if mine
-            else torch.empty(0, dtype=dtype)
+            else torch.empty(0, dtype=dtype, device=device)
         )
         if rank != plan.leader:
             if mine:

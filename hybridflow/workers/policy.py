@@ -38,6 +38,7 @@ class PolicyWorker:
         config = spec.config
         self.spec, self.actor = spec, config.actor
         self.platform = Platform.detect()
+        self.platform.set_device(context.local_rank)
         parallel.initialize(config.actor.parallel, config.seed, self.platform.collective_backend, config.cluster.call_timeout_s)
         family = family_of(spec.hf_config)
         if config.model.path is not None:

@@ -38,7 +38,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         train=lambda config: record.append(("train", config)),
         sft=lambda config: record.append(("sft", config)),
     )
-    stand_in("hybridflow.data.prepare", prepare=lambda task, out, source, options: record.append((task, out, source, options)))
+
+    def prepare(task: str, out: Path, source: Path | None, options: dict[str, Any]) -> types.SimpleNamespace:
+        record.append((task, out, source, options))
+        return types.SimpleNamespace(rows={"train.parquet": 3}, reused=False, folder=out)
+
+    stand_in("hybridflow.data.prepare", prepare=prepare)
     stand_in("hybridflow.observe.report", write_report=lambda run_dir: run_dir / "report.html")
     return record
 
