@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridflow.errors import CheckpointError
-from hybridflow.mcore import checkpoint_writer, parallel
+from hybridflow.mcore import checkpoint_writer
 from hybridflow.mcore.optimizer import prime_adam_state, separate_adam_steps
 from hybridflow.mcore.policy import Policy
 
@@ -26,28 +27,24 @@ def save(policy: Policy, folder: Path) -> None:
     """Write the policy's state to `folder`, which must not exist. Collective.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write; nothing is left behind.
+        CheckpointError: when any rank could not write; nothing is left behind.
     """
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    problem = ""
     checkpoint_writer.install()
     try:
         dist_checkpointing.save(_state(policy, is_loading=False), str(partial))
-    except Exception as error:  # whatever the writers raised (a full disk, most often) must reach all ranks
-        problem = f"{type(error).__name__}: {error}"
-    failed = torch.tensor([1 if problem else 0], device=parallel.device())
-    dist.all_reduce(failed)
-    if failed.item():
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint {folder} could not be written ({problem or 'another rank failed'}); the previous checkpoint is untouched. "
-            "Free disk space and run the same command again to resume."
-        )
+    except CheckpointException as error:
+        causes: list[str] = [""] * dist.get_world_size()  # raised on every rank, but the coordinator alone knows why
+        dist.all_gather_object(causes, _cause(error))
+        raise _not_written(folder, partial, "; ".join(cause for cause in causes if cause)) from error
+    except Exception as error:
+        # On this rank alone (rank 0 writes what is common). The others wait in a collective until the controller, told by us, ends them.
+        raise _not_written(folder, partial, _cause(error)) from error
+    dist.barrier()
     if dist.get_rank() == 0:
         os.replace(partial, folder)
     dist.barrier()
@@ -65,8 +62,8 @@ def load(policy: Policy, folder: Path) -> None:
         prime_adam_state(policy.optimizer.inner)
     try:
         loaded = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))
-    except Exception as error:  # dist_checkpointing raises a dozen types; the user needs the folder and the cause
-        raise CheckpointError(f"{folder} could not be loaded: {type(error).__name__}: {error}") from error
+    except (Exception, CheckpointException) as error:  # dist_checkpointing raises a dozen types; the user needs the folder and the cause
+        raise CheckpointError(f"{folder} could not be loaded: {_cause(error)}") from error
     policy.stage.load_state_dict(loaded["model"], strict=True)
     if "reference" in loaded:
         for name, tensor in loaded["reference"].items():
@@ -76,6 +73,23 @@ def load(policy: Policy, folder: Path) -> None:
         separate_adam_steps(policy.optimizer.inner)
         policy.optimizer.scheduler.load_state_dict(loaded["scheduler"])
     torch.set_rng_state(loaded["rng_state"].reshape(-1))
+
+
+def _not_written(folder: Path, partial: Path, cause: str) -> CheckpointError:
+    """Remove what there is of it; the error to raise."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    return CheckpointError(
+        f"the checkpoint {folder} could not be written ({cause or 'another rank failed'}); the previous checkpoint is untouched. "
+        "Free disk space and run the same command again to resume."
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong; of torch's CheckpointException the ranks' own exceptions (none but on the coordinator), without tracebacks."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))
+    return f"{type(error).__name__}: {error}"
 
 
 def _state(policy: Policy, is_loading: bool) -> dict[str, Any]:

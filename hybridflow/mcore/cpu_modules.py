@@ -20,6 +20,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.errors import ModelError
 from hybridflow.mcore.packed_attention import PackedAttention
 
 
@@ -119,7 +120,7 @@ class TorchSpecProvider(BackendSpecProvider):
 
     def linear(self) -> type:
         """Not parallel (MLA down projections)."""
-        raise NotImplementedError("multi-latent attention needs Transformer Engine for now")
+        raise ModelError("multi-latent attention needs Transformer Engine for now; this machine has none")
 
     def column_parallel_linear(self) -> type:
         """See BackendSpecProvider."""

@@ -88,14 +88,15 @@ def wrap_for_training(model: GPTModel, distributed_optimizer: bool) -> Distribut
     return wrapped
 
 
-def local_parameters(model: torch.nn.Module, family: Family) -> dict[str, tuple[torch.nn.Parameter, LocalTensor]]:
-    """Every parameter of this rank with its description by the family.
+def local_parameters(model: torch.nn.Module, family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+    """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by the family.
 
     Raises:
         ModelError: the model and the family's map disagree on a name or a shape.
     """
     described = {local.name: local for local in family.local_tensors(coordinates())}
-    actual = dict(model.named_parameters())
+    actual: dict[str, torch.Tensor] = dict(model.named_parameters())
+    actual |= {name: buffer for name, buffer in model.named_buffers() if name in described and described[name].is_buffer}
     if described.keys() != actual.keys():
         extra, missing = sorted(actual.keys() - described.keys()), sorted(described.keys() - actual.keys())
         raise ModelError(f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in the model {missing[:4]}")

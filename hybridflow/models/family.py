@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -34,19 +35,35 @@ class Family(Protocol):
         ...
 
 
-def family_of(hf_config: Mapping[str, Any]) -> Family:
+# model_type -> (module, class); loaded when asked for
+_FAMILIES = {
+    "llama": ("llama", "Llama"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "qwen3_moe": ("qwen3", "Qwen3"),
+    "mixtral": ("mixtral", "Mixtral"),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
+    "kimi_k2": ("deepseek_v3", "DeepseekV3"),
+    "glm4_moe": ("glm4_moe", "Glm4Moe"),
+}
+
+
+def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     """The family for a HF config (the contents of config.json).
 
-    Raises:
-        ModelError: `model_type` is missing or not supported.
-    """
-    from hybridflow.models.qwen3 import Qwen3
+    Args:
+        mtp: whether the multi-token-prediction heads that the config announces belong to the model. Off, they are neither imported nor
+            exported, as transformers does it.
 
-    families = {"qwen3": Qwen3, "qwen3_moe": Qwen3}
+    Raises:
+        ModelError: `model_type` is missing or not supported, or the config lacks something.
+    """
     model_type = hf_config.get("model_type")
-    if model_type not in families:
+    if model_type not in _FAMILIES:
         raise ModelError(
-            f"model_type {model_type!r} has no parameter map; supported: {', '.join(sorted(families))}. "
+            f"model_type {model_type!r} has no parameter map; supported: {', '.join(sorted(_FAMILIES))}. "
             "Set it in model.hf_config or config.json."
         )
-    return families[str(model_type)](hf_config)
+    module, name = _FAMILIES[str(model_type)]
+    family: Family = getattr(importlib.import_module(f"hybridflow.models.{module}"), name)(hf_config, mtp)
+    return family

@@ -9,7 +9,7 @@ Import reads the pieces, export and weight sync send them; nobody knows the cuts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -39,16 +39,28 @@ class Piece:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A rank's parameter: its Megatron name, local shape and the pieces that fill it."""
+    """A rank's parameter: its Megatron name, local shape and the pieces that fill it.
+
+    `dtype` is set where the tensor keeps a precision of its own whatever the model runs in ("float32" for expert biases);
+    `is_buffer` says that it is a registered buffer of the module and no parameter; the last `padding_rows` rows have no source.
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
+    is_buffer: bool = False
+    padding_rows: int = 0
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in the Megatron layout. `etp` is the tensor parallelism of experts."""
+    """Where a rank, or one virtual stage (`vpp_rank`) of it, stands in the Megatron layout.
+
+    `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are Megatron's
+    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 leaves the stage an even share. All fields are integers, so that a
+    row of them can travel as one tensor.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -59,20 +71,38 @@ class Coordinates:
     etp_rank: int = 0
     etp_size: int = 1
 
+    vpp_rank: int = 0
+    vpp_size: int = 1
+    first_stage_layers: int = 0
+    last_stage_layers: int = 0
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Number of layers of each pipeline stage, all virtual stages of it together."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        middle = self.pp_size - (first > 0) - (last > 0)
+        counts = [(num_layers - first - last) // middle if middle > 0 else 0] * self.pp_size
+        counts[0], counts[-1] = first or counts[0], last or counts[-1]
+        return counts
+
     def layers(self, num_layers: int) -> range:
-        """Global indices of this stage's layers (an even split, no virtual stages)."""
-        share = num_layers // self.pp_size
-        return range(self.pp_rank * share, (self.pp_rank + 1) * share)
+        """Global indices of this (virtual) stage's layers, as `get_transformer_layer_offset` of Megatron-Core 0.16 gives them."""
+        shares = [count // self.vpp_size for count in self.stage_layers(num_layers)]
+        start = self.vpp_rank * sum(shares) + sum(shares[: self.pp_rank])
+        return range(start, start + shares[self.pp_rank])
 
     @property
     def is_first_stage(self) -> bool:
         """Holds the embedding."""
-        return self.pp_rank == 0
+        return self.pp_rank == 0 and self.vpp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
         """Holds the final norm and the output layer."""
-        return self.pp_rank == self.pp_size - 1
+        return self.pp_rank == self.pp_size - 1 and self.vpp_rank == self.vpp_size - 1
+
+    def virtual_stages(self) -> list[Coordinates]:
+        """The coordinates of each virtual stage (model chunk) of this rank."""
+        return [replace(self, vpp_rank=chunk) for chunk in range(self.vpp_size)]
 
 
 def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:
@@ -96,7 +126,7 @@ def vocabulary(name: str, source: str, vocab: int, hidden: int, rank: int, size:
     start = min(rank * rows, vocab)
     real = min(rows, vocab - start)
     pieces = (Piece(source, (start, 0), (0, 0), (real, hidden)),) if real > 0 else ()
-    return LocalTensor(name, (rows, hidden), pieces)
+    return LocalTensor(name, (rows, hidden), pieces, padding_rows=rows - max(real, 0))
 
 
 def padded_vocab_size(vocab: int, tp_size: int) -> int:
@@ -111,3 +141,16 @@ def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int
         pieces.append(Piece(source, (first, *zeros), (row, *zeros), (rows, *tail)))
         row += rows
     return LocalTensor(name, (row, *tail), tuple(pieces))
+
+
+def stacked_rows(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int], rank: int, size: int) -> LocalTensor:
+    """This rank's even share of the rows of `stacked(name, parts, tail)`; the cut may go through a part."""
+    total = sum(rows for _, _, rows in parts)
+    low, high = total // size * rank, total // size * (rank + 1)
+    mine, row = [], 0
+    for source, first, rows in parts:
+        start, end = max(row, low), min(row + rows, high)
+        if start < end:
+            mine.append((source, first + start - row, end - start))
+        row += rows
+    return stacked(name, mine, tail)

@@ -38,7 +38,7 @@ class RandomWeights:
     """A seeded initialisation that does not depend on the parallel layout.
 
     Every tensor has a generator of its own, seeded by (seed, HF name), so that rank cuts never change the values. (Megatron's own
-    CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, matrices are N(0, std).
+    CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, biases zero, matrices are N(0, std).
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
@@ -48,7 +48,7 @@ class RandomWeights:
         """See `WeightSource.read`. fp32."""
         full = self.tensors[name]
         if len(full) == 1:
-            return torch.ones(shape)
+            return torch.ones(shape) if "norm" in name else torch.zeros(shape)
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(full).normal_(0.0, self.std, generator=generator)

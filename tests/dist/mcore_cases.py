@@ -35,10 +35,21 @@ def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2) -> A
     from hybridflow.models import family_of
     from hybridflow.models.weights import RandomWeights
 
+    class Shaken(RandomWeights):
+        """Norms and biases differ from one and zero, so that a dropped or swapped one shows."""
+
+        def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+            values = super().read(name, start, shape)
+            if len(shape) > 1:
+                return values
+            digest = sum(map(ord, name))
+            full = torch.randn(self.tensors[name], generator=torch.Generator().manual_seed(digest))
+            return values + 0.1 * full[start[0] : start[0] + shape[0]]
+
     config = ParallelConfig(**parallel)
     groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(hf)
-    return Policy(family, config, "float32", RandomWeights(family.tensors(), seed=5, std=std))
+    return Policy(family, config, "float32", Shaken(family.tensors(), seed=5, std=std))
 
 
 def _share(batch: DataProto) -> DataProto:
@@ -66,7 +77,8 @@ def train(parallel: dict[str, Any], hf: dict[str, Any], steps: int, max_tokens: 
     from hybridflow.mcore.parallel import data_parallel_position
 
     policy = _policy(parallel, hf)
-    policy.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95))
+    # a large epsilon: without it Adam turns rounding noise in a gradient near zero into a whole step of either sign
+    policy.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3))
 
     def loss(log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
         total, count = aggregate(-log_probs, micro.lengths, "token-mean")
@@ -98,3 +110,80 @@ def digest(policy: Any) -> dict[str, list[float]]:
             for tensors in gather_stage(plan, policy.parameters(), torch.float32):
                 found |= {n: [float(t.double().sum()), float((t.double() ** 2).sum())] for n, t in tensors.items()}
     return found
+
+
+def log_probs_of_checkpoint(
+    parallel: dict[str, Any], hf: dict[str, Any], checkpoint: str, prompts: list[list[int]], responses: list[list[int]]
+) -> Any:
+    """Load a checkpoint's weights into these ranks and score the responses; a list a response, on the rank that collects."""
+    from hybridflow.mcore import checkpoint as checkpoints
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    policy = _policy(parallel, hf)
+    checkpoints.load(policy, Path(checkpoint))
+    batch = DataProto.from_columns(
+        {"prompt_ids": Jagged.from_rows(prompts, np.int64), "response_ids": Jagged.from_rows(responses, np.int64)}
+    )
+    found = policy.log_probs(batch, max_tokens=256, temperature=1.0, with_entropy=False)
+    return [found[0].row(i).tolist() for i in range(len(batch))] if data_parallel_position()[2] else None
+
+
+def _resumable(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
+    policy = _policy(parallel, hf)
+    policy.set_optimizer(OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1))
+    policy.freeze_reference()
+    return policy
+
+
+def _steps(policy: Any, steps: range) -> list[list[float]]:
+    """(grad norm, lr) a step of plain cross-entropy."""
+    from hybridflow.workers.losses import sft_loss
+
+    history = []
+    for step in steps:
+        batch = _share(batch_of(8, step))
+        _, info = policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False)
+        history.append([info["grad_norm"], info["lr"]])
+    return history
+
+
+def _state_of(policy: Any) -> dict[str, Any]:
+    """What must be equal after a resume: weights, reference, random state of this rank."""
+    reference = {name: float(tensor.double().sum()) for name, tensor in policy.reference_state().items()}
+    return {"weights": digest(policy), "reference": reference, "random": torch.rand(3).tolist()}
+
+
+def save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str, full_disk_on: int) -> Any:
+    """Two steps, a checkpoint, three more steps; then a save that fails on one rank."""
+    import resource
+
+    from hybridflow.errors import CheckpointError
+    from hybridflow.mcore import checkpoint
+
+    policy = _resumable(parallel, hf)
+    _steps(policy, range(2))
+    checkpoint.save(policy, Path(folder) / "good")
+    result = {"history": _steps(policy, range(2, 5)), **_state_of(policy), "error": ""}
+    if dist.get_rank() == full_disk_on:  # as a full disk: files end after 4 KiB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(policy, Path(folder) / "bad")
+    except CheckpointError as error:
+        result["error"] = str(error)
+    return result
+
+
+def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
+    """The same three steps in a new world, from the checkpoint; then what loading each broken one says."""
+    from hybridflow.errors import CheckpointError
+    from hybridflow.mcore import checkpoint
+
+    policy = _resumable(parallel, hf)
+    checkpoint.load(policy, Path(folder) / "good")
+    result = {"history": _steps(policy, range(2, 5)), **_state_of(policy), "errors": {}}
+    for name in ("missing", "torn", "empty"):
+        try:
+            checkpoint.load(policy, Path(folder) / name)
+        except CheckpointError as error:
+            result["errors"][name] = str(error)
+    return result

@@ -13,7 +13,17 @@ from tests.dist.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+FULL_DENSE = {"tensor": 2, "pipeline": 2, "sequence": True}
 DENSE = {**TINY, "model_type": "qwen3", "tie_word_embeddings": True}
+SIZES = {key: value for key, value in TINY.items() if "expert" not in key and key not in ("decoder_sparse_step", "mlp_only_layers")}
+LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+QWEN2 = {**SIZES, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+GLM4 = {
+    **SIZES, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
 
 
 def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +48,11 @@ def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray]:
     [
         pytest.param({}, TINY, 4096, id="moe-1-process"),
         pytest.param(FULL, TINY, 40, id="moe-tp2-pp2-ep2"),
-        pytest.param({"tensor": 2, "pipeline": 2, "sequence": True}, DENSE, 60, id="dense-tied-tp2-pp2"),
+        pytest.param(FULL_DENSE, DENSE, 60, id="dense-tied-tp2-pp2"),
+        pytest.param(FULL_DENSE, LLAMA, 60, id="llama-tp2-pp2"),
+        pytest.param(FULL_DENSE, QWEN2, 60, id="qwen2-tp2-pp2"),
+        pytest.param(FULL, {**MIXTRAL, "architectures": ["MixtralForCausalLM"]}, 60, id="mixtral-tp2-pp2-ep2"),
+        pytest.param(FULL, {**GLM4, "architectures": ["Glm4MoeForCausalLM"]}, 60, id="glm4-moe-tp2-pp2-ep2"),
     ],
 )
 def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, max_tokens):

@@ -1,0 +1,215 @@
+"""Building blocks of decoder layers: what tensors a block has in a Hugging Face checkpoint and how Megatron's ranks cut them.
+
+Every block has three methods. `tensors(source)` names the HF tensors below the layer's prefix with their shapes, `local(source, target,
+at)` the parameters of a rank, `divisions(at)` what must divide. Megatron names are those of the Transformer Engine layer specification
+(`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense linear is a parameter of that linear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hybridflow.models.layout import Coordinates, LocalTensor, split, stacked, stacked_rows, whole
+
+Shapes = dict[str, tuple[int, ...]]
+# (HF field, its value, configuration key of the size, size): the value must be a multiple of the size
+Division = tuple[str, int, str, int]
+
+TENSOR, EXPERT = "actor.parallel.tensor", "actor.parallel.expert"
+
+
+class Block(Protocol):
+    """A part of a layer."""
+
+    def tensors(self, source: str) -> Shapes:
+        """HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
+        ...
+
+    def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
+        """What the rank at `at` holds; `target` is Megatron's prefix ("decoder.layers.0.")."""
+        ...
+
+    def divisions(self, at: Coordinates) -> list[Division]:
+        """What must divide for this cut."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupedAttention:
+    """Grouped-query attention behind `input_layernorm`.
+
+    `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and ranks take equal shares of these
+    rows. With fewer groups than ranks the cut goes through a group, as Megatron cuts it (`get_query_key_value_tensors`).
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def tensors(self, source: str) -> Shapes:
+        """See `Block`."""
+        q, kv, attention = self.heads * self.head_dim, self.groups * self.head_dim, f"{source}self_attn."
+        shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{attention}{name}_proj.weight"] = (rows, self.hidden)
+            if self.qkv_bias:
+                shapes[f"{attention}{name}_proj.bias"] = (rows,)
+        shapes[f"{attention}o_proj.weight"] = (self.hidden, q)
+        if self.qk_norm:
+            shapes[f"{attention}q_norm.weight"] = shapes[f"{attention}k_norm.weight"] = (self.head_dim,)
+        return shapes
+
+    def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
+        """See `Block`."""
+        hf, mine, out = f"{source}self_attn.", f"{target}self_attention.", self.heads * self.head_dim
+        tensors = [
+            whole(f"{mine}linear_qkv.layer_norm_weight", f"{source}input_layernorm.weight", (self.hidden,)),
+            stacked_rows(f"{mine}linear_qkv.weight", self._interleaved(hf, "weight"), (self.hidden,), at.tp_rank, at.tp_size),
+        ]
+        if self.qkv_bias:
+            tensors.append(stacked_rows(f"{mine}linear_qkv.bias", self._interleaved(hf, "bias"), (), at.tp_rank, at.tp_size))
+        if self.qk_norm:
+            tensors.append(whole(f"{mine}q_layernorm.weight", f"{hf}q_norm.weight", (self.head_dim,)))
+            tensors.append(whole(f"{mine}k_layernorm.weight", f"{hf}k_norm.weight", (self.head_dim,)))
+        tensors.append(split(f"{mine}linear_proj.weight", f"{hf}o_proj.weight", (self.hidden, out), 1, at.tp_rank, at.tp_size))
+        return tensors
+
+    def divisions(self, at: Coordinates) -> list[Division]:
+        """See `Block`."""
+        divisions: list[Division] = [("num_attention_heads", self.heads, TENSOR, at.tp_size)]
+        if self.groups >= at.tp_size:
+            divisions.append(("num_key_value_heads", self.groups, TENSOR, at.tp_size))
+        else:
+            divisions.append((TENSOR, at.tp_size, "num_key_value_heads", self.groups))
+            rows = self.heads * self.head_dim + 2 * self.groups * self.head_dim
+            divisions.append(("the rows of q, k and v", rows, TENSOR, at.tp_size))
+        return divisions
+
+    def _interleaved(self, hf: str, kind: str) -> list[tuple[str, int, int]]:
+        q_rows, parts = self.heads // self.groups * self.head_dim, []
+        for group in range(self.groups):
+            parts.append((f"{hf}q_proj.{kind}", group * q_rows, q_rows))
+            parts.append((f"{hf}k_proj.{kind}", group * self.head_dim, self.head_dim))
+            parts.append((f"{hf}v_proj.{kind}", group * self.head_dim, self.head_dim))
+        return parts
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """What a checkpoint calls the three matrices of a gated MLP."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes:
+    """HF tensors of a gated MLP below `source`."""
+    return {
+        f"{source}{names.gate}.weight": (ffn, hidden),
+        f"{source}{names.up}.weight": (ffn, hidden),
+        f"{source}{names.down}.weight": (hidden, ffn),
+    }
+
+
+def gated_local(fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int) -> list[LocalTensor]:
+    """`fc1` stacks the rank's rows of gate over its rows of up; `fc2` has the rank's columns of down."""
+    rows = ffn // size
+    parts = [(f"{source}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
+    return [stacked(fc1, parts, (hidden,)), split(fc2, f"{source}{names.down}.weight", (hidden, ffn), 1, rank, size)]
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """A gated MLP behind `post_attention_layernorm`."""
+
+    hidden: int
+    ffn: int
+    prefix: str = "mlp."
+    names: MlpNames = MlpNames()
+
+    def tensors(self, source: str) -> Shapes:
+        """See `Block`."""
+        norm = {f"{source}post_attention_layernorm.weight": (self.hidden,)}
+        return norm | gated_tensors(f"{source}{self.prefix}", self.hidden, self.ffn, self.names)
+
+    def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
+        """See `Block`."""
+        fc1, fc2, hf = f"{target}mlp.linear_fc1.", f"{target}mlp.linear_fc2.weight", f"{source}{self.prefix}"
+        norm = whole(f"{fc1}layer_norm_weight", f"{source}post_attention_layernorm.weight", (self.hidden,))
+        return [norm, *gated_local(f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size)]
+
+    def divisions(self, at: Coordinates) -> list[Division]:
+        """See `Block`."""
+        return [("intermediate_size", self.ffn, TENSOR, at.tp_size)]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts behind `post_attention_layernorm`: router, routed experts, and where there are some, shared experts.
+
+    Routed experts are cut by expert parallelism and the experts' own tensor parallelism, shared experts by plain tensor parallelism
+    (`moe/shared_experts.py`). `expert_bias` is the correction that loss-free balancing adds to the scores: a fp32 buffer in Megatron.
+    `grouped` chooses Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one module an expert (`experts.local_experts.3`).
+    """
+
+    hidden: int
+    ffn: int
+    num_experts: int
+    shared_ffn: int = 0
+    expert_bias: bool = False
+    prefix: str = "mlp."
+    names: MlpNames = MlpNames()
+    grouped: bool = True
+
+    def tensors(self, source: str) -> Shapes:
+        """See `Block`."""
+        hf = f"{source}{self.prefix}"
+        shapes: Shapes = {f"{source}post_attention_layernorm.weight": (self.hidden,), f"{hf}gate.weight": (self.num_experts, self.hidden)}
+        if self.expert_bias:
+            shapes[f"{hf}gate.e_score_correction_bias"] = (self.num_experts,)
+        for expert in range(self.num_experts):
+            shapes |= gated_tensors(f"{hf}experts.{expert}.", self.hidden, self.ffn, self.names)
+        if self.shared_ffn:
+            shapes |= gated_tensors(f"{hf}shared_experts.", self.hidden, self.shared_ffn, self.names)
+        return shapes
+
+    def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
+        """See `Block`."""
+        hf, mlp = f"{source}{self.prefix}", f"{target}mlp."
+        tensors = [
+            whole(f"{target}pre_mlp_layernorm.weight", f"{source}post_attention_layernorm.weight", (self.hidden,)),
+            whole(f"{mlp}router.weight", f"{hf}gate.weight", (self.num_experts, self.hidden)),
+        ]
+        if self.expert_bias:
+            bias = whole(f"{mlp}router.expert_bias", f"{hf}gate.e_score_correction_bias", (self.num_experts,))
+            tensors.append(replace(bias, dtype="float32", is_buffer=True))
+        share = self.num_experts // at.ep_size
+        for local in range(share):
+            fc1, fc2 = self._expert_names(mlp, local)
+            expert = f"{hf}experts.{at.ep_rank * share + local}."
+            tensors += gated_local(fc1, fc2, expert, self.hidden, self.ffn, self.names, at.etp_rank, at.etp_size)
+        if self.shared_ffn:
+            fc1, fc2 = f"{mlp}shared_experts.linear_fc1.weight", f"{mlp}shared_experts.linear_fc2.weight"
+            shared = f"{hf}shared_experts."
+            tensors += gated_local(fc1, fc2, shared, self.hidden, self.shared_ffn, self.names, at.tp_rank, at.tp_size)
+        return tensors
+
+    def divisions(self, at: Coordinates) -> list[Division]:
+        """See `Block`."""
+        divisions: list[Division] = [
+            ("moe_intermediate_size", self.ffn, "the expert tensor parallel size", at.etp_size),
+            ("num_experts", self.num_experts, EXPERT, at.ep_size),
+        ]
+        if self.shared_ffn:
+            divisions.append(("the shared experts' intermediate size", self.shared_ffn, TENSOR, at.tp_size))
+        return divisions
+
+    def _expert_names(self, mlp: str, local: int) -> tuple[str, str]:
+        if self.grouped:
+            return f"{mlp}experts.linear_fc1.weight{local}", f"{mlp}experts.linear_fc2.weight{local}"
+        return f"{mlp}experts.local_experts.{local}.linear_fc1.weight", f"{mlp}experts.local_experts.{local}.linear_fc2.weight"

@@ -1,0 +1,182 @@
+"""A decoder-only model put together from blocks: embedding, layers of (attention, MLP), final norm, output head, MTP heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.errors import ModelError
+from hybridflow.models.blocks import TENSOR, Block, Division, Shapes
+from hybridflow.models.layout import Coordinates, LocalTensor, split, vocabulary, whole
+
+PIPELINE = "actor.parallel.pipeline"
+
+
+class Decoder:
+    """Base of the families: subclasses say which block stands in which layer (`attention`, `mlp`) and what Megatron must be told.
+
+    Args:
+        hf: the contents of config.json.
+        mtp: whether the multi-token-prediction heads that the config announces are part of the checkpoint. transformers leaves them out
+            of what it saves, published checkpoints have them.
+    """
+
+    required: tuple[str, ...] = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    architecture = ""
+
+    def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
+        missing = [key for key in self.required if hf.get(key) is None]
+        if missing:
+            raise ModelError(f"the HF config of model_type {hf.get('model_type')} lacks {', '.join(missing)}")
+        self.hf = hf
+        self.num_layers = int(hf["num_hidden_layers"])
+        self.hidden = int(hf["hidden_size"])
+        self.heads = int(hf["num_attention_heads"])
+        self.groups = int(hf.get("num_key_value_heads") or self.heads)
+        self.head_dim = int(hf.get("head_dim") or self.hidden // self.heads)
+        self.vocab_size = int(hf["vocab_size"])
+        self.tied = bool(hf.get("tie_word_embeddings", False))
+        self.num_mtp = int(hf.get("num_nextn_predict_layers") or 0) if mtp else 0
+        if mtp and self.tied:
+            raise ModelError("tie_word_embeddings together with multi-token-prediction heads has no parameter map; set one of them off")
+
+    # ---- what a family says -----------------------------------------------------------------------------------------------------------
+
+    def attention(self, layer: int) -> Block:
+        """The attention of a layer, with the norm in front of it."""
+        raise NotImplementedError
+
+    def mlp(self, layer: int) -> Block:
+        """The MLP or the experts of a layer, with the norm in front."""
+        raise NotImplementedError
+
+    def megatron_config(self) -> dict[str, Any]:
+        """Keyword arguments of Megatron's TransformerConfig (MLATransformerConfig where `multi_latent_attention` is among them)."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.groups,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": int(self.hf.get("intermediate_size") or self.hf["moe_intermediate_size"]),
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": float(self.hf.get("rms_norm_eps", 1e-6)),
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "qk_layernorm": False,
+            **({"mtp_num_layers": self.num_mtp} if self.num_mtp else {}),
+        }
+
+    def gpt_model_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of GPTModel."""
+        return {
+            "position_embedding_type": "rope",
+            "rotary_base": int(self.rope("rope_theta", 10000.0)),
+            "share_embeddings_and_output_weights": self.tied,
+            "max_sequence_length": int(self.hf.get("max_position_embeddings", 32768)),
+        }
+
+    def rope(self, key: str, default: Any = None) -> Any:
+        """A rotary setting, from where transformers 4 (top level, `rope_scaling`) or 5 (`rope_parameters`) keeps it."""
+        for place in (self.hf, self.hf.get("rope_parameters") or {}, self.hf.get("rope_scaling") or {}):
+            if place.get(key) is not None:
+                return place[key]
+        return default
+
+    # ---- the checkpoint ---------------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every HF tensor with its shape, in checkpoint order; `aliases` are not among them."""
+        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
+        for layer in range(self.num_layers):
+            shapes |= self._layer_tensors(layer)
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden)
+        for head in range(self.num_mtp):
+            prefix = f"model.layers.{self.num_layers + head}."
+            shapes |= self._layer_tensors(self.num_layers + head)
+            shapes |= {f"{prefix}{name}.weight": (self.hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{prefix}eh_proj.weight"] = (self.hidden, 2 * self.hidden)
+        return shapes
+
+    def aliases(self) -> dict[str, str]:
+        """HF tensors that are copies of others: {name: the tensor that it equals}. MTP heads repeat the embedding and the output head."""
+        aliases = {}
+        for head in range(self.num_mtp):
+            prefix = f"model.layers.{self.num_layers + head}."
+            aliases[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
+            aliases[f"{prefix}shared_head.head.weight"] = "lm_head.weight"
+        return aliases
+
+    def _layer_tensors(self, layer: int) -> Shapes:
+        prefix = f"model.layers.{layer}."
+        return {**self.attention(layer).tensors(prefix), **self.mlp(layer).tensors(prefix)}
+
+    # ---- the cut ----------------------------------------------------------------------------------------------------------------------
+
+    def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
+        """The parameters of the (virtual) stage at `at`.
+
+        Raises:
+            ModelError: a size does not divide; names the field and the configuration key.
+        """
+        self.check(at)
+        tensors: list[LocalTensor] = []
+        if at.is_first_stage or (self.num_mtp and at.is_last_stage):
+            # an MTP head looks tokens up again: Megatron keeps a copy of the embedding on its stage
+            tensors.append(self._vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", at))
+        for local, layer in enumerate(at.layers(self.num_layers)):
+            tensors += self._layer(f"model.layers.{layer}.", f"decoder.layers.{local}.", layer, at)
+        if at.is_last_stage:
+            tensors.append(whole("decoder.final_layernorm.weight", "model.norm.weight", (self.hidden,)))
+            if not self.tied:
+                tensors.append(self._vocab("output_layer.weight", "lm_head.weight", at))
+            elif not at.is_first_stage:
+                tensors.append(self._vocab("output_layer.weight", "model.embed_tokens.weight", at))
+            for head in range(self.num_mtp):
+                tensors += self._mtp_head(head, at)
+        return tensors
+
+    def check(self, at: Coordinates) -> None:
+        """Raise ModelError where a size does not divide."""
+        layers = [0, self.num_layers - 1]
+        rules: list[Division] = [
+            rule for layer in layers for block in (self.attention(layer), self.mlp(layer)) for rule in block.divisions(at)
+        ]
+        if self.num_mtp:
+            rules.append(("hidden_size", self.hidden, TENSOR, at.tp_size))
+        first, last = at.first_stage_layers, at.last_stage_layers
+        middle = at.pp_size - (first > 0) - (last > 0)
+        if first or last:
+            field = f"num_hidden_layers without the {first} of the first and the {last} of the last stage"
+            if at.pp_size == 1 or first + last >= self.num_layers:
+                raise ModelError(f"first_stage_layers {first} and last_stage_layers {last} leave no layer for another stage; set them to 0")
+            rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
+        else:
+            rules.append(("num_hidden_layers", self.num_layers, PIPELINE, at.pp_size))
+        rules += [
+            (f"layers of pipeline stage {stage}", count, "actor.parallel.virtual_pipeline", at.vpp_size)
+            for stage, count in enumerate(at.stage_layers(self.num_layers))
+        ]
+        for field, value, key, size in rules:
+            if size < 1 or value % size:
+                raise ModelError(f"{field} is {value}, which {key} {size} does not divide; choose a divisor of {value}")
+
+    def _layer(self, source: str, target: str, layer: int, at: Coordinates) -> list[LocalTensor]:
+        return [*self.attention(layer).local(source, target, at), *self.mlp(layer).local(source, target, at)]
+
+    def _mtp_head(self, head: int, at: Coordinates) -> list[LocalTensor]:
+        layer = self.num_layers + head
+        source, target = f"model.layers.{layer}.", f"mtp.layers.{head}."
+        projection = (self.hidden, 2 * self.hidden)
+        return [
+            whole(f"{target}enorm.weight", f"{source}enorm.weight", (self.hidden,)),
+            whole(f"{target}hnorm.weight", f"{source}hnorm.weight", (self.hidden,)),
+            split(f"{target}eh_proj.weight", f"{source}eh_proj.weight", projection, 0, at.tp_rank, at.tp_size),
+            *self._layer(source, f"{target}transformer_layer.", layer, at),
+            whole(f"{target}final_layernorm.weight", f"{source}shared_head.norm.weight", (self.hidden,)),
+        ]
+
+    def _vocab(self, name: str, source: str, at: Coordinates) -> LocalTensor:
+        return vocabulary(name, source, self.vocab_size, self.hidden, at.tp_rank, at.tp_size)
