@@ -22,6 +22,7 @@ from hybridflow.errors import DataError, SchemaError
 from hybridflow.jagged import Jagged, describe
 
 _KEY = b"hybridflow"
+_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an IPC stream; the reader does not ask for it
 
 
 Parts: TypeAlias = tuple[Mapping[str, Column], Mapping[str, Any], Iterable[str]]  # columns, meta, names of bfloat16 columns
@@ -72,6 +73,28 @@ def read_parquet(path: Path) -> Parts:
         raise SchemaError(f"{path}: {error}") from error
     except (OSError, pa.ArrowException, ValueError) as error:  # damaged: a footer is ArrowInvalid, a page OSError, a name ValueError
         raise DataError(f"cannot read {path} as parquet: {error}") from error
+
+
+def to_stream(table: pa.Table) -> bytes:
+    """The table as one Arrow IPC stream, for sockets and pipes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def from_stream(data: bytes | memoryview) -> Parts:
+    """Parts of the batch in an Arrow IPC stream; DataError when it is cut off, damaged, or no such stream."""
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            table = reader.read_all()
+        table.validate(full=True)  # offsets of a damaged stream may point anywhere
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise DataError(f"{len(data)} bytes are no whole Arrow stream: {error}") from error
+    if bytes(memoryview(data)[-len(_END) :]) != _END:
+        raise DataError(f"an Arrow stream of {len(data)} bytes lacks its end mark: it was cut off after a whole batch")
+    return from_table(table)
 
 
 def _array(name: str, column: Column) -> tuple[pa.Array, dict[str, Any]]:

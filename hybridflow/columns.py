@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,9 +15,63 @@ from hybridflow.jagged import NUMERIC_KINDS, Jagged, describe, read_only
 Column: TypeAlias = np.ndarray | Jagged
 
 
-def checked_column(name: str, column: object) -> Column:
+class Deferred(abc.ABC):
+    """A column whose rows lie elsewhere, in an object store say. A batch can be cut, reordered and sent on without fetching them.
+
+    Immutable. `single_controller` has the real one; this is all that a batch needs to know.
+    """
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def take(self, index: np.ndarray) -> Deferred:
+        """Rows at `index` `[K]` (non-negative, may repeat). Nothing is fetched."""
+
+    @abc.abstractmethod
+    def fetch(self) -> tuple[Column, bool]:
+        """The rows themselves, and whether they hold bfloat16 bits. They are not kept here: each call fetches them anew."""
+
+    @property
+    @abc.abstractmethod
+    def lengths(self) -> np.ndarray | None:
+        """Row lengths `[B]` of a jagged column, known without fetching it; None for a dense one."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that lie elsewhere."""
+
+    @abc.abstractmethod
+    def concat(self, others: Sequence[Deferred]) -> Deferred:
+        """The rows of this column and then of the others, which are of the same class."""
+
+    def slice(self, start: int, stop: int) -> Deferred:
+        """Rows `start..stop`."""
+        return self.take(np.arange(start, max(start, stop)))
+
+
+Held: TypeAlias = np.ndarray | Jagged | Deferred  # what a batch holds; what it shows is a Column
+
+
+def shown(column: Held) -> Column:
+    """The column itself, fetched where it lies elsewhere."""
+    return column.fetch()[0] if isinstance(column, Deferred) else column
+
+
+def slice_column(column: Held, start: int, stop: int) -> Held:
+    """Rows `start..stop`, sharing memory."""
+    return column[start:stop] if isinstance(column, np.ndarray) else column.slice(start, stop)
+
+
+def take_column(column: Held, index: np.ndarray) -> Held:
+    """Rows at `index` `[K]` (non-negative, may repeat)."""
+    return column[index] if isinstance(column, np.ndarray) else column.take(index)
+
+
+def checked_column(name: str, column: object) -> Held:
     """The column as it is stored (read-only), or SchemaError."""
-    if isinstance(column, Jagged):
+    if isinstance(column, (Jagged, Deferred)):
         return column
     if not isinstance(column, np.ndarray):
         raise SchemaError(f"column {name!r} must be a numpy array or Jagged, not {describe(column)}")
@@ -50,20 +105,28 @@ def merged_meta(what: str, metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return merged
 
 
-def row_type(column: Column) -> str:
+def row_type(column: Held) -> str:
     """Kind, dtype and trailing shape of one row: what must agree to concatenate."""
+    if isinstance(column, Deferred):
+        return "deferred"
     values = column.values if isinstance(column, Jagged) else column
     return f"{'jagged' if isinstance(column, Jagged) else 'dense'} {values.dtype} {list(values.shape[1:])}"
 
 
-def concat_column(parts: Sequence[Column]) -> Column:
+def concat_column(parts: Sequence[Held]) -> Held:
     """All rows of columns of one row type."""
+    first = parts[0]
+    if isinstance(first, Deferred):
+        return first.concat([part for part in parts[1:] if isinstance(part, Deferred)])
     jagged = [part for part in parts if isinstance(part, Jagged)]
     return Jagged.concat(jagged) if jagged else np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
 
-def same_column(a: Column, b: Column) -> bool:
+def same_column(a: Held, b: Held) -> bool:
     """Equal rows and types; NaN equals NaN."""
+    if a is b:
+        return True
+    a, b = shown(a), shown(b)
     if isinstance(a, Jagged) or isinstance(b, Jagged):
         return isinstance(a, Jagged) and isinstance(b, Jagged) and a.equals(b)
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -84,8 +147,10 @@ def _same_object(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)  # noqa: PLR0124  NaN
 
 
-def shape_text(column: Column) -> str:
+def shape_text(column: Held) -> str:
     """Shape for people: jagged columns show the range of lengths."""
+    if isinstance(column, Deferred):
+        return f"[{len(column)}, ...] in the object store"
     if not isinstance(column, Jagged):
         return str(list(column.shape))
     lengths = column.lengths

@@ -118,6 +118,7 @@ class CallPlan:
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
+    chunk_rows: int = 0  # rows that each data-parallel group gets and returns
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
     chunk_rows = -(-rows // mesh.dp_size)
     if spec.dispatch is Dispatch.DP_METRIC:
         return CallPlan(calls, lambda results: [results[rank] for rank in mesh.collectors])
-    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows))
+    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows), chunk_rows)
 
 
 def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:

@@ -4,6 +4,9 @@ A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or 
 underneath because it moves through Ray's object store 20 times faster than torch tensors do; torch views are made at use, Arrow
 tables at the disk boundary. bfloat16 has no numpy type: such a column is held as uint16 and tagged.
 
+A column may also be `Deferred`: its rows lie in the object store until somebody asks for them. Such a batch is cut, reordered and
+sent on like any other; reading the column fetches it.
+
 Every operation returns a new batch; slices of rows share memory with the batch they came from. Arrays are read-only.
 """
 
@@ -19,6 +22,8 @@ import numpy.typing as npt
 
 from hybridflow.columns import (
     Column,
+    Deferred,
+    Held,
     checked_column,
     checked_meta,
     concat_column,
@@ -28,6 +33,9 @@ from hybridflow.columns import (
     row_type,
     same_column,
     shape_text,
+    shown,
+    slice_column,
+    take_column,
 )
 from hybridflow.errors import SchemaError
 from hybridflow.jagged import Jagged, describe
@@ -48,19 +56,19 @@ class DataProto:
     """
 
     __slots__ = ("_bfloat16", "_columns", "_length", "_meta")
-    _columns: Mapping[str, Column]
+    _columns: Mapping[str, Held]
     _meta: Mapping[str, Any]
     _bfloat16: frozenset[str]
     _length: int
 
-    def __init__(self, columns: Mapping[str, Column], meta: Mapping[str, Any], bfloat16: Iterable[str] = ()) -> None:
+    def __init__(self, columns: Mapping[str, Held], meta: Mapping[str, Any], bfloat16: Iterable[str] = ()) -> None:
         checked = {name: checked_column(name, column) for name, column in columns.items()}
         lengths = {name: len(column) for name, column in checked.items()}
         if len(set(lengths.values())) > 1:
             raise SchemaError("columns of one batch must have the same number of rows, got " + named_lengths(lengths))
         tags = frozenset(bfloat16)
         for name in tags:
-            if name not in checked or checked[name].dtype != np.uint16:
+            if getattr(checked.get(name), "dtype", None) != np.uint16:
                 raise SchemaError(f"column {name!r} is tagged bfloat16 but is not there as uint16")
         object.__setattr__(self, "_columns", MappingProxyType(checked))
         object.__setattr__(self, "_meta", MappingProxyType(checked_meta(meta)))
@@ -71,22 +79,21 @@ class DataProto:
         raise AttributeError(f"DataProto is immutable; with_columns() or with_meta() return a changed batch (setting {name!r})")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        columns = {n: c if isinstance(c, Jagged) else np.ascontiguousarray(c) for n, c in self._columns.items()}
-        return DataProto, (columns, dict(self._meta), tuple(self._bfloat16))
+        whole = self.fetch()
+        columns = {n: np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c for n, c in whole._columns.items()}
+        return DataProto, (columns, dict(self._meta), tuple(whole._bfloat16))
 
     # --- building -------------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_columns(
-        cls, columns: Mapping[str, Column], meta: Mapping[str, Any] | None = None, *, bfloat16: Iterable[str] = ()
-    ) -> DataProto:
+    def from_columns(cls, columns: Mapping[str, Held], meta: Mapping[str, Any] | None = None, *, bfloat16: Iterable[str] = ()) -> DataProto:
         """Batch from dense `[B, ...]`, `Jagged` and object `[B]` columns.
 
         `bfloat16` names uint16 columns that hold bfloat16 bits. Arrays are not copied (numpy string arrays become object arrays).
         """
         return cls(columns, meta or {}, bfloat16)
 
-    def with_columns(self, **columns: Column) -> DataProto:
+    def with_columns(self, **columns: Held) -> DataProto:
         """Batch with columns added or replaced; a replaced column loses its bfloat16 tag."""
         self._same_length_or_empty({name: len(checked_column(name, column)) for name, column in columns.items()})
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
@@ -95,7 +102,7 @@ class DataProto:
         """Like `with_columns`, from tensors `[B, ...]` or pairs (values `[sum(t), ...]`, offsets `[B + 1]`); bfloat16 gets tagged."""
         from hybridflow.torch_bridge import to_numpy
 
-        columns: dict[str, Column] = {}
+        columns: dict[str, Held] = {}
         tags = set()
         for name, tensor in tensors.items():
             values, is_bfloat16 = to_numpy(tensor[0] if isinstance(tensor, tuple) else tensor)
@@ -138,11 +145,33 @@ class DataProto:
 
     def __getitem__(self, name: str) -> Any:
         self._require([name])
-        return self._columns[name]
+        return shown(self._columns[name])
 
-    def items(self) -> Iterable[tuple[str, Column]]:
-        """Pairs of name and column."""
+    def items(self) -> Iterable[tuple[str, Held]]:
+        """Pairs of name and column, as it is held."""
         return self._columns.items()
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Names of the columns that lie elsewhere."""
+        return tuple(name for name, column in self._columns.items() if isinstance(column, Deferred))
+
+    def fetch(self) -> DataProto:
+        """The same batch with every column here."""
+        fetched = {name: column.fetch() for name, column in self._columns.items() if isinstance(column, Deferred)}
+        if not fetched:
+            return self
+        tags = self._bfloat16 | {name for name, (_, is_bfloat16) in fetched.items() if is_bfloat16}
+        return DataProto({**self._columns, **{name: column for name, (column, _) in fetched.items()}}, self._meta, tags)
+
+    def lengths(self, name: str) -> np.ndarray:
+        """Row lengths `[B]` of the jagged column `name`, without fetching it."""
+        self._require([name])
+        column = self._columns[name]
+        found = None if isinstance(column, np.ndarray) else column.lengths
+        if found is None:
+            raise SchemaError(f"column {name!r} is not jagged; it has no row lengths")
+        return found
 
     def dense(self, name: str) -> np.ndarray:
         """Column `name` as a dense or object array; SchemaError when it is jagged."""
@@ -165,12 +194,13 @@ class DataProto:
         """
         from hybridflow.torch_bridge import view
 
-        column = self[name]
+        here = self.select([name]).fetch()
+        column, is_bfloat16 = here[name], name in here._bfloat16
         if isinstance(column, Jagged):
-            return view(column.values, name in self._bfloat16), view(column.offsets)
+            return view(column.values, is_bfloat16), view(column.offsets)
         if column.dtype == object:
             raise SchemaError(f"column {name!r} holds Python objects; it has no tensor form")
-        return view(column, name in self._bfloat16)
+        return view(column, is_bfloat16)
 
     def equals(self, other: DataProto) -> bool:
         """Same columns in any order, same rows, types, tags and meta; NaN equals NaN."""
@@ -185,7 +215,7 @@ class DataProto:
         width = max(map(len, self._columns), default=0)
         lines = [f"DataProto: {len(self)} rows, {len(self._columns)} columns, {human_bytes(self.nbytes)}"]
         for name, column in self._columns.items():
-            kind = "bfloat16" if name in self._bfloat16 else str(column.dtype)
+            kind = "bfloat16" if name in self._bfloat16 else str(getattr(column, "dtype", "deferred"))
             lines.append(f"  {name:<{width}}  {kind} {shape_text(column)}  {human_bytes(column.nbytes)}")
         if self._meta:
             lines.append(f"  meta: {dict(self._meta)}")
@@ -328,7 +358,8 @@ class DataProto:
         """Arrow table: jagged columns as lists, objects as strings (JSON where they are not all strings), meta in the schema."""
         from hybridflow.arrow_bridge import to_table
 
-        return to_table(self._columns, self._meta, self._bfloat16)
+        whole = self.fetch()
+        return to_table({name: shown(column) for name, column in whole._columns.items()}, self._meta, whole._bfloat16)
 
     @classmethod
     def from_table(cls, table: pa.Table) -> DataProto:
@@ -336,6 +367,19 @@ class DataProto:
         from hybridflow.arrow_bridge import from_table
 
         return cls(*from_table(table))
+
+    def to_stream(self) -> bytes:
+        """One Arrow IPC stream, for sockets and pipes: what `to_table` gives, without a pickle."""
+        from hybridflow.arrow_bridge import to_stream
+
+        return to_stream(self.to_table())
+
+    @classmethod
+    def from_stream(cls, data: bytes | memoryview) -> DataProto:
+        """Batch from an Arrow IPC stream; DataError when it is cut off or damaged."""
+        from hybridflow.arrow_bridge import from_stream
+
+        return cls(*from_stream(data))
 
     def write_parquet(self, path: str | Path) -> None:
         """Write one parquet file; it appears whole or not at all."""
@@ -354,13 +398,13 @@ class DataProto:
 
     def _slice(self, start: int, stop: int) -> DataProto:
         stop = max(start, stop)
-        columns = {n: c.slice(start, stop) if isinstance(c, Jagged) else c[start:stop] for n, c in self._columns.items()}
+        columns = {name: slice_column(column, start, stop) for name, column in self._columns.items()}
         return DataProto(columns, self._meta, self._bfloat16)
 
     def _take(self, index: np.ndarray) -> DataProto:
         if len(index) and index[-1] - index[0] == len(index) - 1 and bool((np.diff(index) == 1).all()):
             return self._slice(int(index[0]), int(index[-1]) + 1)
-        columns = {n: c.take(index) if isinstance(c, Jagged) else c[index] for n, c in self._columns.items()}
+        columns = {name: take_column(column, index) for name, column in self._columns.items()}
         return DataProto(columns, self._meta, self._bfloat16)
 
     def _positions(self, index: np.ndarray) -> np.ndarray:

@@ -21,6 +21,14 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True)
+class DatasetClassConfig:
+    """A dataset class of yours in place of `PromptDataset`; `hybridflow.data.custom.Prompts` says what it must have."""
+
+    path: str | None = None  # python file; None: the built-in class
+    name: str = "Dataset"
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Prompts: parquet rows {data_source, prompt, ability, reward_model{style, ground_truth}, extra_info}."""
 
@@ -35,6 +43,9 @@ class DataConfig:
     filter_overlong_prompts: bool = False  # drop prompts longer than max_prompt_length instead of refusing to start
     truncation: str = "error"  # error | left | right | middle, when a prompt is too long and not filtered
     shuffle: bool = True
+    weight_key: str | None = None  # key of extra_info: how often a row comes, relative to others; None: every row once an epoch
+    difficulty_key: str | None = None  # key of extra_info: each epoch goes from small values to large ones; None: no curriculum
+    dataset_class: DatasetClassConfig = field(default_factory=DatasetClassConfig)
 
 
 @dataclass(frozen=True)

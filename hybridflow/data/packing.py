@@ -1,22 +1,27 @@
-"""Plans that decide which sequences share a micro-batch and which rank gets which sequence. Pure numpy: lengths in, index arrays out."""
+"""Plans that decide which sequences share a micro-batch and which rank gets which sequence. Pure numpy: lengths in, index arrays out.
+
+Every plan depends on the lengths (or costs) and their positions alone: not on a dictionary's order, nor on which rank asks.
+"""
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
 
+from hybridflow.data.balancing import Costs, balance, checked_costs
 from hybridflow.errors import ConfigError
 
+__all__ = ["Costs", "Lengths", "balance", "balanced_order", "pack", "pack_ranks"]
+
 Lengths = np.ndarray | Sequence[int]
-Costs = np.ndarray | Sequence[float]
 
 
 def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: int = 1) -> list[np.ndarray]:
     """Groups sequences into micro-batches of at most `max_tokens` tokens.
 
-    Every index appears in exactly one bin, no bin is empty and none exceeds the budget. First-fit decreasing decides how many bins are
+    Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit decreasing decides how many bins are
     needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, then to a multiple of `multiple_of`, as far as
     there are sequences to fill the bins. Lengths are evened out over the bins when that stays within the budget. Deterministic.
 
@@ -45,7 +50,7 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
             f"sequence {longest} has {sizes[longest]} tokens, more than the {max_tokens} of one micro-batch: raise "
             "actor.max_tokens_per_micro_batch or lower data.max_prompt_length + data.max_response_length"
         )
-    bin_of = _first_fit_decreasing(sizes, max_tokens)
+    bin_of = _best_fit_decreasing(sizes, max_tokens)
     needed = int(bin_of.max()) + 1
     wanted = _round_bins(needed, len(sizes), min_bins, multiple_of)
     even = balance(sizes, wanted)
@@ -54,44 +59,52 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
     return _ordered(_split_to([np.flatnonzero(bin_of == b) for b in range(needed)], sizes, wanted))
 
 
-def balance(costs: Costs, num_ranks: int) -> list[np.ndarray]:
-    """Spreads items over ranks so that the largest sum of costs is small. Counts may differ between ranks.
+def pack_ranks(lengths_by_rank: Sequence[Lengths], max_tokens: int, *, multiple_of: int = 1) -> list[list[np.ndarray]]:
+    """`pack` for every rank of a data-parallel group, with the same number of micro-batches on each.
 
-    Longest processing time first: the dearest remaining item goes to the cheapest rank (ties: fewer items, then lower rank). The
-    largest sum is at most 4/3 - 1/(3 num_ranks) of the optimum, and at most the mean plus the dearest item. Deterministic.
-
-    Args:
-        costs: cost of each item [B], finite and not negative; any unit.
-        num_ranks: number of groups, at least 1.
-
-    Returns:
-        One ascending int64 index array a rank; every index once. Empty arrays only when there are fewer items than ranks.
-
-    Raises:
-        ValueError: num_ranks is not positive, or a cost is negative or not finite.
+    The number is the largest that any rank needs. A rank with fewer sequences than that gets empty micro-batches at the end, so that
+    it still takes part in every collective.
     """
-    weights = np.asarray(costs, dtype=np.float64)
-    if num_ranks < 1 or not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(f"costs must be finite and not negative and num_ranks positive, got num_ranks {num_ranks}")
-    owner = np.empty(len(weights), dtype=np.int64)
-    heap = [(0.0, 0, rank) for rank in range(num_ranks)]
-    for item in np.argsort(-weights, kind="stable").tolist():
-        load, count, rank = heap[0]
-        owner[item] = rank
-        heapq.heapreplace(heap, (load + float(weights[item]), count + 1, rank))
-    return [np.flatnonzero(owner == rank) for rank in range(num_ranks)]
+    plans = [pack(lengths, max_tokens, multiple_of=multiple_of) for lengths in lengths_by_rank]
+    wanted = max(map(len, plans), default=0)
+    even = [
+        plan if len(plan) == wanted else pack(lengths, max_tokens, min_bins=wanted)
+        for plan, lengths in zip(plans, lengths_by_rank, strict=True)
+    ]
+    return [plan + [np.zeros(0, np.int64)] * (wanted - len(plan)) for plan in even]
 
 
-def _first_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Bin number of each sequence [B]: longest first, each into the first bin with room."""
-    room = np.full(len(sizes), max_tokens, dtype=np.int64)
+def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
+    """The order [B] of rows in which the consecutive pieces that `num_ranks` ranks get (`Dispatch.DP`) cost about the same.
+
+    Pieces hold B / num_ranks rows, rounded up; where that does not divide, the cheapest rows fill the short piece after the whole ones.
+    A whole piece costs at most the mean of the whole pieces plus the dearest row. Inside a piece rows keep their order.
+    """
+    weights = checked_costs(costs)
+    size = -(-len(weights) // num_ranks)
+    if not size:
+        return np.zeros(0, np.int64)
+    whole = len(weights) // size
+    dearest_first = np.argsort(-weights, kind="stable")
+    full, short = np.sort(dearest_first[: whole * size]), np.sort(dearest_first[whole * size :])
+    groups = balance(weights[full], whole, equal_counts=True)
+    return np.concatenate([*(full[members] for members in sorted(groups, key=lambda members: int(members[0]))), short])
+
+
+def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Bin number of each sequence [B]: longest first, each into the bin where it leaves the least room."""
     bin_of = np.empty(len(sizes), dtype=np.int64)
-    used = 0
+    rooms: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    used, tokens = 0, sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
-        chosen = int(np.argmax(room[: used + 1] >= sizes[item]))  # bin `used` is still empty, so there always is one
+        at = bisect_left(rooms, (tokens[item], -1))
+        if at == len(rooms):
+            room, chosen = max_tokens, used
+            used += 1
+        else:
+            room, chosen = rooms.pop(at)
         bin_of[item] = chosen
-        room[chosen] -= sizes[item]
-        used = max(used, chosen + 1)
+        insort(rooms, (room - tokens[item], chosen))
     return bin_of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,17 +20,36 @@ class ResumableSampler:
     lying across two epochs may hold a row twice. The state is the position in the stream, so it is exact at every point, the last
     batch of an epoch included, and `batch_size` may be changed on resume.
 
+    With `weights`, an epoch is still `num_rows` entries, but a row comes about `num_rows * weight / sum(weights)` times in it: the whole
+    part of that number always, the rest by chance. With `difficulty`, each epoch goes from small to large values; rows of one value come
+    in the order that shuffling gives.
+
     Args:
         num_rows: rows of the dataset, at least 1.
         batch_size: rows a batch, at least 1; may exceed `num_rows`.
         shuffle: False yields the rows in file order.
         seed: not negative.
+        weights: [num_rows], not negative, one of them positive; None: every row once an epoch.
+        difficulty: [num_rows], finite; None: no curriculum.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        weights: np.ndarray | None = None,
+        difficulty: np.ndarray | None = None,
+    ) -> None:
         if num_rows < 1 or batch_size < 1 or seed < 0:
             raise ValueError(f"num_rows and batch_size must be positive and seed not negative, got {num_rows}, {batch_size}, {seed}")
         self.num_rows, self.batch_size, self.shuffle, self.seed = num_rows, batch_size, shuffle, seed
+        self.weights, self.difficulty = _checked("weights", weights, num_rows), _checked("difficulty", difficulty, num_rows)
+        if self.weights is not None and ((self.weights < 0).any() or not self.weights.any()):
+            raise ValueError("weights must not be negative, and one must be positive")
+        self.order_by = _fingerprint(self.weights, self.difficulty)
         self.position = 0
         self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
@@ -57,13 +77,20 @@ class ResumableSampler:
     def _order(self, epoch: int) -> np.ndarray:
         """Row numbers [num_rows] of one epoch; the current epoch's are kept."""
         if self._cached[0] != epoch:
+            random = np.random.default_rng([self.seed, epoch])
             rows = np.arange(self.num_rows, dtype=np.int64)
-            self._cached = (epoch, np.random.default_rng([self.seed, epoch]).permutation(rows) if self.shuffle else rows)
+            if self.weights is not None:
+                rows = _drawn(self.weights, random)
+            if self.shuffle:
+                rows = random.permutation(rows)
+            if self.difficulty is not None:
+                rows = rows[np.argsort(self.difficulty[rows], kind="stable")]
+            self._cached = (epoch, rows)
         return self._cached[1]
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, JSON-able."""
-        return {"position": self.position, "num_rows": self.num_rows, "shuffle": self.shuffle, "seed": self.seed}
+        return {"position": self.position, "num_rows": self.num_rows, "shuffle": self.shuffle, "seed": self.seed, "order_by": self.order_by}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues exactly where the sampler that gave `state` stood.
@@ -82,4 +109,35 @@ class ResumableSampler:
                     f"cannot resume: {meaning} was {state.get(key)!r} when the checkpoint was written and is {now!r} now; "
                     "restore the old value, or start a new run with another name"
                 )
+        if state.get("order_by") != self.order_by:
+            raise CheckpointError(
+                "cannot resume: the weights or the difficulty of the rows are not those of the checkpoint; restore the columns they come "
+                "from, or start a new run with another name"
+            )
         self.position = position
+
+
+def _checked(what: str, values: np.ndarray | None, num_rows: int) -> np.ndarray | None:
+    if values is None:
+        return None
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.shape != (num_rows,) or not np.isfinite(numbers).all():
+        raise ValueError(f"{what} must be {num_rows} finite numbers, got an array {list(numbers.shape)}")
+    return numbers
+
+
+def _drawn(weights: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """As many rows as there are weights, ascending; a row's count is its expectation rounded up or down (systematic sampling)."""
+    ends = np.cumsum(weights) * (len(weights) / weights.sum())
+    ends[-1] = len(weights)
+    return np.searchsorted(ends, np.arange(len(weights)) + random.random(), side="right").clip(max=len(weights) - 1)
+
+
+def _fingerprint(*columns: np.ndarray | None) -> str | None:
+    """What tells two orders apart; None for the plain one."""
+    if all(column is None for column in columns):
+        return None
+    digest = hashlib.sha256()
+    for column in columns:
+        digest.update(b"none" if column is None else column.tobytes())
+    return digest.hexdigest()[:16]

@@ -123,8 +123,13 @@ class Cluster:
                 object_store_memory=object_store_bytes,
                 _temp_dir=str(local.temp_dir),
                 _node_ip_address=LOOPBACK,
-                # One process for every logical CPU would be started ahead of need.
-                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+                _system_config={
+                    # One process for every logical CPU would be started ahead of need.
+                    "enable_worker_prestart": False,
+                    "prestart_worker_first_driver": False,
+                    # Children of a killed worker end themselves and then clear up (engines' guards); killed by Ray they could not.
+                    "kill_child_processes_on_worker_exit": False,
+                },
             )
         except Exception as error:
             _copy_ray_logs(local.temp_dir, run_dir)

@@ -20,7 +20,10 @@ from typing import Any
 from hybridflow.children import die_with_parent
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import HybridFlowError
+from hybridflow.protocol import DataProto
+from hybridflow.single_controller.pieces import Header, Recipe
 
+UPSTREAM = "UpstreamFailure"  # the kind of a failure that only passes on that of an argument
 _PORTS = range(20000, 32768)  # below the ephemeral range, where no outgoing connection can take the port before it is bound
 
 
@@ -42,20 +45,38 @@ class HostInfo:
     free_port: int
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What a driver that joins a detached group must know of a rank."""
+
+    role: str
+    world_size: int
+    node: str
+    log_path: Path
+    pid: int
+
+
 class Host:
     """One rank. Methods are called in the order: `describe`, `set_up`, `construct`, then `call` any number of times."""
 
     def __init__(self) -> None:
         self._worker: Any = None
         self._log: Any = None
+        self._identity: Identity | None = None
 
     def describe(self, address: str) -> HostInfo:
         """Process id, host name and a free TCP port at `address`."""
         return HostInfo(os.getpid(), socket.gethostname(), free_port(address))
 
-    def set_up(self, log_path: Path, env: Mapping[str, str], path: Sequence[str]) -> None:
+    def identity(self) -> Identity | None:
+        """What `set_up` was told; None before it."""
+        return self._identity
+
+    def set_up(self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]) -> None:
         """Environment, import path, log file and crash reports. Comes before the worker class is unpickled, which may import torch."""
         die_with_parent()  # the raylet: a worker stuck in a collective would outlive it
+        log_path = context.log_path
+        self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
         os.environ.update(env)
         sys.path += [entry for entry in path if entry not in sys.path]  # Ray hands on the driver's folder and script only
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,14 +96,40 @@ class Host:
             return failure(error)
         return None
 
-    def call(self, method: str, keywords: Sequence[str], *values: Any) -> Any:
-        """Run a method: the last `len(keywords)` values are keyword arguments. A coroutine is awaited. Errors come back as `Failure`."""
-        positional = len(values) - len(keywords)
+    def call(self, method: str, keywords: Sequence[str], num_objects: int, *values: Any) -> Any:
+        """Run a method. A coroutine is awaited. Errors come back as `Failure`.
+
+        Args:
+            method: its name.
+            keywords: names of the last arguments.
+            num_objects: how many of the values, at the end, are objects that recipes among the arguments are built from.
+            values: arguments, then those objects.
+        """
+        arguments, objects = values[: len(values) - num_objects], values[len(values) - num_objects :]
+        upstream = next((value for value in values if isinstance(value, Failure)), None)
+        if upstream is not None:
+            return Failure(UPSTREAM, upstream.message, None)
         try:
-            result = getattr(self._worker, method)(*values[:positional], **dict(zip(keywords, values[positional:], strict=True)))
+            built = [value.build(objects) if isinstance(value, Recipe) else value for value in arguments]
+            positional = len(built) - len(keywords)
+            result = getattr(self._worker, method)(*built[:positional], **dict(zip(keywords, built[positional:], strict=True)))
             return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
         except Exception as error:
             return failure(error)
+
+    def call_stored(self, columns: Sequence[str], method: str, keywords: Sequence[str], num_objects: int, *values: Any) -> Any:
+        """`call` for a method that returns a batch: a `Header` and then each of `columns` as a value, and so an object, of its own.
+
+        Without `columns` (a rank whose result is not collected) the result is dropped.
+        """
+        result = self.call(method, keywords, num_objects, *values)
+        if not columns:
+            return result if isinstance(result, Failure) else None
+        if not isinstance(result, DataProto):
+            return (result, *(result for _ in columns))
+        if set(result.columns) != set(columns):  # the driver says what is wrong with it
+            return (result, *(None for _ in columns))
+        return (Header.of(result), *(DataProto({name: result[name]}, {}, result.bfloat16 & {name}) for name in columns))
 
 
 async def _awaited(value: Any) -> Any:

@@ -40,7 +40,15 @@ class ResourcePool:
 
     @classmethod
     def allocate(
-        cls, cluster: Cluster, nodes: int, procs_per_node: int, *, gpus: bool = False, max_colocate: int = 4, timeout_s: float | None = None
+        cls,
+        cluster: Cluster,
+        nodes: int,
+        procs_per_node: int,
+        *,
+        gpus: bool = False,
+        max_colocate: int = 4,
+        timeout_s: float | None = None,
+        detached: bool = False,
     ) -> ResourcePool:
         """Reserve `nodes` x `procs_per_node` slots, all slots of a node together.
 
@@ -49,6 +57,7 @@ class ResourcePool:
             nodes, procs_per_node: how many.
             gpus: each slot holds one GPU too.
             max_colocate: how many groups may share the slots.
+            detached: the reservation outlives this driver, for detached groups; `release` ends it.
             timeout_s: how long to wait for nodes and free resources; None: `cluster.config.start_timeout_s`.
 
         Raises:
@@ -65,7 +74,7 @@ class ResourcePool:
             states = cluster.nodes()
             chosen = [state for state in states if _fits(need, state.free)][:nodes]
             if len(chosen) == nodes:
-                groups = _reserve(chosen, procs_per_node, gpus, deadline)
+                groups = _reserve(chosen, procs_per_node, gpus, deadline, detached)
                 if groups is not None:
                     return cls(_slots(chosen, groups, procs_per_node), gpus, max_colocate)
             # The nodes of a local cluster are all there; those of a joined one may still be coming up.
@@ -112,13 +121,18 @@ def _fits(need: dict[str, float], have: dict[str, float]) -> bool:
     return all(have.get(name, 0.0) >= amount for name, amount in need.items())
 
 
-def _reserve(chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: float) -> list[PlacementGroup] | None:
+def _reserve(chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: float, detached: bool) -> list[PlacementGroup] | None:
     """One placement group a node, or None (nothing kept) when somebody else was faster."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})
     groups = [
-        placement_group([{**bundle, f"node:{state.address}": 0.001} for _ in range(procs)], strategy="STRICT_PACK") for state in chosen
+        placement_group(
+            [{**bundle, f"node:{state.address}": 0.001} for _ in range(procs)],
+            strategy="STRICT_PACK",
+            lifetime="detached" if detached else None,
+        )
+        for state in chosen
     ]
     patience = max(1.0, min(10.0, deadline - time.monotonic()))
     if all(group.wait(timeout_seconds=patience) for group in groups):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, WorkerContext, method_spec, plan_call
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
+from hybridflow.protocol import DataProto
+from hybridflow.single_controller.actors import end_processes, environment, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.future import Future, Rank
-from hybridflow.single_controller.host import Host, HostInfo
+from hybridflow.single_controller.future import Future
+from hybridflow.single_controller.host import HostInfo
 from hybridflow.single_controller.resource_pool import ResourcePool
+from hybridflow.single_controller.stored import Origin, Outgoing
 
 _SMALL = (str, bytes, int, float, bool, type(None))
-_KILL_WAIT_S = 5.0
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
 
@@ -39,6 +39,7 @@ class WorkerGroup:
         args: Sequence[Any] = (),
         env: Mapping[str, str] | None = None,
         log_dir: str | Path,
+        name: str | None = None,
     ) -> None:
         """Start all ranks and construct `worker_class(context, *args)` in each.
 
@@ -49,22 +50,68 @@ class WorkerGroup:
             args: the same for all ranks, picklable.
             env: environment of the processes, set before the worker's module is imported.
             log_dir: `{role}-rank{r}.log` there receives stdout and stderr of rank r.
+            name: makes the group detached: it outlives this driver, and another one can `join` it. Its pool must be detached too.
 
         Raises:
+            ResourceError: a group of this name exists.
             WorkerError: a rank did not come up within `cluster.config.start_timeout_s`, or its constructor raised.
             HybridFlowError: a constructor raised one of our errors (same type).
         """
         cluster.require_open()
         self.role, self.worker_class, self.world_size = role, worker_class, len(pool)
+        self._cluster, self._log_dir, self._name = cluster, Path(log_dir).resolve(), name
+        self._pool: ResourcePool | None = pool
+        self._args, self._env = tuple(args), dict(env or {})
+        self._restart_hooks: list[Callable[[], None]] = []
         self._config = cluster.config
         self._mesh: Mesh | None = None
         self._broken: HybridFlowError | None = None
-        self._ranks = _start_actors(cluster, pool, role, Path(log_dir).resolve())
+        self._ranks = start_actors(cluster, pool, role, self._log_dir, name)
         try:
-            self._bring_up(pool, tuple(args), dict(env or {}))
+            self._bring_up(pool)
         except BaseException:
             self.kill()
             raise
+
+    @classmethod
+    def join(cls, cluster: Cluster, worker_class: type, name: str) -> WorkerGroup:
+        """The detached group `name`, started by another driver, to be called from this one as well.
+
+        Raises:
+            ResourceError: there is no group of that name.
+        """
+        cluster.require_open()
+        ranks, role = join_actors(cluster, name)
+        group = cls.__new__(cls)
+        group.role, group.worker_class, group.world_size = role, worker_class, len(ranks)
+        group._cluster, group._pool, group._name = cluster, None, name
+        group._restart_hooks, group._mesh, group._broken = [], None, None
+        group._config, group._ranks = cluster.config, ranks
+        return group
+
+    def on_restart(self, hook: Callable[[], None]) -> None:
+        """Call `hook` after each `restart`, in the order of registration: to load a checkpoint, say, or to send weights anew."""
+        self._restart_hooks.append(hook)
+
+    def restart(self) -> None:
+        """End what is left of the group and start it again in its slots; then run the hooks. For a group that lost a rank or hangs.
+
+        Raises:
+            ResourceError: the group was joined by name: who started it must restart it.
+            WorkerError: as at the start.
+        """
+        if self._pool is None:
+            raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
+        self.kill()
+        self._mesh, self._broken = None, None
+        self._ranks = start_actors(self._cluster, self._pool, self.role, self._log_dir, self._name)
+        try:
+            self._bring_up(self._pool)
+        except BaseException:
+            self.kill()
+            raise
+        for hook in self._restart_hooks:
+            hook()
 
     def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a `Future` at once.
@@ -89,7 +136,8 @@ class WorkerGroup:
         if self._broken is not None:
             raise self._broken
         plan = plan_call(spec, self.world_size, self._find_mesh() if spec.needs_mesh else None, args, kwargs)
-        return self._launch(spec.name, plan, timeout)
+        keeps = spec.dispatch is Dispatch.DP and bool(spec.writes)
+        return self._launch(spec.name, plan, timeout, spec.writes if keeps else ())
 
     @property
     def mesh(self) -> Mesh | None:
@@ -113,19 +161,19 @@ class WorkerGroup:
             for rank in ranks:
                 ray.kill(rank.actor, no_restart=True)
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
-        _end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid])
+        end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid])
 
     # --- inside ---------------------------------------------------------------------------------------------------------------
 
-    def _bring_up(self, pool: ResourcePool, args: tuple[Any, ...], env: dict[str, str]) -> None:
+    def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
         slots = pool.slots
         infos: list[HostInfo] = self._everywhere("describe", [(slot.node,) for slot in slots], deadline)
         for rank, info in zip(self._ranks, infos, strict=True):
             rank.pid = info.pid
         contexts = [self._context(pool, r, infos) for r in range(self.world_size)]
-        self._everywhere("set_up", [(c.log_path, _environment(c, env), sys.path) for c in contexts], deadline)
-        self._everywhere("construct", [(self.worker_class, c, args) for c in contexts], deadline)
+        self._everywhere("set_up", [(self.role, c, environment(c, self._env), sys.path) for c in contexts], deadline)
+        self._everywhere("construct", [(self.worker_class, c, self._args) for c in contexts], deadline)
 
     def _context(self, pool: ResourcePool, rank: int, infos: Sequence[HostInfo]) -> WorkerContext:
         slot = pool.slots[rank]
@@ -143,12 +191,26 @@ class WorkerGroup:
         future = Future(self.role, name, ranks=self._ranks, refs=refs, collect=_in_rank_order, default_timeout_s=left)
         return future.result()
 
-    def _launch(self, name: str, plan: CallPlan, timeout: float | None) -> Future:
+    def _launch(self, name: str, plan: CallPlan, timeout: float | None, writes: Sequence[str] = ()) -> Future:
+        """Send the calls. With `writes`, each of these columns of a collecting rank stays in the object store as an object of its own."""
         sent: dict[int, Any] = {}  # the ranks of a data-parallel group hold the same chunk: stored once
-        refs = {}
+        refs: dict[int, Any] = {}
+        stored: dict[int, dict[str, Any]] = {}
+        inputs: dict[int, Origin] = {}
+        collectors = self._mesh.collectors if writes and self._mesh is not None else ()
         for r, call in plan.calls.items():
-            values = [_stored(value, sent) for value in (*call.args, *call.kwargs.values())]
-            refs[r] = self._ranks[r].actor.call.remote(name, tuple(call.kwargs), *values)
+            outgoing = Outgoing()
+            values = [_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values())]
+            arguments = (name, tuple(call.kwargs), len(outgoing.objects), *values, *outgoing.objects)
+            inputs |= {id(origin): origin for origin in outgoing.origins}
+            actor = self._ranks[r].actor
+            if not writes:
+                refs[r] = actor.call.remote(*arguments)
+            elif r in collectors:
+                refs[r], *columns = actor.call_stored.options(num_returns=1 + len(writes)).remote(tuple(writes), *arguments)
+                stored[r] = dict(zip(writes, columns, strict=True))
+            else:
+                refs[r] = actor.call_stored.remote((), *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
         return Future(
             self.role,
@@ -158,6 +220,9 @@ class WorkerGroup:
             collect=plan.collect,
             default_timeout_s=wait,
             on_lost=self._note_loss,
+            stored=stored,
+            rows=plan.chunk_rows,
+            inputs=list(inputs.values()),
         )
 
     def _find_mesh(self) -> Mesh | None:
@@ -182,65 +247,20 @@ def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path) -> list[Rank]:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    share = round(1.0 / pool.max_colocate, 4)
-    remote = ray.remote(Host)
-    here = ray.util.get_node_ip_address()
-    ranks = []
-    for r, slot in enumerate(pool.slots):
-        actor = remote.options(
-            num_cpus=share,
-            num_gpus=share if pool.gpus else 0,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle_index),
-        ).remote()
-        ranks.append(Rank(actor, slot.node, log_dir / f"{role}-rank{r}.log", cluster.is_local or slot.node == here))
-    return ranks
-
-
-def _environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    env = {
-        "RANK": str(context.rank),
-        "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(context.local_rank),
-        "MASTER_ADDR": context.master_addr,
-        "MASTER_PORT": str(context.master_port),
-        "OMP_NUM_THREADS": "1",
-    }
-    if context.master_addr in ("127.0.0.1", "::1"):
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the interface of the host name
-    return {**env, **extra}
-
-
-def _stored(value: Any, sent: dict[int, Any]) -> Any:
-    """Reference to the value in the object store, one for each object; small values travel with the call."""
+def _stored(value: Any, sent: dict[int, Any], key: int = 0) -> Any:
+    """Reference to the value in the object store, one for each object (or `key`); small values travel with the call."""
     import ray
 
     if isinstance(value, _SMALL):
         return value
-    if id(value) not in sent:
-        sent[id(value)] = ray.put(value)
-    return sent[id(value)]
+    key = key or id(value)
+    if key not in sent:
+        sent[key] = ray.put(value)
+    return sent[key]
 
 
-def _end_processes(pids: Sequence[int]) -> None:
-    """Wait until the processes are gone, and make sure of it: one that is stuck in the kernel's or its own code gets SIGKILL."""
-    deadline = time.monotonic() + _KILL_WAIT_S
-    left = list(pids)
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if _is_running(pid)]
-        time.sleep(0.05)
-    for pid in left:
-        if _is_running(pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
+    """What travels for one argument: a recipe for a batch with columns in the object store, else a reference or the value."""
+    if isinstance(value, DataProto) and value.deferred:
+        return outgoing.recipe(value, lambda local: _stored(local, sent, key=id(value)))
+    return _stored(value, sent)

@@ -14,7 +14,8 @@ from typing import IO, Any
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.dataset import PromptDataset, SftDataset
+from hybridflow.data.custom import open_prompts
+from hybridflow.data.dataset import SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, RunInterrupted
 from hybridflow.observe.environment import write_environment
@@ -26,7 +27,7 @@ from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from hybridflow.trainer import assets
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
 from hybridflow.trainer.evaluate import Scorer, Validator
-from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup
+from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
@@ -45,7 +46,7 @@ def sft(config: RunConfig) -> None:
     """Supervised fine-tuning alone: `config.sft`, checkpoint, export."""
     if config.sft.steps < 1:
         raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
-    _run_job(config, _sft, 0)
+    _run_job(config, _sft, config.sft.steps)
 
 
 # ---- the jobs -------------------------------------------------------------------------------------------------------------------------
@@ -111,13 +112,12 @@ class _Job:
 def _train(job: _Job) -> dict[str, Any]:
     config, session = job.config, job.session
     rewards = RewardManager(config.reward)
-    dataset = PromptDataset(config.data.train_files, job.tokenizer, config.data)
+    dataset = open_prompts(config.data.train_files, job.tokenizer, config.data)
     held_out = (
-        PromptDataset(config.data.val_files, job.tokenizer, config.data, max_rows=config.data.val_max_prompts)
-        if config.data.val_files
-        else None
+        open_prompts(config.data.val_files, job.tokenizer, config.data, config.data.val_max_prompts) if config.data.val_files else None
     )
     rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
+    check_steps(config)
     cluster = job.start_cluster()
     engine_workers = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.dataset import PromptDataset
+from hybridflow.data.custom import Prompts
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.protocol import DataProto, Jagged
@@ -34,7 +34,7 @@ class Scorer:
 class Validator:
     """Answers the held-out prompts with `rollout.val_sampling` and scores them."""
 
-    def __init__(self, config: RunConfig, dataset: PromptDataset | None, scorer: Scorer, folder: Path) -> None:
+    def __init__(self, config: RunConfig, dataset: Prompts | None, scorer: Scorer, folder: Path) -> None:
         self.config, self.dataset, self.scorer, self.folder = config, dataset, scorer, folder
 
     def run(self, engines: RolloutService, step: int) -> dict[str, float]:

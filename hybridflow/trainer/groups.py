@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
+from hybridflow.data.balancing import SequenceCost
+from hybridflow.data.packing import balanced_order
+from hybridflow.dispatch import DataflowStep, check_dataflow
 from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller import Future, WorkerGroup
@@ -22,6 +27,7 @@ class PolicyGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group, self.config = group, config
+        self._cost = SequenceCost.of_model(derived.hf_config(config.model))
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """See TrainGroup."""
@@ -33,11 +39,11 @@ class PolicyGroup:
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
-        return _batch(self.group.run(PolicyWorker.compute_log_probs, batch))
+        return self._balanced(PolicyWorker.compute_log_probs, batch)
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
-        return _batch(self.group.run(PolicyWorker.compute_ref_log_probs, batch))
+        return self._balanced(PolicyWorker.compute_ref_log_probs, batch)
 
     def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
         """See TrainGroup."""
@@ -45,7 +51,8 @@ class PolicyGroup:
         columns = ["prompt_ids", "response_ids", "old_log_probs", "advantages"]
         if "ref_log_probs" in batch:
             columns.append("ref_log_probs")
-        reports = self.group.run(PolicyWorker.update_policy, batch.select(columns), rows, seed)
+        share = batch.select(columns).reorder(self._order(batch))
+        reports = self.group.run(PolicyWorker.update_policy, share, rows, seed)
         return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
 
     def freeze_reference(self) -> None:
@@ -63,6 +70,16 @@ class PolicyGroup:
     def export(self, folder: Path) -> None:
         """See TrainGroup."""
         self.group.run(PolicyWorker.export_hf, folder.resolve())
+
+    def _order(self, batch: DataProto) -> np.ndarray:
+        """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
+        costs = self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
+        return balanced_order(costs, derived.data_parallel_size(self.config))
+
+    def _balanced(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        """A call whose ranks get equal shares; its result in the order of `batch`."""
+        order = self._order(batch)
+        return _batch(self.group.run(method, batch.reorder(order))).reorder(np.argsort(order))
 
 
 class EngineGroup:
@@ -124,6 +141,23 @@ class BroadcastSync:
         joining = self.policy.submit(PolicyWorker.join_weights, timeout=wait)
         self.engines.run(RolloutWorker.join_weights, self._offers, timeout=wait)
         joining.result()
+
+
+def check_steps(config: RunConfig) -> None:
+    """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the column."""
+    with_reference = derived.needs_reference(config)
+    written = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
+    check_dataflow(
+        [
+            RolloutWorker.generate,
+            DataflowStep("reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")),
+            PolicyWorker.compute_log_probs,
+            *([PolicyWorker.compute_ref_log_probs] if with_reference else []),
+            DataflowStep("advantages", ("scores", "uid", *written), ("rewards", "advantages")),
+            DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written)),
+        ],
+        available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
+    )
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> Update:

@@ -6,6 +6,7 @@
                  weights       │       update      advantages       old and reference log-probs
     sync  ◀──────────────── policy ◀─────────── group-relative ◀─────────── policy
 
+Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column fetches it.
 One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and unblocks the next with new weights in every engine.
 """
 
@@ -21,8 +22,7 @@ import torch
 from hybridflow.algorithms.advantages import grpo_advantages
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.dataset import PromptDataset
-from hybridflow.data.sampler import ResumableSampler
+from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.protocol import DataProto
@@ -43,13 +43,13 @@ class RLTrainer:
         policy: TrainGroup,
         engines: RolloutService,
         weights: WeightSync,
-        dataset: PromptDataset,
+        dataset: Prompts,
         scorer: Scorer,
         validator: Validator,
     ) -> None:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
-        self.sampler = ResumableSampler(len(dataset), config.data.train_batch_size, config.data.shuffle, config.seed)
+        self.sampler = open_sampler(config.data, dataset, config.seed)
         self.step = 0
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class RLTrainer:
                 self.validate(progress)
             while self.step < trainer.total_steps:
                 self.step += 1
-                with self.session.timed("seconds_grpo"), phase("step", self.step):
+                with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
                     batch = self.next_prompts()
                     with phase("gen"):
                         batch = batch.union(self.engines.generate(batch, self.config.rollout.sampling))
@@ -106,7 +106,7 @@ class RLTrainer:
         values = grpo_advantages(
             torch.tensor(rewards), torch.tensor(batch["uid"]), norm_by_std=self.config.algorithm.norm_adv_by_std
         ).numpy()
-        return batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, batch.jagged("response_ids")))
+        return batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, batch.lengths("response_ids")))
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Stop a run whose engines and trainer disagree: it would train on something else than it samples."""
@@ -135,9 +135,10 @@ class RLTrainer:
 
     def record(self, batch: DataProto, updates: Sequence[Update], progress: Progress) -> None:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
-        seconds = self.session.timeline.metrics(self.step)
+        batch, seconds = batch.fetch(), self.session.timeline.metrics(self.step)
         metrics = batch_metrics(batch, self.config.data.max_response_length) | update_metrics(updates) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
+        metrics["controller/share"] = self.session.controller_share
         self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)

@@ -50,9 +50,9 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     return metrics
 
 
-def spread_over_tokens(values_B: np.ndarray, like: Jagged) -> Jagged:
+def spread_over_tokens(values_B: np.ndarray, lengths_B: np.ndarray) -> Jagged:
     """A value per sample as a jagged column with that value at each of its tokens."""
-    return Jagged(np.repeat(values_B.astype(np.float32), like.lengths), like.offsets)
+    return Jagged.from_lengths(np.repeat(values_B.astype(np.float32), lengths_B), lengths_B)
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

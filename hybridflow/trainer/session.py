@@ -16,6 +16,7 @@ from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Phase, Tracker
+from hybridflow.single_controller import waited_seconds
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
 
 _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
@@ -34,6 +35,7 @@ class Session:
         self.timeline = Timeline(self.folder / "timeline.jsonl")
         self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
         self.totals: dict[str, float] = {}
+        self.controller_share = 0.0
 
     # ---- what happened ----------------------------------------------------------------------------------------------------------------
 
@@ -45,6 +47,13 @@ class Session:
             yield
         finally:
             self.totals[total] = self.totals.get(total, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def controlled(self) -> Iterator[None]:
+        """Measure `controller_share`: of the time spent inside, the share in which no worker and no engine was waited for."""
+        start, waited = time.perf_counter(), waited_seconds()
+        yield
+        self.controller_share = 1.0 - (waited_seconds() - waited) / max(time.perf_counter() - start, 1e-9)
 
     def note_max(self, total: str, value: float) -> None:
         """Keep the largest value seen."""

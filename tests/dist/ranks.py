@@ -32,7 +32,9 @@ def run_ranks(world: int, function: str, timeout_s: float = 240.0, **arguments: 
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
         command = [sys.executable, "-m", "tests.dist.ranks", function, json.dumps(arguments)]
-        processes.append(subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True))
+        processes.append(
+            subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        )
     results, failures = [], []
     for rank, process in enumerate(processes):
         try:

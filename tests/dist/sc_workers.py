@@ -14,7 +14,7 @@ import numpy as np
 from hybridflow.children import start_child
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.errors import EngineError, ModelError, WeightSyncError
-from hybridflow.protocol import DataProto
+from hybridflow.protocol import DataProto, Jagged
 
 
 class Worker:
@@ -100,6 +100,65 @@ class Worker:
         return start_child(["sleep", "600"]).pid
 
 
+class Counter:
+    """Counts calls; can be asked to stop in the debugger."""
+
+    def __init__(self, context: WorkerContext, start: int = 0) -> None:
+        self.context, self.count = context, start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def next(self) -> int:
+        self.count += 1
+        return self.count
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.RANK_ZERO)
+    def stop_here(self, value: int) -> int:
+        seen = value + 1
+        breakpoint()
+        return seen
+
+
+class Tokens:
+    """Writes a large jagged column, a small one of bfloat16 and the uid; `width` ranks form a data-parallel group."""
+
+    def __init__(self, context: WorkerContext, width: int) -> None:
+        self.context, self.width = context, width
+
+    def mesh_position(self) -> MeshPosition:
+        rank = self.context.rank
+        return MeshPosition(rank // self.width, self.context.world_size // self.width, rank % self.width == self.width - 1)
+
+    @register(Dispatch.DP, reads=("uid",), writes=("uid", "tokens", "weight"))
+    def generate(self, batch: DataProto, seconds: float = 0.0, fail: bool = False, die: bool = False) -> DataProto:
+        time.sleep(seconds)
+        if fail:
+            raise ModelError("no tokens today")
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tokens = Jagged.from_rows([np.full(3000 - uid, uid) for uid in batch["uid"].tolist()], np.int64)
+        made = DataProto.from_columns(
+            {"uid": batch["uid"], "tokens": tokens, "weight": np.zeros((len(batch), 2), np.uint16)}, bfloat16=["weight"]
+        )
+        return made
+
+    @register(Dispatch.DP, reads=("uid", "tokens"), writes=("uid", "total"))
+    def sums(self, batch: DataProto) -> DataProto:
+        assert not batch.deferred
+        return DataProto.from_columns({"uid": batch["uid"], "total": np.array([int(row.sum()) for row in batch["tokens"]])})
+
+    @register(Dispatch.DP, writes=("a", "b"))
+    def wrong_columns(self, batch: DataProto) -> DataProto:
+        return DataProto.from_columns({"a": batch["uid"]})
+
+    @register(Dispatch.RANK_ZERO)
+    def who(self) -> int:
+        return self.context.rank
+
+
 class BadConstructor:
     def __init__(self, context: WorkerContext) -> None:
         if context.rank == 1:
@@ -150,5 +209,18 @@ def run_until_killed(out: Path) -> None:
     time.sleep(600)
 
 
+def join_and_count(address: str, run_dir: str) -> None:
+    """Another driver: joins the cluster and the detached group `counter`, and prints what it answers."""
+    from hybridflow.config.schema import ClusterConfig
+    from hybridflow.single_controller import Cluster, WorkerGroup
+
+    with Cluster.start(ClusterConfig(address=address), run_dir) as cluster:
+        group = WorkerGroup.join(cluster, Counter, "counter")
+        print("joined", group.role, group.world_size, group.run(Counter.next))
+
+
 if __name__ == "__main__":
-    run_until_killed(Path(sys.argv[1]))
+    if sys.argv[1] == "join":
+        join_and_count(*sys.argv[2:])
+    else:
+        run_until_killed(Path(sys.argv[1]))

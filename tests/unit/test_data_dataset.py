@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridflow.config.schema import DataConfig
+from hybridflow.config.schema import DataConfig, DatasetClassConfig
+from hybridflow.data.custom import open_prompts, open_sampler
 from hybridflow.data.dataset import PromptDataset, SftDataset
 from hybridflow.data.prepare.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -217,3 +218,65 @@ def test_a_demonstration_without_response_is_named(tmp_path, tokenizer):
         SftDataset([_file(tmp_path, [_demonstration("1", "2")])], tokenizer, DataConfig(), "answer")
     with pytest.raises(DataError, match="row 1, column 'response': expected a string"):
         SftDataset([_file(tmp_path, [_demonstration("1", "2"), _demonstration("1", None)])], tokenizer, DataConfig())
+
+
+CUSTOM = """
+from hybridflow.data.dataset import PromptDataset
+
+class Reversed(PromptDataset):
+    def batch(self, indices):
+        return super().batch(len(self) - 1 - indices)
+
+class Bare:
+    def __init__(self, files, tokenizer, config, *, max_rows=None): ...
+    def __len__(self): return 1
+
+class NoIndex(PromptDataset):
+    def batch(self, indices):
+        return super().batch(indices).drop(["index"])
+"""
+
+
+def _custom(folder: Path, tokenizer: Tokenizer, name: str, rows: int = 3) -> Any:
+    (folder / "mine.py").write_text(CUSTOM)
+    files = [_file(folder, [_row(str(i)) for i in range(rows)])]
+    return open_prompts(files, tokenizer, DataConfig(dataset_class=DatasetClassConfig(str(folder / "mine.py"), name)))
+
+
+def test_a_dataset_class_of_ones_own_is_used(tmp_path, tokenizer):
+    dataset = _custom(tmp_path, tokenizer, "Reversed")
+    assert dataset.batch(np.array([0, 2]))["index"].tolist() == [2, 0]
+    assert isinstance(open_prompts([_file(tmp_path, [_row("1")])], tokenizer, DataConfig()), PromptDataset)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Missing", "has no class 'Missing'.*Bare, NoIndex, Reversed"),
+        ("Bare", "lacks batch, data_sources"),
+        ("NoIndex", "lacks column 'index'"),
+    ],
+)
+def test_a_dataset_class_that_cannot_serve_is_refused_with_a_reason(tmp_path, tokenizer, name, said):
+    with pytest.raises(ConfigError, match=said):
+        _custom(tmp_path, tokenizer, name)
+
+
+def test_a_dataset_file_that_is_missing_or_broken_is_named(tmp_path, tokenizer):
+    for text, said in ((None, "no python file"), ("1/0", "cannot be imported: ZeroDivisionError")):
+        path = tmp_path / "broken.py"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            open_prompts([], tokenizer, DataConfig(dataset_class=DatasetClassConfig(str(path))))
+
+
+def test_weights_and_curriculum_come_from_extra_info(tmp_path, tokenizer):
+    rows = [_row(str(i), extra_info={"index": i, "level": 3 - i, "weight": float(i > 1)}) for i in range(4)]
+    dataset = PromptDataset([_file(tmp_path, rows)], tokenizer, DataConfig())
+    easy_first = open_sampler(DataConfig(train_batch_size=4, difficulty_key="level"), dataset, seed=1)
+    assert next(easy_first).tolist() == [3, 2, 1, 0]
+    weighted = open_sampler(DataConfig(train_batch_size=4, weight_key="weight"), dataset, seed=1)
+    assert sorted(next(weighted).tolist()) == [2, 2, 3, 3]
+    with pytest.raises(ConfigError, match="row 0: extra_info has no number 'nothing'"):
+        open_sampler(DataConfig(weight_key="nothing"), dataset, seed=1)

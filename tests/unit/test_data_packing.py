@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.data.packing import balance, pack
+from hybridflow.data.balancing import SequenceCost
+from hybridflow.data.packing import _split_to, balance, balanced_order, pack, pack_ranks
 from hybridflow.errors import ConfigError
 
 BUDGET = 100
@@ -49,7 +50,7 @@ def test_no_two_bins_are_half_empty(sizes):
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=6))
-def test_first_fit_decreasing_bound_where_the_optimum_is_known(full_bins):
+def test_best_fit_decreasing_bound_where_the_optimum_is_known(full_bins):
     # Each list is topped up to exactly one budget, so the optimum is the number of lists.
     filled = [[*part, BUDGET - sum(part)] for part in full_bins if sum(part) < BUDGET]
     sizes = [size for part in filled for size in part]
@@ -69,12 +70,9 @@ def test_lengths_are_evened_out_when_the_budget_allows():
     assert sorted(_sums(pack([60, 30, 30, 20, 20], BUDGET), [60, 30, 30, 20, 20])) == [80, 80]
 
 
-def test_a_bin_with_one_sequence_is_not_split_where_even_loads_would_break_the_budget():
-    # Spread evenly over 9 bins these lengths exceed 20 tokens, though 8 bins hold them; the fullest bin holds one sequence alone.
-    sizes = [7, 6, 10, 10, 8, 7, 8, 9, 7, 9, 6, 9, 7, 6, 6, 7, 8, 20]
-    assert max(_sums(balance(sizes, 9), sizes)) > 20
-    bins = pack(sizes, 20, min_bins=9)
-    assert (len(bins), max(_sums(bins, sizes))) == (9, 20)
+def test_where_even_loads_break_the_budget_bins_are_halved_and_a_bin_of_one_sequence_is_not():
+    bins = _split_to([np.array([0]), np.array([1, 2]), np.array([3, 4, 5])], np.array([20, 9, 9, 6, 6, 6]), 5)
+    assert sorted(members.tolist() for members in bins) == [[0], [1], [2], [3, 5], [4]]
 
 
 def test_nothing_to_pack_gives_no_bins():
@@ -100,6 +98,67 @@ def test_balance_covers_each_index_once_within_mean_plus_dearest(costs, ranks):
     loads = [float(np.asarray(costs)[group].sum()) for group in groups]
     assert max(loads) <= sum(costs) / ranks + max(costs, default=0.0) + 1e-6 * (1 + sum(costs))
     assert len(costs) < ranks or all(len(group) for group in groups)
+
+
+@given(st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=1, max_size=12), st.integers(0, 3))
+def test_balance_with_equal_counts_keeps_them_and_its_bound(rows, seed):
+    costs = np.random.default_rng(seed).permutation(np.concatenate(rows))
+    groups = balance(costs, 3, equal_counts=True)
+    assert [len(group) for group in groups] == [len(costs) // 3] * 3
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
+    assert max(float(costs[group].sum()) for group in groups) <= costs.sum() / 3 + costs.max() + 1e-6 * (1 + costs.sum())
+
+
+def test_exchanges_bring_many_ranks_closer_than_the_greedy_start():
+    costs = np.random.default_rng(0).lognormal(7, 0.5, 4096).astype(int)
+    for equal in (False, True):
+        loads = np.array(_sums(balance(costs, 256, equal_counts=equal), costs))
+        assert loads.max() / loads.mean() <= 1.0015
+
+
+def test_balance_with_equal_counts_refuses_what_does_not_divide():
+    with pytest.raises(ValueError, match="divide"):
+        balance([1.0] * 7, 3, equal_counts=True)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 7))
+def test_balanced_order_is_a_permutation_whose_consecutive_pieces_are_balanced(costs, ranks):
+    order = balanced_order(costs, ranks)
+    assert sorted(order.tolist()) == list(range(len(costs)))
+    size = -(-len(costs) // ranks)
+    pieces = [np.asarray(costs)[order[i : i + size]].sum() for i in range(0, len(costs), size)]
+    assert max(pieces) <= sum(costs) / (len(costs) // size) + max(costs) + 1e-9
+
+
+@given(st.lists(st.integers(1, 500), min_size=8, max_size=40, unique=True), st.randoms())
+def test_the_pieces_hold_the_same_sequences_whatever_order_they_come_in(costs, random):
+    costs = costs[: len(costs) // 4 * 4]
+    shuffled = list(costs)
+    random.shuffle(shuffled)
+    pieces = [sorted(map(tuple, np.sort(np.asarray(c)[balanced_order(c, 4)].reshape(4, -1)).tolist())) for c in (costs, shuffled)]
+    assert pieces[0] == pieces[1]
+
+
+@given(st.lists(lengths, min_size=1, max_size=4))
+def test_every_rank_gets_the_same_number_of_micro_batches(by_rank):
+    plans = pack_ranks(by_rank, BUDGET)
+    assert len({len(plan) for plan in plans}) == 1
+    assert max(len(pack(sizes, BUDGET)) for sizes in by_rank) == len(plans[0])
+    for plan, sizes in zip(plans, by_rank, strict=True):
+        assert sorted(np.concatenate([*plan, []]).tolist()) == list(range(len(sizes)))
+        assert all(total <= BUDGET for total in _sums(plan, sizes))
+
+
+def test_long_sequences_cost_more_than_their_tokens():
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+    cost = SequenceCost.of_model(shape)
+    one, two = cost(np.array([1000, 2000]))
+    assert two > 2 * one > 2000
+    tokens, pairs = 2 * (64 * 16 * (4 + 4) * 2 + 3 * 64 * 128) + 64 * 100, 2 * 64
+    assert (cost.per_token, cost.per_pair) == (tokens, pairs)
+    assert SequenceCost.of_model({})(np.array([3, 5])).tolist() == [3.0, 5.0]
+    moe = SequenceCost.of_model({**shape, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32})
+    assert moe.per_token == 2 * (64 * 16 * (4 + 4) * 2 + 3 * 64 * 64 + 64 * 8) + 64 * 100
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))

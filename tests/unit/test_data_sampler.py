@@ -98,3 +98,55 @@ def test_a_caller_cannot_change_the_order_by_writing_into_a_batch():
     next(sampler)[:] = 99
     sampler.position = 0
     assert next(sampler).tolist() == [0, 1, 2, 3]
+
+
+def _kinds(num_rows: int, seed: int) -> list[dict[str, np.ndarray | None]]:
+    random = np.random.default_rng(seed)
+    weights, difficulty = random.random(num_rows) + 0.1, random.integers(0, 4, num_rows)
+    return [{"weights": weights}, {"difficulty": difficulty}, {"weights": weights, "difficulty": difficulty}]
+
+
+@given(shapes)
+@settings(max_examples=30)
+def test_weighted_and_sorted_orders_resume_at_every_batch_of_two_epochs(shape):
+    num_rows, batch_size, shuffle, seed = shape
+    for kind in _kinds(num_rows, seed):
+        total = 2 * (num_rows // batch_size) + 3
+        whole = _stream(ResumableSampler(num_rows, batch_size, shuffle, seed, **kind), total)
+        for killed_after in range(total + 1):
+            first = ResumableSampler(num_rows, batch_size, shuffle, seed, **kind)
+            before = _stream(first, killed_after)
+            second = ResumableSampler(num_rows, batch_size, shuffle, seed, **kind)
+            second.restore(json.loads(json.dumps(first.state())))
+            assert before + _stream(second, total - killed_after) == whole
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30).filter(any), st.integers(0, 5))
+def test_a_row_comes_as_often_as_its_weight_says_rounded(weights, seed):
+    num_rows = len(weights)
+    epoch = next(ResumableSampler(num_rows, num_rows, seed=seed, weights=np.array(weights)))
+    expected = np.array(weights) * num_rows / np.sum(weights)
+    counts = np.bincount(epoch, minlength=num_rows)
+    assert counts.sum() == num_rows
+    assert (np.abs(counts - expected) < 1 + 1e-6).all()
+
+
+def test_a_curriculum_goes_from_easy_to_hard_and_shuffles_within():
+    difficulty = np.array([2, 0, 1, 0, 2, 1, 0, 0])
+    sampler = ResumableSampler(8, 8, seed=1, difficulty=difficulty)
+    one, two = _stream(sampler, 2)
+    assert difficulty[one].tolist() == difficulty[two].tolist() == sorted(difficulty.tolist())
+    assert one != two
+
+
+def test_a_state_taken_under_other_weights_is_refused():
+    first = ResumableSampler(4, 2, weights=np.array([1.0, 2, 3, 4]))
+    for other in (ResumableSampler(4, 2), ResumableSampler(4, 2, weights=np.array([1.0, 2, 3, 5]))):
+        with pytest.raises(CheckpointError, match="weights or the difficulty"):
+            other.restore(first.state())
+
+
+@pytest.mark.parametrize("kind", [{"weights": np.zeros(3)}, {"weights": np.array([1, -1, 1])}, {"difficulty": np.array([1, np.nan, 0])}])
+def test_weights_and_difficulties_that_are_none_are_refused(kind):
+    with pytest.raises(ValueError, match=r"weights|difficulty"):
+        ResumableSampler(3, 1, **kind)

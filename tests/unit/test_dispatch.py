@@ -221,3 +221,12 @@ def test_dataflow_check_names_step_column_and_where_it_comes_from() -> None:
 def test_a_worker_module_needs_neither_ray_nor_torch() -> None:
     code = "import sys, hybridflow.dispatch, hybridflow.platform; print({'ray', 'torch', 'pyarrow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_the_steps_of_the_main_job_find_their_columns(kl: float) -> None:
+    pytest.importorskip("megatron.core")
+    from hybridflow.config.schema import ActorConfig, RunConfig
+    from hybridflow.trainer.groups import check_steps
+
+    check_steps(RunConfig(actor=ActorConfig(kl_loss_coef=kl)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 from itertools import chain
@@ -375,3 +376,37 @@ def test_printed_form_tells_shapes_and_bytes() -> None:
     assert "DataProto: 4 rows, 4 columns" in text
     assert "int64 jagged [4, 0..3 (mean 1.5)]  88 B" in text
     assert "bfloat16 [4, 2]  16 B" in text
+
+
+def _streamed() -> DataProto:
+    return DataProto.from_columns(
+        {
+            "ids": Jagged.from_rows([[1, 2], [], [3]], np.int64),
+            "x": np.arange(6, dtype=np.float32).reshape(3, 2),
+            "half": np.zeros(3, np.uint16),
+            "info": np.array([{"a": 1}, "text", None], dtype=object),
+        },
+        {"temperature": 0.5},
+        bfloat16=["half"],
+    )
+
+
+def test_a_stream_brings_back_the_same_batch():
+    assert DataProto.from_stream(_streamed().to_stream()).equals(_streamed())
+    empty = _streamed().rows(slice(0, 0))
+    assert DataProto.from_stream(memoryview(empty.to_stream())).equals(empty)
+
+
+def test_a_stream_that_is_cut_off_anywhere_is_refused():
+    data = _streamed().to_stream()
+    for end in range(0, len(data), 7):
+        with pytest.raises(DataError, match="Arrow stream"):
+            DataProto.from_stream(data[:end])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_damaged_stream_gives_a_typed_error_or_a_valid_batch(position, change):
+    data = bytearray(_streamed().to_stream())
+    data[position % len(data)] ^= change
+    with contextlib.suppress(DataError):
+        repr(DataProto.from_stream(bytes(data)))

@@ -1,0 +1,152 @@
+"""A 208 MB batch to two actors and back, what that leaves in the driver, and a call that does nothing to four actors.
+
+Peers: verl's worker group over the same Ray cluster, with its default serialization and with its numpy mode; a bare Ray actor with
+`ray.put` and `ray.get` of the same bytes is the limit. "Collected" is when the driver has the result as one batch. Ours holds token
+columns as references into the object store, so two more figures say what it takes to read them: as views, one a rank, and joined.
+"""
+
+from __future__ import annotations
+
+from support import conditions
+
+if __name__ == "__main__":
+    conditions.ensure()
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from hybridflow.config.schema import ClusterConfig
+from hybridflow.protocol import DataProto
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from support import batches, peer
+from support.report import Figure, faster, interleaved, median, write
+from support.workers import Echo, peer_worker, plain_actor
+
+ROUNDS, CALLS = 7, 200
+TOTAL, ROWS = 208_000_000, 1024
+SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
+
+
+def start_peer(ranks: int) -> Any:
+    """verl's RayWorkerGroup without GPUs."""
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1, name_prefix=f"peer{ranks}")
+    return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(peer_worker())), device_name="cpu")
+
+
+def round_trip(cluster: Cluster, folder: Path) -> list[Figure]:
+    """The batch to two actors and back."""
+    import ray
+
+    group = WorkerGroup(cluster, ResourcePool.allocate(cluster, 1, 2), Echo, role="ours", log_dir=folder)
+    theirs = start_peer(2)
+    raw = [ray.remote(plain_actor()).remote() for _ in range(2)]
+    columns = batches.arrays(TOTAL, ROWS)
+    batch, peer_batch = batches.ours(columns), batches.theirs(columns)
+    halves = [{name: values[i * ROWS // 2 : (i + 1) * ROWS // 2] for name, values in columns.items()} for i in range(2)]
+
+    def peer_side(method: str) -> Callable[[], Any]:
+        def call() -> Any:
+            os.environ[SERIALIZATION] = method
+            theirs.serialize_with(method)
+            return theirs.echo(peer_batch)
+
+        return call
+
+    def bare() -> Any:
+        return ray.get([actor.echo.remote(ray.put(half)) for actor, half in zip(raw, halves, strict=True)])
+
+    def as_views() -> Any:
+        result = group.run(Echo.echo, batch)
+        return [part.fetch() for part in result.chunk(2)]
+
+    sides = {
+        "ours": lambda: group.run(Echo.echo, batch),
+        "ours, read as views": as_views,
+        "ours, read and joined": lambda: group.run(Echo.echo, batch).fetch(),
+        "default": peer_side("default"),
+        "numpy": peer_side("numpy"),
+        "ray": bare,
+    }
+    check(group.run(Echo.echo, batch), columns)
+    seconds = {name: median(values) for name, values in interleaved(sides, ROUNDS).items()}
+    figures = []
+    for side in ("ours", "ours, read as views", "ours, read and joined"):
+        label = f"208 MB to 2 actors and back{side.removeprefix('ours')}"
+        figures += [
+            faster(label, seconds[side], seconds["default"], f"{peer.NAME} default", limit=seconds["ray"]),
+            faster(label, seconds[side], seconds["numpy"], f"{peer.NAME} numpy mode", limit=seconds["ray"]),
+        ]
+    figures += memory({"ours": sides["ours, read as views"], "default": sides["default"], "numpy": sides["numpy"], "ray": bare})
+    group.kill()
+    return figures
+
+
+def check(result: DataProto, columns: dict[str, np.ndarray]) -> None:
+    """What came back is what was sent."""
+    assert all(np.array_equal(result[name], values) for name, values in columns.items())
+
+
+def memory(sides: dict[str, Callable[[], Any]]) -> list[Figure]:
+    """Resident memory of the driver after the round trip, result held and read, less before; the middle of five, in parts of the batch."""
+    process, growth = psutil.Process(), {}
+    for name, call in sides.items():
+        grown = []
+        for _ in range(6):
+            before = process.memory_info().rss
+            result = call()
+            grown.append((process.memory_info().rss - before) / TOTAL)
+            del result
+        growth[name] = max(0.0, median(grown[1:]))  # the first maps the store's pages
+    label = "driver memory grown over the round trip, share of the batch"
+    return [Figure(label, growth["ours"], "of 208 MB", f"{peer.NAME} {mode}", growth[mode]) for mode in ("default", "numpy")]
+
+
+def no_op(cluster: Cluster, folder: Path) -> list[Figure]:
+    """A call that does nothing to four actors."""
+    import ray
+
+    group = WorkerGroup(cluster, ResourcePool.allocate(cluster, 1, 4), Echo, role="ours", log_dir=folder)
+    theirs = start_peer(4)
+    raw = [ray.remote(plain_actor()).remote() for _ in range(4)]
+
+    def repeated(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(CALLS):
+                call()
+
+        return run
+
+    sides = {
+        "ours": repeated(lambda: group.run(Echo.nothing)),
+        "peer": repeated(theirs.nothing),
+        "ray": repeated(lambda: ray.get([actor.nothing.remote() for actor in raw])),
+    }
+    seconds = {name: median(values) / CALLS for name, values in interleaved(sides, ROUNDS).items()}
+    group.kill()
+    return [faster("a call that does nothing to 4 actors", seconds["ours"], seconds["peer"], peer.NAME, limit=seconds["ray"])]
+
+
+def main() -> None:
+    """All figures."""
+    peer.install()
+    paths = [str(Path(__file__).parent), str(peer.FOLDER)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])  # the actors import both
+    with tempfile.TemporaryDirectory() as folder:
+        config = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=120, call_timeout_s=120)
+        with Cluster.start(config, folder, object_store_bytes=4 << 30, num_cpus=32) as cluster:
+            figures = round_trip(cluster, Path(folder)) + no_op(cluster, Path(folder))
+    note = {"bytes": TOTAL, "rounds": ROUNDS, "calls": CALLS, "statistic": "median", "limit": "bare Ray in the same run"}
+    write("dispatch", figures, note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""verl, the peer: installed beside the benchmarks, never into the project's environment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "peer"
+# Without their dependencies, which would replace the project's own torch, ray and numpy.
+PACKAGES = (
+    "verl==0.9.1",
+    "tensordict==0.10.0",
+    "pyvers==0.2.3",
+    "cloudpickle==3.1.2",
+    "codetiming==1.4.0",
+    "pandas==3.1.1",
+    "python-dateutil==4.0.0",
+    "six==1.17.0",
+    "importlib_metadata==10.2.0",
+    "zipp==4.1.2",
+)
+NAME = PACKAGES[0].replace("==", " ")
+
+
+def install() -> Path:
+    """The folder with the peer, made on first use. Appended to the import path, so that it shadows nothing of ours."""
+    marker = FOLDER / "complete"
+    if not marker.exists() or marker.read_text() != "\n".join(PACKAGES):
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        print(f"installing {NAME} into {FOLDER} ...", flush=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER), *PACKAGES]
+        subprocess.run(command, check=True)
+        marker.write_text("\n".join(PACKAGES))
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return FOLDER
+
+
+def versions() -> dict[str, str]:
+    """What is installed there."""
+    return {found.metadata["Name"]: found.version for found in metadata.distributions(path=[str(FOLDER)])}

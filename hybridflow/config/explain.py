@@ -1,0 +1,191 @@
+"""`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply, and where each number comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.build import to_plain
+from hybridflow.config.schema import RunConfig
+
+_DEFAULT = "schema default"
+_KEYS = (  # what the user is shown, in this order
+    "data.train_batch_size",
+    "rollout.n",
+    "rollout.num_engines",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "actor.max_tokens_per_micro_batch",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "cluster.nodes",
+    "cluster.procs_per_node",
+    "actor.parallel.tensor",
+    "actor.parallel.pipeline",
+    "actor.parallel.context",
+    "trainer.total_steps",
+    "sft.steps",
+    "sft.batch_size",
+)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Who set each key: an override, a YAML file (the last that names it), or nobody."""
+
+    overrides: frozenset[str]
+    files: dict[str, str]
+
+    @classmethod
+    def find(cls, recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Origins:
+        """Read the recipe and the group files it is made of, in the order in which later ones win."""
+        given = [word.lstrip("+~") for word in overrides]
+        choices = {key: value for key, _, value in (word.partition("=") for word in given)}
+        files: dict[str, str] = {}
+        for file, package in _sources(recipe, choices, dirs, ""):
+            files |= dict.fromkeys(_leaves(_read(file), package), _shown(file, dirs))
+        return cls(frozenset(choices), files)
+
+    def of(self, key: str) -> str:
+        """`command line`, the file, or `schema default`."""
+        for prefix in _prefixes(key):
+            if prefix in self.overrides and (prefix == key or prefix not in _groups()):
+                return "command line"
+        return next((self.files[prefix] for prefix in _prefixes(key) if prefix in self.files), _DEFAULT)
+
+
+def explain(config: RunConfig, origins: Origins) -> str:
+    """The text of `--explain`."""
+    given = _given(config, origins)
+    return "\n".join([*given, "", *_rollout(config), "", *_actor(config), "", *_reference(config), "", *_sft(config)])
+
+
+def _given(config: RunConfig, origins: Origins) -> list[str]:
+    plain = to_plain(config)
+    rows = [(key, str(_value(plain, key)), origins.of(key)) for key in _KEYS]
+    wide = max(len(key) for key in _KEYS)
+    return ["Given", *(f"  {key:<{wide}}  {value:>8}  {origin}" for key, value, origin in rows)]
+
+
+def _rollout(config: RunConfig) -> list[str]:
+    prompts, n, engines = config.data.train_batch_size, config.rollout.n, config.rollout.num_engines
+    samples = derived.samples_per_step(config)
+    return [
+        "Rollout (one step)",
+        f"  samples   = data.train_batch_size x rollout.n = {prompts} x {n} = {samples}",
+        f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, "
+        f"at most rollout.max_running_requests {config.rollout.max_running_requests} at a time",
+    ]
+
+
+def _actor(config: RunConfig) -> list[str]:
+    actor, parallel = config.actor, config.actor.parallel
+    samples, mini, dp = derived.samples_per_step(config), derived.samples_per_mini_batch(config), derived.data_parallel_size(config)
+    model, world = derived.model_parallel_size(parallel), derived.world_size(config)
+    longest, share = derived.max_sequence_length(config), _up(mini, dp)
+    most = _up(share * longest, actor.max_tokens_per_micro_batch)
+    return [
+        "Actor (one step)",
+        f"  processes          = cluster.nodes x cluster.procs_per_node = {config.cluster.nodes} x {config.cluster.procs_per_node} "
+        f"= {world}",
+        f"  one model          = tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x {parallel.context} "
+        f"= {model} processes",
+        f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} of the {samples} samples, of equal cost",
+        f"  mini-batch         = actor.ppo_mini_batch_size x rollout.n = {actor.ppo_mini_batch_size} x {config.rollout.n} "
+        f"= {mini} samples an optimizer update",
+        f"  updates            = data.train_batch_size / actor.ppo_mini_batch_size x actor.ppo_epochs = "
+        f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = {derived.updates_per_step(config)} a step, "
+        f"{derived.total_updates(config)} in all ({config.trainer.total_steps} steps)",
+        f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
+        f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} tokens; the longest "
+        f"sample has {longest}, so between 1 and about {min(share, most)} an update, the same number on every rank",
+        "  accumulation       = gradients of all micro-batches of an update are added up before its one optimizer step",
+    ]
+
+
+def _reference(config: RunConfig) -> list[str]:
+    if not derived.needs_reference(config):
+        return ["Reference: none (actor.kl_loss_coef and algorithm.kl_coef are 0)"]
+    return ["Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same size"]
+
+
+def _sft(config: RunConfig) -> list[str]:
+    if config.sft.steps < 1:
+        return ["Warm start: none (sft.steps is 0)"]
+    size, dp = config.sft.batch_size, derived.data_parallel_size(config)
+    return [
+        "Warm start",
+        f"  sequences seen = sft.steps x sft.batch_size = {config.sft.steps} x {size} = {config.sft.steps * size}",
+        f"  a rank's share = {size} / {dp} = {_up(size, dp)} sequences an update, in micro-batches as above",
+    ]
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _value(plain: Any, key: str) -> Any:
+    for part in key.split("."):
+        plain = plain[part]
+    return plain
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    parts = key.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+def _groups() -> frozenset[str]:
+    """Keys that may be a group choice (`algorithm=grpo`) rather than a value."""
+    return frozenset(to_plain(RunConfig()))
+
+
+def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: str) -> Iterator[tuple[Path, str]]:
+    """The files behind a recipe or a group choice, each with the key under which its content goes, in the order of composition."""
+    file = next((folder / f"{name}.yaml" for folder in dirs if (folder / f"{name}.yaml").is_file()), None)
+    if file is None:
+        return
+    entries = _read(file).get("defaults") or []
+    own = False
+    for entry in entries:
+        if entry == "_self_":
+            own = True
+            yield file, package
+        elif isinstance(entry, dict):
+            for key, choice in entry.items():
+                group = str(key).removeprefix("override ").removeprefix("optional ").strip()
+                yield from _sources(f"{group}/{choices.get(group, choice)}", choices, dirs, group.lstrip("/"))
+        else:
+            folder, _, _ = name.rpartition("/")  # a plain name is a neighbour of the file that lists it
+            yield from _sources(f"{folder}/{entry}" if folder else str(entry), choices, dirs, package)
+    if not own:
+        yield file, package
+    if not package:  # groups chosen on the command line that the recipe does not list
+        listed = {str(group) for entry in entries if isinstance(entry, dict) for group in entry}
+        for group, choice in choices.items():
+            if group not in listed and choice.isidentifier():
+                yield from _sources(f"{group}/{choice}", choices, dirs, group)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+
+
+def _leaves(values: Any, prefix: str) -> Iterator[str]:
+    if not isinstance(values, dict):
+        yield prefix
+        return
+    for key, value in values.items():
+        if key != "defaults":
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _shown(file: Path, dirs: Sequence[Path]) -> str:
+    folder = next(folder for folder in dirs if file.is_relative_to(folder))
+    return f"{folder.name}/{file.relative_to(folder)}"

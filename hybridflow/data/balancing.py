@@ -1,0 +1,178 @@
+"""Spreading items over ranks by cost, and what a sequence costs. Pure numpy.
+
+A greedy start (longest processing time first) is improved by exchanges between a dear and a cheap rank. An exchange is only made when
+the dearer of the two gets cheaper, so the bounds of the greedy start hold for the result.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Costs = np.ndarray | Sequence[float]
+
+_MAX_ROUNDS = 24
+_PATIENCE = 4  # rounds without any exchange
+_ENOUGH = 2e-4  # of the mean: a spread below it is not worth another round
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """What a forward pass over one sequence costs: `per_token` for each token and `per_pair` for each pair of tokens (attention)."""
+
+    per_token: float
+    per_pair: float
+
+    @classmethod
+    def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
+        """Multiplications, from the shape in a Hugging Face config: matrices per token; scores and values per causal pair.
+
+        Fields that are missing count as in a plain dense model; a config without any shape costs by tokens alone.
+        """
+        hidden, layers = int(hf_config.get("hidden_size", 0)), int(hf_config.get("num_hidden_layers", 0))
+        if not hidden or not layers:
+            return cls(1.0, 0.0)
+        heads = int(hf_config.get("num_attention_heads", 1))
+        head_dim = int(hf_config.get("head_dim") or hidden // heads)
+        kv_heads = int(hf_config.get("num_key_value_heads") or heads)
+        attention = 2 * hidden * head_dim * (heads + kv_heads)
+        experts = int(hf_config.get("num_experts_per_tok") or 0)
+        width = experts * int(hf_config.get("moe_intermediate_size") or 0) or int(hf_config.get("intermediate_size") or 4 * hidden)
+        router = hidden * int(hf_config.get("num_experts") or 0)
+        head = hidden * int(hf_config.get("vocab_size") or 0)
+        return cls(float(layers * (attention + 3 * hidden * width + router) + head), float(layers * 2 * heads * head_dim) / 2)
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus the quadratic share."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return tokens + (self.per_pair / self.per_token) * tokens * tokens
+
+
+def checked_costs(costs: Costs) -> np.ndarray:
+    """Costs [B] as f64; ValueError when one is negative or not finite."""
+    weights = np.asarray(costs, dtype=np.float64)
+    if not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError("costs must be finite and not negative")
+    return weights
+
+
+def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list[np.ndarray]:
+    """Spreads items over ranks so that the largest sum of costs is small.
+
+    Longest processing time first, then exchanges. The largest sum is at most the mean plus the dearest item; without `equal_counts` it
+    is at most 4/3 - 1/(3 num_ranks) of the optimum too. Deterministic; ties go to the lower rank and the lower index.
+
+    Args:
+        costs: cost of each item [B], finite and not negative; any unit.
+        num_ranks: number of groups, at least 1.
+        equal_counts: every rank gets the same number of items (they must divide).
+
+    Returns:
+        One ascending int64 index array a rank; every index once. Empty arrays only when there are fewer items than ranks.
+
+    Raises:
+        ValueError: num_ranks is not positive, a cost is negative or not finite, or the items do not divide.
+    """
+    weights = checked_costs(costs)
+    if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
+        raise ValueError(f"num_ranks must be positive, and divide the items for equal counts, got {len(weights)} items, {num_ranks} ranks")
+    # Everything below sees the costs in descending order, so that the same costs in another order are grouped alike.
+    order = np.argsort(-weights, kind="stable")
+    sorted_costs, owner = weights[order], np.empty(len(weights), dtype=np.int64)
+    owner_sorted = _deal(sorted_costs, num_ranks) if equal_counts else _longest_first(sorted_costs, num_ranks)
+    if num_ranks > 1 and len(weights) > num_ranks:
+        _exchange(sorted_costs, owner_sorted, num_ranks, moves=not equal_counts)
+    owner[order] = owner_sorted
+    by_rank = np.argsort(owner, kind="stable")
+    return np.split(by_rank, np.cumsum(np.bincount(owner, minlength=num_ranks))[:-1])
+
+
+def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Rank of each item [B]: the next item (they descend) goes to the cheapest rank (ties: fewer items, then lower rank)."""
+    owner = []
+    heap = [(0.0, 0, rank) for rank in range(num_ranks)]
+    for cost in weights.tolist():
+        load, count, rank = heap[0]
+        owner.append(rank)
+        heapq.heapreplace(heap, (load + cost, count + 1, rank))
+    return np.array(owner, dtype=np.int64)
+
+
+def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the dearest goes to the cheapest rank."""
+    loads, rows = np.zeros(num_ranks), []
+    for costs in weights.reshape(-1, num_ranks):
+        rows.append(np.argsort(loads, kind="stable"))
+        loads[rows[-1]] += costs
+    return np.concatenate(rows) if rows else np.zeros(0, np.int64)
+
+
+def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
+    """Improve `owner` in place: in each round the dearest rank trades with the cheapest, the second with the second, and so on."""
+    loads = np.bincount(owner, weights, num_ranks)
+    fruitless, accepted = 0, loads.mean() * (1 + _ENOUGH)
+    for turn in range(_MAX_ROUNDS):
+        too_dear = int((loads > accepted).sum())
+        if not too_dear or fruitless == _PATIENCE:
+            return
+        ranks = np.argsort(-loads, kind="stable")
+        pairs = min(too_dear, num_ranks // 2)
+        # Shifted from round to round: a pair that has nothing to trade meets others.
+        partners = ranks[::-1][: min(2 * pairs, num_ranks - pairs)]
+        done = _trade(weights, owner, loads, ranks[:pairs], np.roll(partners, turn)[:pairs], moves)
+        fruitless = 0 if done else fruitless + 1
+
+
+def _trade(weights: np.ndarray, owner: np.ndarray, loads: np.ndarray, high: np.ndarray, low: np.ndarray, moves: bool) -> int:
+    """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of `low[i]`; how many were made."""
+    pair_of, is_low = np.full(len(loads), -1), np.zeros(len(loads), dtype=bool)
+    pair_of[high], pair_of[low], is_low[low] = np.arange(len(high)), np.arange(len(low)), True
+    mine = pair_of[owner]
+    give, take = np.flatnonzero((mine >= 0) & ~is_low[owner]), np.flatnonzero(is_low[owner])
+    costs, pairs = weights[take], mine[take]
+    if moves:  # an item for nothing: one of cost 0 that does not exist
+        costs, pairs = np.concatenate([np.zeros(len(low)), costs]), np.concatenate([np.arange(len(low)), pairs])
+        take = np.concatenate([np.full(len(low), -1), take])
+    # All that may be taken on one line, pair by pair and by cost inside a pair, so that one search serves every pair.
+    order = np.lexsort((costs, pairs))
+    costs, pairs, take = costs[order], pairs[order], take[order]
+    step = 2.0 * float(weights.max()) + 1.0
+    half = (loads[high] - loads[low]) / 2
+    wanted = weights[give] - half[mine[give]]
+    right = np.searchsorted(pairs * step + costs, mine[give] * step + np.maximum(wanted, 0.0))
+    missed, swap = np.full(len(give), np.inf), np.zeros(len(give), dtype=np.int64)
+    for at in (np.maximum(right - 1, 0), np.minimum(right, len(take) - 1)):
+        miss = np.where(pairs[at] == mine[give], np.abs(costs[at] - wanted), np.inf)
+        swap, missed = np.where(miss < missed, at, swap), np.minimum(missed, miss)
+    return _apply(weights, owner, loads, (high, low), half, (give, take[swap], missed))
+
+
+def _apply(
+    weights: np.ndarray,
+    owner: np.ndarray,
+    loads: np.ndarray,
+    ranks: tuple[np.ndarray, np.ndarray],
+    half: np.ndarray,
+    found: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> int:
+    """Carry out the best exchange of each pair that makes its dearer rank cheaper; an item taken of -1 means none."""
+    (high, low), (give, take, missed) = ranks, found
+    order = np.lexsort((give, missed))
+    first = np.full(len(loads), -1)
+    giver = owner[give[order]]
+    ranks_seen, at = np.unique(giver, return_index=True)
+    first[ranks_seen] = order[at]
+    chosen = first[high]
+    useful = (chosen >= 0) & (missed[chosen] < half * (1 - 1e-9))
+    high, low, chosen = high[useful], low[useful], chosen[useful]
+    out, back = give[chosen], take[chosen]
+    gain = weights[out] - np.where(back >= 0, weights[back], 0.0)
+    owner[out] = low
+    owner[back[back >= 0]] = high[back >= 0]
+    loads[high] -= gain
+    loads[low] += gain
+    return len(chosen)

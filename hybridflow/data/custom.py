@@ -1,0 +1,100 @@
+"""A dataset class of the user's own, loaded from a python file and checked before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from hybridflow.config.schema import DataConfig
+from hybridflow.data.dataset import PromptDataset
+from hybridflow.data.sampler import ResumableSampler
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.protocol import DataProto
+
+COLUMNS = ("prompt_ids", "data_source", "ground_truth", "extra_info", "index")
+_METHODS = ("__len__", "batch", "data_sources")
+
+
+class Prompts(Protocol):
+    """What the trainer asks of a dataset of prompts; `PromptDataset` is the built-in one and may be subclassed."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def data_sources(self) -> list[str]:
+        """The distinct data sources, sorted."""
+        ...
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        """The rows at `indices` [B] with the columns of `PromptDataset.batch`."""
+        ...
+
+
+def open_prompts(files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_rows: int | None = None) -> Prompts:
+    """`data.dataset_class`, else `PromptDataset`, constructed as `cls(files, tokenizer, config, max_rows=...)`.
+
+    Raises:
+        ConfigError: the file or class is missing, fails to import, or lacks a method; or its batches lack a column.
+    """
+    wanted = config.dataset_class
+    if wanted.path is None:
+        return PromptDataset(files, tokenizer, config, max_rows=max_rows)
+    made = _load(Path(wanted.path), wanted.name)(files, tokenizer, config, max_rows=max_rows)
+    missing = [name for name in COLUMNS if len(made) and name not in made.batch(np.zeros(1, np.int64))]
+    if missing:
+        raise ConfigError(f"{wanted.path}: {wanted.name}.batch() lacks column {missing[0]!r}; it needs {', '.join(COLUMNS)}")
+    return cast(Prompts, made)
+
+
+def open_sampler(config: DataConfig, dataset: Prompts, seed: int) -> ResumableSampler:
+    """The order of the rows: shuffled or not, with the weights and the curriculum that `data` names.
+
+    Raises:
+        ConfigError: a row lacks the number that `data.weight_key` or `data.difficulty_key` asks for.
+    """
+    weights, difficulty = (_numbers(dataset, key) for key in (config.weight_key, config.difficulty_key))
+    try:
+        return ResumableSampler(len(dataset), config.train_batch_size, config.shuffle, seed, weights=weights, difficulty=difficulty)
+    except ValueError as error:
+        raise ConfigError(f"data.weight_key={config.weight_key} data.difficulty_key={config.difficulty_key}: {error}") from error
+
+
+def _numbers(dataset: Prompts, key: str | None) -> np.ndarray | None:
+    if key is None:
+        return None
+    infos = dataset.batch(np.arange(len(dataset))).dense("extra_info")
+    for row, info in enumerate(infos):
+        if not isinstance((info or {}).get(key), (int, float)):
+            raise ConfigError(f"row {row}: extra_info has no number {key!r}, which data.weight_key or data.difficulty_key asks for")
+    return np.array([info[key] for info in infos], dtype=np.float64)
+
+
+def _load(path: Path, name: str) -> Any:
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"data.dataset_class.path {str(path)!r} is no python file (looked in {Path.cwd()})")
+    module_name = f"hybridflow_dataset_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses in the user's file look their own module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        sys.modules.pop(module_name, None)
+        raise ConfigError(f"{path} (data.dataset_class.path) cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    classes = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
+    if not inspect.isclass(found):
+        raise ConfigError(f"{path} has no class {name!r} (data.dataset_class.name); it has: {', '.join(classes) or 'none'}")
+    missing = [method for method in _METHODS if not hasattr(found, method)]
+    if missing:
+        raise ConfigError(f"{path}: class {name} lacks {', '.join(missing)}; subclass hybridflow.data.dataset.PromptDataset, or add them")
+    return found

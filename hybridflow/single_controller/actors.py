@@ -1,0 +1,98 @@
+"""The actor processes of a group: starting them, finding those of a detached group again, and making sure that they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hybridflow.dispatch import WorkerContext
+from hybridflow.errors import ResourceError
+from hybridflow.single_controller.cluster import Cluster
+from hybridflow.single_controller.future import Rank
+from hybridflow.single_controller.host import Host, Identity
+from hybridflow.single_controller.resource_pool import ResourcePool
+
+NAMESPACE = "hybridflow"  # of detached groups: every driver has one of its own otherwise
+_KILL_WAIT_S = 5.0
+
+
+def start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None) -> list[Rank]:
+    """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    share = round(1.0 / pool.max_colocate, 4)
+    remote = ray.remote(Host)
+    here = ray.util.get_node_ip_address()
+    ranks = []
+    for r, slot in enumerate(pool.slots):
+        known = {"name": f"{name}:{r}", "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
+        options = remote.options(
+            **known,
+            num_cpus=share,
+            num_gpus=share if pool.gpus else 0,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle_index),
+        )
+        try:
+            actor = options.remote()
+        except ValueError as error:  # Ray says so of a name that is taken
+            raise ResourceError(f"a detached group named {name!r} exists already: join it, or choose another name") from error
+        ranks.append(Rank(actor, slot.node, log_dir / f"{role}-rank{r}.log", cluster.is_local or slot.node == here))
+    return ranks
+
+
+def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
+    """The ranks of the detached group `name`, and its role. ResourceError when there is none."""
+    import ray
+
+    try:
+        first = ray.get_actor(f"{name}:0", NAMESPACE)
+        known: Identity = ray.get(first.identity.remote(), timeout=cluster.config.start_timeout_s)
+        actors = [first, *(ray.get_actor(f"{name}:{r}", NAMESPACE) for r in range(1, known.world_size))]
+        found: list[Identity] = ray.get([actor.identity.remote() for actor in actors], timeout=cluster.config.start_timeout_s)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise ResourceError(f"there is no detached group named {name!r} to join: {str(error).strip().splitlines()[0]}") from error
+    here = ray.util.get_node_ip_address()
+    ranks = [
+        Rank(actor, one.node, one.log_path, cluster.is_local or one.node == here, one.pid) for actor, one in zip(actors, found, strict=True)
+    ]
+    return ranks, known.role
+
+
+def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
+    """What torch.distributed reads, and one thread a process; `extra` wins."""
+    env = {
+        "RANK": str(context.rank),
+        "WORLD_SIZE": str(context.world_size),
+        "LOCAL_RANK": str(context.local_rank),
+        "MASTER_ADDR": context.master_addr,
+        "MASTER_PORT": str(context.master_port),
+        "OMP_NUM_THREADS": "1",
+    }
+    if context.master_addr in ("127.0.0.1", "::1"):
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the interface of the host name
+    return {**env, **extra}
+
+
+def end_processes(pids: Sequence[int]) -> None:
+    """Wait until the processes are gone, and make sure of it: one that is stuck in the kernel's or its own code gets SIGKILL."""
+    deadline = time.monotonic() + _KILL_WAIT_S
+    left = list(pids)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if _is_running(pid)]
+        time.sleep(0.05)
+    for pid in left:
+        if _is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

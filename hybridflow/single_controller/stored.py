@@ -1,0 +1,169 @@
+"""Columns that stay in Ray's object store: the driver holds references to them and passes those on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hybridflow.columns import Column, Deferred
+from hybridflow.errors import DataError, HybridFlowError
+from hybridflow.protocol import DataProto
+from hybridflow.single_controller.pieces import ColumnRecipe, Header, Recipe, assemble
+
+INLINE_BYTES = 64 << 10  # a result column up to this size is brought to the driver at once
+
+
+@dataclass(eq=False)
+class Origin:
+    """The call that makes some parts. Until it is done, `wait` waits for it; afterwards nothing here holds on to the call."""
+
+    wait: Callable[[], Any] | None
+    headers: dict[int, Header] = field(default_factory=dict)
+    error: HybridFlowError | None = None
+
+    def header(self, rank: int) -> Header:
+        """What `rank` returned; waits when it is not known, and raises what went wrong in the call."""
+        if rank not in self.headers:
+            self.check()
+        return self.headers[rank]
+
+    def check(self) -> None:
+        """Wait for the call; raises what went wrong in it."""
+        if self.wait is not None:
+            self.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One rank's share of a column: an object with a batch of that one column."""
+
+    ref: Any
+    rows: int
+    name: str  # of the column inside the object
+    rank: int
+    origin: Origin
+
+    @property
+    def header(self) -> Header:
+        """See `Origin.header`."""
+        return self.origin.header(self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredColumn(Deferred):
+    """Rows `index` `[B]` of `parts` laid end to end."""
+
+    parts: tuple[Part, ...]
+    index: np.ndarray
+
+    @classmethod
+    def whole(cls, part: Part) -> StoredColumn:
+        """All rows of one part."""
+        return cls((part,), np.arange(part.rows))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def take(self, index: np.ndarray) -> StoredColumn:
+        """See Deferred."""
+        return StoredColumn(self.parts, self.index[index])
+
+    def concat(self, others: Sequence[Deferred]) -> StoredColumn:
+        """See Deferred."""
+        columns = [self, *(other for other in others if isinstance(other, StoredColumn))]
+        starts = np.cumsum([0, *(sum(part.rows for part in column.parts) for column in columns)])
+        index = np.concatenate([column.index + start for column, start in zip(columns, starts, strict=False)])
+        return StoredColumn(tuple(part for column in columns for part in column.parts), index)
+
+    def needed(self) -> StoredColumn:
+        """Without the parts that none of the rows lies in."""
+        starts = np.cumsum([0, *(part.rows for part in self.parts)])
+        part_of = np.searchsorted(starts, self.index, side="right") - 1
+        used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
+        moved = np.zeros(len(self.parts), np.int64)
+        moved[used] = np.cumsum([0, *(self.parts[at].rows for at in used[:-1])]) - starts[used]
+        return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
+
+    def fetch(self) -> tuple[Column, bool]:
+        """See Deferred. One contiguous piece is a view of the store; otherwise the pieces are joined.
+
+        Raises:
+            DataError: an object is lost, because the node that held it is.
+            HybridFlowError: the call that makes the column failed.
+        """
+        import ray
+
+        column = self.needed()
+        for part in column.parts:
+            _ = part.header  # raises what went wrong in the call that makes it
+        try:
+            objects = ray.get([part.ref for part in column.parts])
+        except ray.exceptions.RayError as error:
+            raise DataError(f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}") from error
+        batch = assemble(objects, column.index)
+        name = batch.columns[0]
+        return batch[name], name in batch.bfloat16
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """See Deferred."""
+        found = [part.header.lengths.get(part.name) for part in self.parts]
+        known = [lengths for lengths in found if lengths is not None]
+        return np.concatenate(known)[self.index] if len(known) == len(found) else None
+
+    @property
+    def nbytes(self) -> int:
+        """See Deferred."""
+        rows = sum(part.rows for part in self.parts)
+        total = sum(part.header.nbytes[part.name] for part in self.parts)
+        return total * len(self.index) // max(rows, 1)
+
+
+@dataclass
+class Outgoing:
+    """Arguments of one call on their way: batches with stored columns become recipes, and the objects they need are sent along."""
+
+    objects: list[Any] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    _at: dict[Any, int] = field(default_factory=dict)
+
+    def recipe(self, batch: DataProto, store: Callable[[Any], Any]) -> Recipe:
+        """How the receiver builds `batch`; `store` puts its local columns into the object store."""
+        columns = []
+        for name in batch.deferred:
+            held = dict(batch.items())[name]
+            if not isinstance(held, StoredColumn):
+                raise HybridFlowError(f"column {name!r} is a {type(held).__name__}, which cannot be sent")
+            column = held.needed()
+            columns.append(ColumnRecipe(name, tuple(self._add(part) for part in column.parts), column.index))
+        local = batch.drop(batch.deferred)
+        position = self._add_ref(store(local)) if local.nbytes > INLINE_BYTES else None
+        return Recipe(local if position is None else position, tuple(columns), batch.columns)
+
+    def _add(self, part: Part) -> int:
+        if part.origin not in self.origins:
+            self.origins.append(part.origin)
+        return self._add_ref(part.ref)
+
+    def _add_ref(self, ref: Any) -> int:
+        if ref not in self._at:
+            self._at[ref] = len(self.objects)
+            self.objects.append(ref)
+        return self._at[ref]
+
+
+def stored_batch(columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any], rank: int, origin: Origin) -> DataProto:
+    """One rank's result as columns that stay where they are: `columns` has the object of each."""
+    return DataProto({name: StoredColumn.whole(Part(ref, rows, name, rank, origin)) for name, ref in columns.items()}, meta)
+
+
+def with_small_columns(batch: DataProto) -> DataProto:
+    """Fetch the columns that are small enough to hold on the driver."""
+    held = dict(batch.items())
+    small = [name for name in batch.deferred if held[name].nbytes <= INLINE_BYTES]
+    return batch.select(small).fetch().union(batch.drop(small)).select(batch.columns)

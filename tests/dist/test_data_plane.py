@@ -1,0 +1,122 @@
+"""Columns that stay in the object store: what a data-parallel call writes is passed on by reference and fetched when it is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridflow.config.schema import ClusterConfig
+from hybridflow.errors import ModelError, SchemaError, WorkerError
+from hybridflow.protocol import DataProto, Jagged
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from tests.dist import sc_workers as sw
+
+pytestmark = pytest.mark.slow
+CONFIG = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=90, call_timeout_s=60)
+TOKENS = 3000
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster.start(CONFIG, tmp_path_factory.mktemp("run")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[WorkerGroup, WorkerGroup]:
+    """One group of two data-parallel ranks, and one of two data-parallel groups of two ranks, in one pool."""
+    pool, logs = ResourcePool.allocate(cluster, 1, 4), tmp_path_factory.mktemp("logs")
+    wide = WorkerGroup(cluster, pool, sw.Tokens, role="wide", args=(2,), log_dir=logs)
+    narrow = WorkerGroup(cluster, pool.split([3, 1])[0], sw.Tokens, role="narrow", args=(1,), log_dir=logs)
+    return wide, narrow
+
+
+def prompts(rows: int) -> DataProto:
+    return DataProto.from_columns({"uid": np.arange(rows)})
+
+
+@pytest.mark.parametrize("rows", [4, 7, 12])
+def test_large_columns_stay_in_the_store_and_read_like_others(groups: tuple[WorkerGroup, WorkerGroup], rows: int) -> None:
+    out = groups[0].run(sw.Tokens.generate, prompts(rows))
+    assert out.deferred == ("tokens",)  # uid and weight are small enough to be brought here
+    assert out["uid"].tolist() == list(range(rows))
+    assert out.lengths("tokens").tolist() == [TOKENS - uid for uid in range(rows)]
+    tokens = out.jagged("tokens")
+    assert [int(row[0]) for row in tokens] == list(range(rows))
+    assert not tokens.values.flags.writeable
+    assert out["weight"].dtype == np.uint16 and "weight" in out.bfloat16
+    assert "in the object store" in repr(out)
+
+
+@pytest.mark.parametrize("rows", [3, 8, 11])
+def test_a_batch_of_references_is_cut_reordered_and_sent_to_another_group(groups: tuple[WorkerGroup, WorkerGroup], rows: int) -> None:
+    wide, narrow = groups
+    out = prompts(rows).union(wide.run(sw.Tokens.generate, prompts(rows)))
+    order = np.random.default_rng(0).permutation(rows)
+    for group in (narrow, wide):
+        back = group.run(sw.Tokens.sums, out.reorder(order)).reorder(np.argsort(order))
+        assert back["uid"].tolist() == list(range(rows))
+        assert back["total"].tolist() == [uid * (TOKENS - uid) for uid in range(rows)]
+    part = out.rows([1, 1, 0])
+    assert narrow.run(sw.Tokens.sums, part)["uid"].tolist() == [1, 1, 0]
+    assert DataProto.concat([part, out]).jagged("tokens").lengths[:3].tolist() == [TOKENS - 1, TOKENS - 1, TOKENS]
+    assert out.fetch().equals(out)
+
+
+def test_futures_chain_without_waiting_on_the_driver(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    wide, narrow = groups
+    start = time.monotonic()
+    slow = wide.submit(sw.Tokens.generate, prompts(9), 0.5)
+    sums = narrow.submit(sw.Tokens.sums, slow.batch())
+    assert time.monotonic() - start < 0.4
+    assert sums.result(timeout=30)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(9)]
+    assert slow.result()["uid"].tolist() == list(range(9))
+
+
+def test_an_error_upstream_is_reported_as_that_and_not_as_one_of_the_next_group(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    wide, narrow = groups
+    failing = wide.submit(sw.Tokens.generate, prompts(4), 0.0, True)
+    chained = narrow.submit(sw.Tokens.sums, failing.batch())
+    with pytest.raises(ModelError, match=r"no tokens today \(wide rank \d on"):
+        chained.result(timeout=30)
+    assert narrow.run(sw.Tokens.sums, prompts(3).union(wide.run(sw.Tokens.generate, prompts(3))))["uid"].tolist() == [0, 1, 2]
+
+
+def test_a_death_upstream_names_the_group_that_died(cluster: Cluster, groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path) -> None:
+    pool = ResourcePool.allocate(cluster, 1, 1)
+    doomed = WorkerGroup(cluster, pool, sw.Tokens, role="doomed", args=(1,), log_dir=tmp_path)
+    promise = doomed.submit(sw.Tokens.generate, prompts(3), 0.0, False, True).batch()
+    with pytest.raises(WorkerError, match=r"the worker process died.*\(doomed rank 0") as caught:
+        groups[1].submit(sw.Tokens.sums, promise).result(timeout=30)
+    assert caught.value.role == "doomed"
+    assert groups[1].run(sw.Tokens.who) == 0
+    doomed.kill()
+    pool.release()
+
+
+def test_a_method_that_declares_nothing_gives_no_batch_to_chain(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    future = groups[0].submit(sw.Tokens.who)
+    with pytest.raises(SchemaError, match="does not declare"):
+        future.batch()
+
+
+def test_missing_and_undeclared_columns_are_named(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    with pytest.raises(SchemaError, match="did not return column 'b'"):
+        groups[0].run(sw.Tokens.wrong_columns, prompts(4))
+
+
+def test_references_are_given_back_with_the_batch(groups: tuple[WorkerGroup, WorkerGroup], cluster: Cluster) -> None:
+    for _ in range(40):  # 40 x 12 MB in a store of 256 MB
+        out = groups[0].run(sw.Tokens.generate, prompts(500))
+        assert out.deferred == ("tokens",)
+    assert out.jagged("tokens").nbytes > 10 << 20
+
+
+def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path) -> None:
+    out = groups[0].run(sw.Tokens.generate, prompts(5))
+    out.drop(["weight"]).write_parquet(tmp_path / "a.parquet")
+    assert isinstance(DataProto.read_parquet(tmp_path / "a.parquet")["tokens"], Jagged)

@@ -1,0 +1,107 @@
+"""Groups that outlive something: a rank that died (restart) and the driver (detached, joined by name); and the debugger."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.config.schema import ClusterConfig
+from hybridflow.errors import ResourceError, WorkerError
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from tests.dist import sc_workers as sw
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ClusterConfig(nodes=1, procs_per_node=2, start_timeout_s=90, call_timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster.start(CONFIG, tmp_path_factory.mktemp("run")) as started:
+        yield started
+
+
+def test_a_group_that_lost_its_ranks_starts_again_and_runs_its_hooks(cluster: Cluster, tmp_path: Path) -> None:
+    pool = ResourcePool.allocate(cluster, 1, 2)
+    group = WorkerGroup(cluster, pool, sw.Counter, role="counter", args=(40,), log_dir=tmp_path)
+    seen: list[object] = []
+    group.on_restart(lambda: seen.append(group.run(sw.Counter.next)))
+    group.on_restart(lambda: seen.append("second"))
+    assert group.run(sw.Counter.next) == [41, 41]
+    assert group.run(sw.Counter.next) == [42, 42]
+    before = group.pids()
+    with pytest.raises(WorkerError, match="died"):
+        group.run(sw.Counter.die)
+    with pytest.raises(WorkerError, match="died"):
+        group.run(sw.Counter.next)
+    group.restart()
+    assert seen == [[41, 41], "second"]
+    assert group.run(sw.Counter.next) == [42, 42]
+    assert not set(before) & set(group.pids())
+    group.kill()
+    pool.release()
+
+
+def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    import ray
+
+    pool = ResourcePool.allocate(cluster, 1, 2, detached=True)
+    group = WorkerGroup(cluster, pool, sw.Counter, role="stays", log_dir=tmp_path, name="counter")
+    assert group.run(sw.Counter.next) == [1, 1]
+    with pytest.raises(ResourceError, match="'counter' exists already"):
+        WorkerGroup(cluster, pool, sw.Counter, role="twin", log_dir=tmp_path, name="counter")
+    command = [sys.executable, "-m", "tests.dist.sc_workers", "join", ray.get_runtime_context().gcs_address, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert "joined stays 2 [2, 2]" in done.stdout, done.stderr[-2000:]
+    assert group.run(sw.Counter.next) == [3, 3]
+    same = WorkerGroup.join(cluster, sw.Counter, "counter")
+    assert (same.pids(), same.log_paths()) == (group.pids(), group.log_paths())
+    with pytest.raises(ResourceError, match="only the driver that started it"):
+        same.restart()
+    group.kill()
+    with pytest.raises(ResourceError, match="no detached group named 'counter'"):
+        WorkerGroup.join(cluster, sw.Counter, "counter")
+    pool.release()
+
+
+def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(cluster: Cluster, tmp_path: Path) -> None:
+    pool = ResourcePool.allocate(cluster, 1, 1)
+    group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
+    future = group.submit(sw.Counter.stop_here, 41)
+    stop = _wait_for_breakpoint()
+    assert Path(stop["filename"]).name == "sc_workers.py"
+    assert not future.done()
+    host, port = stop["pdb_address"].rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as console:
+        stream = console.makefile("rw")
+        stream.write("p 'seen is', seen\ncontinue\n")
+        stream.flush()
+        answer = stream.read()
+    assert "('seen is', 42)" in answer
+    assert future.result(timeout=30) == 42
+    assert f"localhost:{port}" in group.log_paths()[0].read_text()  # where the guide tells people to look
+    group.kill()
+    pool.release()
+
+
+def _wait_for_breakpoint() -> dict[str, Any]:
+    """What `ray debug` lists: the stopped workers of the cluster."""
+    from ray._private.ray_constants import KV_NAMESPACE_PDB
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        keys = [key for key in _internal_kv_list("RAY_PDB_", namespace=KV_NAMESPACE_PDB) if b"CONTINUE" not in key]
+        if keys:
+            stop: dict[str, Any] = json.loads(_internal_kv_get(keys[0], namespace=KV_NAMESPACE_PDB))
+            return stop
+        time.sleep(0.1)
+    raise AssertionError("no breakpoint became visible")
