@@ -1,4 +1,4 @@
-"""`hybridflow train | sft | prepare | report | version`.
+"""`hybridflow train | sft | prepare | report | reshard | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are broken.
 """
@@ -21,7 +21,10 @@ from hybridflow.errors import ConfigError, HybridFlowError
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
 
-OPTIONS = ("--config-name", "--config-dir", "--print-config", "--source", "--out")
+OPTIONS = (
+    *("--config-name", "--config-dir", "--print-config", "--explain", "--source", "--out"),
+    *("--model", "--trainer", "--engines", "--staging-mib", "--link-gbps", "--json", "--write"),
+)
 
 TOP = """\
 Reinforcement learning of large language models: Megatron trains, SGLang generates, Ray starts the processes.
@@ -30,6 +33,7 @@ examples:
   hybridflow train                                             list the recipes
   hybridflow train --config-name tiny-moe-grpo                 run the demo
   hybridflow train --config-name tiny-moe-grpo --print-config  show every setting, start nothing
+  hybridflow train --config-name tiny-moe-grpo --explain       what the batch sizes mean, and who set them
   hybridflow report runs/tiny-moe-grpo                         write report.html again
 """
 
@@ -51,6 +55,16 @@ tasks:
 examples:
   hybridflow prepare arithmetic --out data/arithmetic num_train=4000
   hybridflow prepare gsm8k --source downloads/gsm8k --out data/gsm8k
+"""
+
+RESHARD = """\
+example:
+  hybridflow reshard plan --model kimi-k2 --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2 --engines 32xtp=32,ep=32
+
+Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json, such a file, or
+one of kimi-k2, deepseek-v3, qwen3-235b-a22b, qwen3-30b-a3b, llama-3.1-70b. Sizes of the trainer: ranks, tp, pp, vpp, cp, ep, etp, first
+and last (layers of the first and last pipeline stage). Sizes of an engine: tp, ep, dpa (data-parallel attention), pp; NUMBERx before
+them is the number of such engines, and --engines may be given several times.
 """
 
 
@@ -104,6 +118,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     report = _add(commands, "report", "write the HTML report of a run", "example:\n  hybridflow report runs/tiny-moe-grpo\n", run_report)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
+    reshard = _add(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_reshard_plan)
+    _add_reshard_plan(reshard)
     _add(commands, "version", "print the version", "", run_version)
     return parser
 
@@ -146,6 +162,22 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_reshard_plan(args: argparse.Namespace) -> int:
+    """`hybridflow reshard plan`."""
+    from hybridflow.reshard import report
+    from hybridflow.reshard.engine_layouts import EngineShape
+    from hybridflow.reshard.layout import ParallelShape
+    from hybridflow.reshard.simulate import Fabric
+
+    trainer, engines = report.build(ParallelShape, args.trainer), [report.build(EngineShape, text) for text in args.engines]
+    fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
+    run = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric)
+    if args.write is not None:
+        args.write.write_text(json.dumps(run.plan.to_dict()), encoding="utf-8")
+    print(json.dumps(run.figures(), indent=2) if args.json else report.table(run))
+    return 0
+
+
 def run_version(args: argparse.Namespace) -> int:
     """`hybridflow version`."""
     print(f"hybridflow {hybridflow.__version__}")
@@ -154,7 +186,7 @@ def run_version(args: argparse.Namespace) -> int:
 
 def _run_job(args: argparse.Namespace, job: str) -> int:
     if args.config_name is None:
-        if args.overrides or args.print_config:
+        if args.overrides or args.print_config or args.explain:
             raise ConfigError(f"--config-name is missing; `hybridflow {job}` alone lists the recipes")
         return _list_recipes(args, job)
     from hybridflow.config.load import dump_yaml, load_config
@@ -166,6 +198,12 @@ def _run_job(args: argparse.Namespace, job: str) -> int:
     from hybridflow.config.check import check
 
     check(config, job)
+    if args.explain:
+        from hybridflow.config.explain import Origins, explain
+        from hybridflow.config.locate import config_dirs
+
+        print(explain(config, Origins.find(args.config_name.removesuffix(".yaml"), args.overrides, config_dirs(args.config_dir))))
+        return 0
     from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
 
     (app.train if job == "train" else app.sft)(config)
@@ -204,11 +242,32 @@ def _add(commands: Any, name: str, summary: str, epilog: str, handler: Callable[
     return parser
 
 
+def _add_reshard_plan(reshard: argparse.ArgumentParser) -> None:
+    plan = _add(
+        reshard.add_subparsers(metavar="ACTION", required=True),
+        "plan",
+        "plan, prove and simulate one weight sync",
+        RESHARD,
+        run_reshard_plan,
+    )
+    plan.add_argument(
+        "--model", required=True, metavar="MODEL", help="a published model's name, or the path of a config.json or its folder"
+    )
+    plan.add_argument("--trainer", required=True, metavar="SIZES", help="for example ranks=256,tp=8,pp=8,ep=32")
+    plan.add_argument("--engines", required=True, action="append", metavar="SIZES", help="for example 2xtp=16,ep=16; may be repeated")
+    plan.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights (default: bfloat16)")
+    plan.add_argument("--staging-mib", type=int, default=1024, metavar="MIB", help="memory for messages under way, a rank (default: 1024)")
+    plan.add_argument("--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)")
+    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write the plan itself as JSON")
+
+
 def _add_job(commands: Any, name: str, summary: str, handler: Callable[[argparse.Namespace], int]) -> None:
     parser = _add(commands, name, summary, JOB.format(job=name), handler)
     parser.add_argument("--config-name", metavar="NAME", help="a recipe; without it, the recipes are listed")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first")
     parser.add_argument("--print-config", action="store_true", help="print the whole resolved configuration as YAML and stop")
+    parser.add_argument("--explain", action="store_true", help="print how the batch sizes multiply and where each comes from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 

@@ -1,0 +1,199 @@
+"""What SGLang's ranks hold, written by hand, for the dry run alone.
+
+A run never reads this file: there the layout is discovered by tracing the engine's own loader (`hybridflow.engines.layout_tracer`), so no
+table can be wrong. Here no engine is at hand, and a plan for 1,024 ranks must take seconds. Conventions of SGLang 0.5.23: query, key and
+value stacked in `qkv_proj`, gate over up in `gate_up_proj` and `w13_weight`, experts stacked, the vocabulary padded to a multiple of 64,
+KV heads repeated when there are fewer than ranks, experts cut by expert parallelism first and by tensors within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.layout import LocalTensor, Piece, split, stacked, vocabulary, whole
+from hybridflow.models.mla import LatentAttention
+from hybridflow.reshard.layout import Catalog, Layout, RankLayout
+
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """`count` equal engines of `tensor * pipeline` ranks. `expert` and `data_attention` divide `tensor`, as SGLang's `--ep-size` and
+    `--dp-size --enable-dp-attention` do.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+    data_attention: int = 1
+    pipeline: int = 1
+    count: int = 1
+
+    def check(self, decoder: Decoder) -> None:
+        """Raise WeightSyncError where the model does not divide by this shape."""
+        if min(self.tensor, self.expert, self.data_attention, self.pipeline, self.count) < 1:
+            raise WeightSyncError(f"all sizes of an engine and their number must be 1 or more: {self}")
+        attention_ranks = self.tensor // self.data_attention
+        rules = [
+            ("the engine's tensor size", self.tensor, "its expert size", self.expert),
+            ("the engine's tensor size", self.tensor, "its data-attention size", self.data_attention),
+            ("num_hidden_layers", decoder.num_layers, "the engine's pipeline size", self.pipeline),
+            ("num_attention_heads", decoder.heads, "the engine's attention ranks", attention_ranks),
+        ]
+        attention = decoder.attention(0)
+        if isinstance(attention, GroupedAttention):
+            many, few = max(attention.groups, attention_ranks), min(attention.groups, attention_ranks)
+            rules.append(("num_key_value_heads or the engine's attention ranks", many, "the other", few))
+        for layer in (0, decoder.num_layers - 1):
+            mlp = decoder.mlp(layer)
+            if isinstance(mlp, Experts):
+                rules.append(("num_experts", mlp.num_experts, "the engine's expert size", self.expert))
+                rules.append(("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert))
+                rules.append(("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.tensor))
+            elif isinstance(mlp, DenseMlp):
+                rules.append(("intermediate_size", mlp.ffn, "the engine's tensor size", self.tensor))
+        for field, value, key, size in rules:
+            if size < 1 or value % size:
+                raise WeightSyncError(f"{field} is {value}, which {key} {size} does not divide; choose another engine shape")
+
+
+def engine_layout(decoder: Decoder, engines: Sequence[EngineShape], dtype: str, catalog: Catalog | None = None) -> Layout:
+    """The layout of all ranks of all engines, engine after engine.
+
+    Raises:
+        WeightSyncError: the model cannot take an engine's shape.
+    """
+    index = (catalog or Catalog.of(decoder.tensors())).index()
+    classes: list[RankLayout] = []
+    rank_class: list[int] = []
+    replica: list[int] = []
+    for shape in engines:
+        shape.check(decoder)
+        first, ranks = len(classes), shape.tensor * shape.pipeline
+        classes += [RankLayout.of(_Rank(decoder, shape, rank).tensors(), index, dtype) for rank in range(ranks)]
+        for _ in range(shape.count):
+            number = replica[-1] + 1 if replica else 0
+            rank_class += range(first, first + ranks)
+            replica += [number] * ranks
+    return Layout(tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
+
+
+class _Rank:
+    """One rank of an engine; pipeline stages are the outer index."""
+
+    def __init__(self, decoder: Decoder, shape: EngineShape, rank: int) -> None:
+        self.decoder, self.shape = decoder, shape
+        self.stage, self.rank = divmod(rank, shape.tensor)
+        self.attention_size = shape.tensor // shape.data_attention
+        self.attention_rank = self.rank % self.attention_size
+        self.expert_size = shape.tensor // shape.expert
+        self.expert_group, self.expert_rank = divmod(self.rank, self.expert_size)
+
+    def tensors(self) -> list[LocalTensor]:
+        """Every buffer with its pieces."""
+        decoder, last = self.decoder, self.stage == self.shape.pipeline - 1
+        share = decoder.num_layers // self.shape.pipeline
+        tensors: list[LocalTensor] = []
+        if self.stage == 0 or (last and decoder.tied):
+            tensors.append(self._vocab("model.embed_tokens.weight"))
+        for layer in range(self.stage * share, (self.stage + 1) * share):
+            prefix = f"model.layers.{layer}."
+            tensors += self._attention(prefix, layer) + self._mlp(prefix, layer)
+        if last:
+            tensors.append(whole("model.norm.weight", "model.norm.weight", (decoder.hidden,)))
+            if not decoder.tied:
+                tensors.append(self._vocab("lm_head.weight"))
+        return tensors
+
+    def _vocab(self, name: str) -> LocalTensor:
+        rows = -(-self.decoder.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        size = self.attention_size if self.shape.data_attention > 1 else self.shape.tensor
+        rank, share = (self.attention_rank if self.shape.data_attention > 1 else self.rank), -(-rows // size)
+        real = max(0, min(share, self.decoder.vocab_size - rank * share))
+        if rows % size:
+            return vocabulary(name, name, self.decoder.vocab_size, self.decoder.hidden, rank, size)
+        start = (min(rank * share, self.decoder.vocab_size), 0)
+        pieces = (Piece(name, start, (0, 0), (real, self.decoder.hidden)),) if real else ()
+        return LocalTensor(name, (share, self.decoder.hidden), pieces, padding_rows=share - real)
+
+    def _attention(self, prefix: str, layer: int) -> list[LocalTensor]:
+        block = self.decoder.attention(layer)
+        norm = whole(f"{prefix}input_layernorm.weight", f"{prefix}input_layernorm.weight", (block.hidden,))  # type: ignore[attr-defined]
+        if isinstance(block, LatentAttention):
+            return [norm, *self._latent(block, f"{prefix}self_attn.", block.tensors(prefix))]
+        if isinstance(block, GroupedAttention):
+            return [norm, *self._grouped(block, f"{prefix}self_attn.")]
+        raise WeightSyncError(f"no engine layout is written for attention of kind {type(block).__name__}")
+
+    def _grouped(self, block: GroupedAttention, hf: str) -> list[LocalTensor]:
+        size, rank = self.attention_size, self.attention_rank
+        q_rows = block.heads // size * block.head_dim
+        kv_rows = max(block.groups // size, 1) * block.head_dim
+        kv_first = rank * kv_rows if block.groups >= size else rank // (size // block.groups) * block.head_dim
+        cuts = (("q", rank * q_rows, q_rows), ("k", kv_first, kv_rows), ("v", kv_first, kv_rows))
+        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (block.hidden,))] + ([("bias", ())] if block.qkv_bias else [])
+        tensors = [
+            stacked(f"{hf}qkv_proj.{kind}", [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts], tail)
+            for kind, tail in kinds
+        ]
+        tensors.append(split(f"{hf}o_proj.weight", f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size))
+        norms = ("q_norm", "k_norm") if block.qk_norm else ()
+        return tensors + [whole(f"{hf}{name}.weight", f"{hf}{name}.weight", (block.head_dim,)) for name in norms]
+
+    def _latent(self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]) -> list[LocalTensor]:
+        def cut(name: str, dim: int) -> LocalTensor:
+            full = f"{hf}{name}.weight"
+            return split(full, full, shapes[full], dim, self.attention_rank, self.attention_size)
+
+        def full(name: str) -> LocalTensor:
+            return whole(f"{hf}{name}.weight", f"{hf}{name}.weight", shapes[f"{hf}{name}.weight"])
+
+        kv = (f"{hf}kv_a_proj_with_mqa.weight", 0, block.kv_rank + block.rope_dim)
+        if block.q_rank is None:
+            queries = [cut("q_proj", 0), full("kv_a_proj_with_mqa")]
+        else:
+            fused = stacked(f"{hf}fused_qkv_a_proj_with_mqa.weight", [(f"{hf}q_a_proj.weight", 0, block.q_rank), kv], (block.hidden,))
+            queries = [fused, full("q_a_layernorm"), cut("q_b_proj", 0)]
+        return [*queries, full("kv_a_layernorm"), cut("kv_b_proj", 0), cut("o_proj", 1)]
+
+    def _mlp(self, prefix: str, layer: int) -> list[LocalTensor]:
+        block = self.decoder.mlp(layer)
+        norm = whole(f"{prefix}post_attention_layernorm.weight", f"{prefix}post_attention_layernorm.weight", (self.decoder.hidden,))
+        if isinstance(block, DenseMlp):
+            return [norm, *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names)]
+        if isinstance(block, Experts):
+            return [norm, *self._experts(block, f"{prefix}{block.prefix}")]
+        raise WeightSyncError(f"no engine layout is written for an MLP of kind {type(block).__name__}")
+
+    def _gated(self, hf: str, hidden: int, ffn: int, names: MlpNames) -> list[LocalTensor]:
+        rows = ffn // self.shape.tensor
+        parts = [(f"{hf}{name}.weight", self.rank * rows, rows) for name in (names.gate, names.up)]
+        down = f"{hf}{names.down}.weight"
+        return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), split(down, down, (hidden, ffn), 1, self.rank, self.shape.tensor)]
+
+    def _experts(self, block: Experts, hf: str) -> list[LocalTensor]:
+        share, cols = block.num_experts // self.shape.expert, block.ffn // self.expert_size
+        first, offset, hidden = self.expert_group * share, self.expert_rank * cols, block.hidden
+        w13: list[Piece] = []
+        w2: list[Piece] = []
+        for local in range(share):
+            expert = f"{hf}experts.{first + local}."
+            w13.append(Piece(f"{expert}{block.names.gate}.weight", (offset, 0), (local, 0, 0), (cols, hidden)))
+            w13.append(Piece(f"{expert}{block.names.up}.weight", (offset, 0), (local, cols, 0), (cols, hidden)))
+            w2.append(Piece(f"{expert}{block.names.down}.weight", (0, offset), (local, 0, 0), (hidden, cols)))
+        tensors = [whole(f"{hf}gate.weight", f"{hf}gate.weight", (block.num_experts, hidden))]
+        if block.expert_bias:
+            bias = f"{hf}gate.e_score_correction_bias"
+            piece = Piece(bias, (0,), (0,), (block.num_experts,))
+            tensors.append(LocalTensor(bias, (block.num_experts,), (piece,), dtype="float32"))
+        tensors.append(LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13)))
+        tensors.append(LocalTensor(f"{hf}experts.w2_weight", (share, hidden, cols), tuple(w2)))
+        if block.shared_ffn:
+            tensors += self._gated(f"{hf}shared_experts.", hidden, block.shared_ffn, block.names)
+        return tensors

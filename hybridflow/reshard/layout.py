@@ -1,0 +1,212 @@
+"""Both sides' layouts as columnar data: which rectangle of which HF tensor lies where in which buffer of which rank.
+
+Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have 512 different ones, 1,024 engine ranks
+of 32 equal engines have 32. Shapes are padded with ones from the left to three dimensions, so that a rectangle of an HF matrix and its
+place in a stack of experts `[expert, row, column]` differ by an offset alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.models import Family
+from hybridflow.models.layout import Coordinates, LocalTensor
+
+DIMS = 3
+PADDING = -1  # in place of a tensor's index: elements that the loader fills with zeros
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+# fills by the number of dimensions that a shape has; the loops over all pieces of a model look them up
+_ZEROS, _ONES = [(0,) * (DIMS - n) for n in range(DIMS + 1)], [(1,) * (DIMS - n) for n in range(DIMS + 1)]
+
+
+def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    """`values` with `fill` in front, three in all.
+
+    Raises:
+        WeightSyncError: there are more than three.
+    """
+    if len(values) > DIMS:
+        raise WeightSyncError(f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice plan does not handle")
+    return (*((fill,) * (DIMS - len(values))), *values)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The HF tensors that both sides speak of: names and shapes `[T, 3]`."""
+
+    names: tuple[str, ...]
+    shapes: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Sequence[int]]) -> Catalog:
+        """From {HF name: shape}."""
+        return cls(tuple(tensors), np.array([padded(shape, 1) for shape in tensors.values()], dtype=np.int64).reshape(-1, DIMS))
+
+    def index(self) -> dict[str, int]:
+        """Name to position."""
+        return {name: position for position, name in enumerate(self.names)}
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """What a class of ranks holds.
+
+    Attributes:
+        names, dtypes, shapes: the buffers; shapes is `[B, 3]`.
+        tensor: `[N]` index into the catalog of each piece, or PADDING.
+        start: `[N, 3]` where the piece lies in the HF tensor. size: `[N, 3]`.
+        buffer: `[N]`. local: `[N, 3]` where it lies in the buffer.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: np.ndarray
+    tensor: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    buffer: np.ndarray
+    local: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Sequence[LocalTensor], catalog: Mapping[str, int], dtype: str) -> RankLayout:
+        """From descriptions of local tensors.
+
+        Raises:
+            WeightSyncError: a piece names a tensor that the catalog lacks, or a buffer appears twice.
+        """
+        rows: list[tuple[int, ...]] = []
+        try:
+            for number, local in enumerate(tensors):
+                for piece in local.pieces:
+                    source, size, place = piece.source_start, piece.shape, piece.local_start
+                    rows.append((
+                        catalog[piece.source],
+                        *(*_ZEROS[len(source)], *source),
+                        *(*_ONES[len(size)], *size),
+                        number,
+                        *(*_ZEROS[len(place)], *place),
+                    ))  # fmt: skip
+                if local.padding_rows:
+                    rest = padded((local.shape[0] - local.padding_rows, *((0,) * (len(local.shape) - 1))), 0)
+                    rows.append((PADDING, *rest, *padded((local.padding_rows, *local.shape[1:]), 1), number, *rest))
+        except (KeyError, IndexError) as error:
+            reason = "no tensor of the checkpoint" if isinstance(error, KeyError) else f"of more than {DIMS} dimensions"
+            raise WeightSyncError(f"{local.name} is filled from {piece.source}, which is {reason}") from None
+        names = tuple(local.name for local in tensors)
+        if len(set(names)) != len(names):
+            raise WeightSyncError(f"a rank's layout names a buffer twice: {sorted({n for n in names if names.count(n) > 1})[:4]}")
+        table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
+        shapes = np.array([padded(local.shape, 1) for local in tensors], dtype=np.int64).reshape(-1, DIMS)
+        dtypes = tuple(local.dtype or dtype for local in tensors)
+        return cls(names, dtypes, shapes, table[:, 0], table[:, 1:4], table[:, 4:7], table[:, 7], table[:, 8:11])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able columns."""
+        return {key: value.tolist() if isinstance(value, np.ndarray) else list(value) for key, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankLayout:
+        """The inverse of `to_dict`."""
+        names, dtypes = tuple(data["names"]), tuple(data["dtypes"])
+        matrix = {k: np.array(data[k], dtype=np.int64).reshape(-1, DIMS) for k in ("shapes", "start", "size", "local")}
+        column = {k: np.array(data[k], dtype=np.int64) for k in ("tensor", "buffer")}
+        return cls(names=names, dtypes=dtypes, **matrix, **column)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One side: the classes of ranks, the class of each rank `[R]`, and which replica (engine) each rank belongs to `[R]`."""
+
+    classes: tuple[RankLayout, ...]
+    rank_class: np.ndarray
+    replica: np.ndarray
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on this side."""
+        return len(self.rank_class)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        classes = [rank.to_dict() for rank in self.classes]
+        return {"classes": classes, "rank_class": self.rank_class.tolist(), "replica": self.replica.tolist()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        """The inverse of `to_dict`."""
+        classes = tuple(RankLayout.from_dict(rank) for rank in data["classes"])
+        return cls(classes, np.array(data["rank_class"], dtype=np.int64), np.array(data["replica"], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class ParallelShape:
+    """Sizes of a Megatron world; `ranks` is all of it, data-parallel replicas included."""
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    first_stage_layers: int = 0
+    last_stage_layers: int = 0
+
+    def coordinates(self) -> list[Coordinates]:
+        """Each rank's place, in Megatron's default order (tensor, context, expert, data, pipeline; the last varies slowest).
+
+        Raises:
+            WeightSyncError: the sizes do not multiply to a divisor of `ranks`.
+        """
+        stage = self.ranks // self.pipeline
+        for product in (self.pipeline * self.tensor * self.context, self.pipeline * self.expert * self.expert_tensor):
+            if product < 1 or self.ranks % product:
+                raise WeightSyncError(f"{self.ranks} ranks are no multiple of {product}, the product of the parallel sizes {self}")
+        uneven = {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
+        return [
+            Coordinates(
+                tp_rank=rank % self.tensor,
+                tp_size=self.tensor,
+                pp_rank=rank // stage,
+                pp_size=self.pipeline,
+                ep_rank=rank % stage // self.expert_tensor % self.expert,
+                ep_size=self.expert,
+                etp_rank=rank % stage % self.expert_tensor,
+                etp_size=self.expert_tensor,
+                vpp_size=self.virtual_pipeline,
+                **uneven,
+            )
+            for rank in range(self.ranks)
+        ]
+
+
+def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
+    """All parameters of a rank; with virtual stages their names begin with `chunk0.`, `chunk1.`, ... (Megatron's list of models)."""
+    if at.vpp_size == 1:
+        return family.local_tensors(at)
+    chunks = enumerate(at.virtual_stages())
+    return [
+        LocalTensor(f"chunk{number}.{t.name}", t.shape, t.pieces, t.dtype, t.is_buffer, t.padding_rows)
+        for number, chunk in chunks
+        for t in family.local_tensors(chunk)
+    ]
+
+
+def megatron_layout(family: Family, ranks: Sequence[Coordinates], dtype: str, catalog: Catalog | None = None) -> Layout:
+    """The trainer's side: the family's map at every rank's place.
+
+    Raises:
+        ModelError: the family cannot be cut so.
+    """
+    index = (catalog or Catalog.of(family.tensors())).index()
+    distinct = {at: number for number, at in enumerate(dict.fromkeys(ranks))}
+    classes = tuple(RankLayout.of(rank_tensors(family, at), index, dtype) for at in distinct)
+    rank_class = np.array([distinct[at] for at in ranks], dtype=np.int64)
+    return Layout(classes, rank_class, np.zeros(len(ranks), dtype=np.int64))

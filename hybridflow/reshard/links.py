@@ -1,0 +1,84 @@
+"""Bytes over each link of a plan, and how few the busiest link could have had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridflow.reshard.balance import holder_sets
+from hybridflow.reshard.slices import SlicePlan
+
+
+@dataclass(frozen=True)
+class LinkLoads:
+    """Bytes per rank.
+
+    Attributes:
+        egress: `[source ranks]`, ingress: `[target ranks]`.
+        packed: `[source ranks]` bytes gathered into messages: a slice for several receivers counts once a sender.
+        bound: no assignment can have a busiest link with fewer bytes.
+    """
+
+    egress: np.ndarray
+    ingress: np.ndarray
+    packed: np.ndarray
+    bound: float
+
+    @property
+    def hottest(self) -> int:
+        """Bytes over the busiest link."""
+        return int(max(self.egress.max(initial=0), self.ingress.max(initial=0)))
+
+    @property
+    def total(self) -> int:
+        """Bytes on the wire."""
+        return int(self.ingress.sum())
+
+
+def link_loads(plan: SlicePlan) -> LinkLoads:
+    """Count the plan's bytes."""
+    table, sends = plan.deliveries, plan.sends
+    per_class = np.zeros(len(plan.target.classes), dtype=np.int64)
+    np.add.at(per_class, table.receiver, table.nbytes)
+    egress, packed = (np.zeros(plan.source.num_ranks, dtype=np.int64) for _ in range(2))
+    nbytes = table.nbytes[sends.delivery]
+    np.add.at(egress, sends.source, nbytes * (sends.last - sends.first))
+    _, first = np.unique(sends.source * (int(table.slice_id.max(initial=0)) + 1) + table.slice_id[sends.delivery], return_index=True)
+    np.add.at(packed, sends.source[first], nbytes[first])
+    ingress = per_class[plan.target.rank_class]
+    return LinkLoads(egress, ingress, packed, max(float(ingress.max(initial=0)), egress_bound(plan)))
+
+
+def egress_bound(plan: SlicePlan) -> float:
+    """Lower bound on the busiest sender: what only the ranks of a set can send, over the size of the set, for every set of holders."""
+    sets, of_region = holder_sets(plan.regions, plan.source)
+    table = plan.deliveries
+    receivers = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))
+    amount = np.zeros(len(sets), dtype=np.int64)
+    np.add.at(amount, of_region[table.region], table.nbytes * receivers[table.receiver])
+    masks = []
+    for ranks in sets:
+        bits = np.zeros(plan.source.num_ranks, dtype=np.uint8)
+        bits[ranks] = 1
+        masks.append(int.from_bytes(np.packbits(bits).tobytes(), "big"))
+    bound = float(amount.sum()) / max(plan.source.num_ranks, 1)
+    for mask, ranks in zip(masks, sets, strict=True):
+        inside = sum(nbytes for other, nbytes in zip(masks, amount.tolist(), strict=True) if other & ~mask == 0)
+        bound = max(bound, inside / len(ranks))
+    return bound
+
+
+def staging_peak(plan: SlicePlan) -> tuple[int, int]:
+    """Peak staging bytes of the busiest (sender, receiver) rank with two messages, or two buckets, under way."""
+    table, sends = plan.deliveries, plan.sends
+    width = int(table.bucket.max(initial=0)) + 1
+    buckets = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
+    np.add.at(buckets, table.receiver * width + table.bucket, table.nbytes)
+    # a sender's message for one receiver and bucket: bounded by all it sends of that bucket to the class
+    row = sends.delivery
+    key = sends.source * len(buckets) + table.receiver[row] * width + table.bucket[row]
+    _, group = np.unique(key, return_inverse=True)
+    messages = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int64)
+    np.add.at(messages, group, table.nbytes[row])
+    return 2 * int(messages.max(initial=0)), 2 * int(buckets.max(initial=0))

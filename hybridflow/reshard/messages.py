@@ -1,0 +1,106 @@
+"""What one rank does under a plan: its messages in order, with the place of every slice in its own buffers.
+
+A message is what one sender gives one receiver of one bucket, slices one after another, contiguous. Sender and receiver go through
+messages in the order of (step, peer), so at every moment the message with the lowest step can move: no cycle of waits is possible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from hybridflow.reshard.layout import Layout
+from hybridflow.reshard.planner import group_rows
+from hybridflow.reshard.slices import SlicePlan, piece_columns
+
+
+@dataclass(frozen=True)
+class Item:
+    """A slice in a rank's buffer: rectangle of the buffer's shape (padded with ones from the left to three dimensions)."""
+
+    buffer: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """`peer` is an engine rank for a sender and a trainer rank for a receiver. `nbytes` in the engine's dtype."""
+
+    step: int
+    bucket: int
+    peer: int
+    nbytes: int
+    items: tuple[Item, ...]
+
+
+class Messages:
+    """Reads a plan from the point of view of single ranks."""
+
+    def __init__(self, plan: SlicePlan) -> None:
+        self.plan = plan
+        table = plan.deliveries
+        buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
+        np.maximum.at(buckets, table.receiver, table.bucket + 1)
+        self.num_buckets = buckets
+        have, regions = piece_columns(plan.source), plan.regions
+        rows = [np.column_stack([x["tensor"], x["start"], x["size"]]) for x in (have, vars(regions))]
+        _, same = group_rows(np.concatenate(rows))
+        self._width = int(same.max(initial=0)) + 1
+        keys = have["class"] * self._width + same[: len(have["tensor"])]
+        # a region that a rank holds twice (tied weights) is read from the first place
+        self._keys, first = np.unique(keys, return_index=True)
+        self._place = have["row"][first]
+        self._region = same[len(have["tensor"]) :]
+
+    def outgoing(self, rank: int) -> list[Message]:
+        """Messages that a trainer rank sends, in order."""
+        plan, sends, table = self.plan, self.plan.sends, self.plan.deliveries
+        mine = np.flatnonzero(sends.source == rank)
+        counts = (sends.last - sends.first)[mine]
+        row = np.repeat(sends.delivery[mine], counts)
+        peers = [plan.receivers(int(table.receiver[sends.delivery[s]]))[sends.first[s] : sends.last[s]] for s in mine.tolist()]
+        peer = np.concatenate(peers) if peers else np.empty(0, dtype=np.int64)
+        number = int(plan.source.rank_class[rank])
+        layout = plan.source.classes[number]
+        wanted = number * self._width + self._region[table.region[row]]
+        piece = self._place[np.searchsorted(self._keys, wanted)]
+        local = layout.local[piece] + table.start[row] - layout.start[piece]
+        return self._group(row, peer, self._step(row, peer), plan.source, number, piece, local)
+
+    def incoming(self, rank: int) -> list[Message]:
+        """Messages that an engine rank receives, in order."""
+        plan, sends, table = self.plan, self.plan.sends, self.plan.deliveries
+        number = int(plan.target.rank_class[rank])
+        position = int(np.searchsorted(plan.receivers(number), rank))
+        mine = (table.receiver[sends.delivery] == number) & (sends.first <= position) & (position < sends.last)
+        row, peer = sends.delivery[mine], sends.source[mine]
+        layout, piece = plan.target.classes[number], table.piece[row]
+        local = layout.local[piece] + table.start[row] - layout.start[piece]
+        step = self._step(row, np.full(len(row), rank))
+        return self._group(row, peer, step, plan.target, number, piece, local)
+
+    def _step(self, row: np.ndarray, receiver: np.ndarray) -> np.ndarray:
+        table, plan = self.plan.deliveries, self.plan
+        return (table.bucket[row] - plan.phase[receiver]) % self.num_buckets[plan.target.rank_class[receiver]]
+
+    def _group(
+        self, row: np.ndarray, peer: np.ndarray, step: np.ndarray, side: Layout, number: int, piece: np.ndarray, local: np.ndarray
+    ) -> list[Message]:
+        table, layout = self.plan.deliveries, side.classes[number]
+        order = np.lexsort((row, peer, step))
+        row, peer, step, piece, local = row[order], peer[order], step[order], piece[order], local[order]
+        is_new = np.ones(len(row), dtype=bool)
+        is_new[1:] = (step[1:] != step[:-1]) | (peer[1:] != peer[:-1])
+        bounds = [*np.flatnonzero(is_new).tolist(), len(row)]
+        messages = []
+        for low, high in pairwise(bounds):
+            items = tuple(
+                Item(layout.names[int(layout.buffer[piece[i]])], tuple(local[i].tolist()), tuple(table.size[row[i]].tolist()))
+                for i in range(low, high)
+            )
+            nbytes = int(table.nbytes[row[low:high]].sum())
+            messages.append(Message(int(step[low]), int(table.bucket[row[low]]), int(peer[low]), nbytes, items))
+        return messages

@@ -1,0 +1,185 @@
+"""Make a slice plan: intersect, bucket, choose sources. Pure and vectorised: a model of 10^12 parameters takes seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.reshard import regions as boxes
+from hybridflow.reshard.balance import assign_sources
+from hybridflow.reshard.layout import Catalog, Layout
+from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_item_bytes, piece_columns
+
+Array = np.ndarray
+Table = dict[str, Array]
+
+# dtypes that a sender casts between while it packs; block-wise fp8 needs scales and is no plain cast
+CASTS = ("float32", "bfloat16", "float16")
+
+
+def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: int) -> SlicePlan:
+    """Plan the transfer of everything that the target's pieces name.
+
+    Args:
+        staging_bytes: memory that a rank, sending or receiving, may use for messages under way; two buckets fit into it.
+
+    Raises:
+        WeightSyncError: the source lacks what the target needs, a dtype pair has no conversion, or a fused tensor does not fit a bucket.
+    """
+    have, need = piece_columns(source), piece_columns(target)
+    regions, of_piece = _regions(have)
+    conversions = _conversions(source, target)
+    deliveries = _intersect(catalog, regions, need)
+    deliveries["item"] = buffer_item_bytes(target, need)[deliveries["need"]]
+    bucket_bytes = staging_bytes // 2
+    rows = _fill_buckets(_order(_chop(deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
+    table = _table(rows, need)
+    holders = Regions(
+        have["tensor"][regions["first"]], have["start"][regions["first"]], have["size"][regions["first"]], *_holders(have, of_piece)
+    )
+    counts = np.bincount(target.rank_class, minlength=len(target.classes))
+    sends = assign_sources(table, holders, source, counts)
+    return SlicePlan(catalog, source, target, holders, table, sends, _phases(table, target), bucket_bytes, conversions)
+
+
+def group_rows(matrix: Array) -> tuple[Array, Array]:
+    """Equal rows of `[N, C]`: (index of the first of each group, group of each row); groups are in lexicographic order."""
+    order = np.lexsort(matrix.T[::-1])
+    ordered = matrix[order]
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    group = np.empty(len(order), dtype=np.int64)
+    group[order] = np.cumsum(is_new) - 1
+    return order[is_new], group
+
+
+def _regions(have: Table) -> tuple[Table, Array]:
+    """Distinct source rectangles, and disjoint parts of them where two with different bounds overlap."""
+    first, group = group_rows(np.column_stack([have["tensor"], have["start"], have["size"]]))
+    owner, start, size = boxes.make_disjoint(have["tensor"][first], have["start"][first], have["size"][first])
+    parts = {"first": first, "part": owner, "tensor": have["tensor"][first][owner], "start": start, "size": size}
+    return parts, group
+
+
+def _holders(have: Table, group: Array) -> tuple[Array, Array]:
+    pairs, _ = group_rows(np.column_stack([group, have["class"]]))
+    counts = np.bincount(group[pairs], minlength=int(group.max()) + 1 if len(group) else 0)
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), have["class"][pairs]
+
+
+def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
+    i, j = boxes.pairs_of_equal_key(need["tensor"], regions["tensor"])
+    start, size = boxes.intersect(need["start"][i], need["size"][i], regions["start"][j], regions["size"][j])
+    meets = (size > 0).all(axis=1)
+    i, j, start, size = i[meets], j[meets], start[meets], size[meets]
+    found = np.zeros(len(need["tensor"]), dtype=np.int64)
+    np.add.at(found, i, boxes.volumes(size))
+    short = np.flatnonzero(found != boxes.volumes(need["size"]))
+    if len(short):
+        names = sorted({catalog.names[t] for t in need["tensor"][short].tolist()})
+        raise WeightSyncError(f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); is a pipeline stage left out?")
+    return {"need": i, "region": regions["part"][j], "start": start, "size": size}
+
+
+def _atoms(need: Table) -> tuple[Array, Array]:
+    """(atom of each target piece, whether the atom has several tensors). An atom is an engine buffer, or one matrix of a stack."""
+    _, atom = group_rows(np.column_stack([need["class"], need["buffer"], need["local"][:, 0]]))
+    pairs, _ = group_rows(np.column_stack([atom, need["tensor"]]))
+    return atom, np.bincount(atom[pairs]) > 1
+
+
+def _chop(rows: Table, need: Table, bucket_bytes: int) -> Table:
+    """Cut slices that are larger than a bucket into blocks along their first axis that is longer than one."""
+    atom, fused = _atoms(need)
+    nbytes = boxes.volumes(rows["size"]) * rows["item"]
+    large = np.flatnonzero((nbytes > bucket_bytes) & ~fused[atom[rows["need"]]])
+    counts = np.ones(len(nbytes), dtype=np.int64)
+    axis = np.argmax(rows["size"] > 1, axis=1)
+    length = rows["size"][np.arange(len(axis)), axis]
+    step = length.copy()
+    step[large] = bucket_bytes // (nbytes[large] // length[large])
+    if (step < 1).any():
+        most = int((nbytes // length)[step < 1].max())
+        raise WeightSyncError(f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes to {2 * most} or more")
+    counts[large] = -(-length[large] // step[large])
+    pick, block = np.repeat(np.arange(len(counts)), counts), boxes.ranges(counts)
+    chopped = {name: values[pick] for name, values in rows.items()}
+    along, index = axis[pick], np.arange(len(pick))
+    chopped["start"][index, along] += block * step[pick]
+    chopped["size"][index, along] = np.minimum(step[pick], length[pick] - block * step[pick])
+    return chopped
+
+
+def _order(rows: Table, need: Table) -> Table:
+    """By class, then in checkpoint order with the slices of an atom side by side."""
+    atom, fused = _atoms(need)
+    lead = np.full(len(fused), np.iinfo(np.int64).max)
+    np.minimum.at(lead, atom, need["tensor"])
+    mine = atom[rows["need"]]
+    # slices of an atom with one tensor are units of their own
+    position = np.where(fused[mine], lead[mine], need["tensor"][rows["need"]])
+    start = rows["start"]
+    order = np.lexsort((start[:, 2], start[:, 1], start[:, 0], need["tensor"][rows["need"]], mine, position, need["class"][rows["need"]]))
+    ordered = {name: values[order] for name, values in rows.items()}
+    mine = mine[order]
+    joined = np.zeros(len(mine), dtype=bool)
+    joined[1:] = (mine[1:] == mine[:-1]) & fused[mine[1:]]
+    ordered["unit"] = np.cumsum(~joined) - 1
+    return ordered
+
+
+def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -> Table:
+    """Number the buckets of each class: units in order, as many as fit."""
+    nbytes = boxes.volumes(rows["size"]) * rows["item"]
+    first = np.flatnonzero(np.diff(rows["unit"], prepend=-1))
+    units = np.add.reduceat(nbytes, first) if len(first) else np.empty(0, dtype=np.int64)
+    if len(units) and units.max() > bucket_bytes:
+        worst = int(rows["need"][first[int(units.argmax())]])
+        layout = target.classes[int(need["class"][worst])]
+        name, most = layout.names[int(need["buffer"][worst])], int(units.max())
+        raise WeightSyncError(
+            f"the fused engine tensor {name} takes {most} bytes and may not be split, a bucket has {bucket_bytes}; "
+            f"set the staging bytes to {2 * most} or more"
+        )
+    numbers, current, filled, owner = [], 0, 0, -1
+    for size, number in zip(units.tolist(), need["class"][rows["need"][first]].tolist(), strict=True):
+        if number != owner:
+            owner, current, filled = number, 0, 0
+        elif filled + size > bucket_bytes:
+            current, filled = current + 1, 0
+        filled += size
+        numbers.append(current)
+    rows["bucket"] = np.array(numbers, dtype=np.int64)[rows["unit"]] if numbers else np.empty(0, dtype=np.int64)
+    rows["nbytes"] = nbytes
+    return rows
+
+
+def _table(rows: Table, need: Table) -> Deliveries:
+    keys = np.column_stack([rows["region"], rows["start"], rows["size"], rows["item"]])
+    _, slice_id = group_rows(keys)
+    receiver, piece = need["class"][rows["need"]], need["row"][rows["need"]]
+    return Deliveries(receiver, piece, rows["region"], rows["start"], rows["size"], rows["nbytes"], rows["bucket"], slice_id)
+
+
+def _phases(table: Deliveries, target: Layout) -> Array:
+    """Where each engine rank begins, spread evenly: were all to begin with layer 0, they would queue at the first pipeline stage."""
+    last = np.zeros(len(target.classes), dtype=np.int64)
+    np.maximum.at(last, table.receiver, table.bucket)
+    member = np.zeros(target.num_ranks, dtype=np.int64)
+    for replica in np.unique(target.replica):
+        mine = np.flatnonzero(target.replica == replica)
+        member[mine] = np.arange(len(mine))
+    # multiples of two irrational numbers, modulo one: neighbours land far apart, and any prefix is spread evenly
+    place = np.modf(target.replica * 0.6180339887498949 + member * 0.4142135623730951)[0]
+    return np.floor(place * (last[target.rank_class] + 1)).astype(np.int64)
+
+
+def _conversions(source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
+    """Pairs (trainer dtype, engine dtype) that differ, cast by the sender while it packs."""
+    kinds = [{dtype for rank in layout.classes for dtype in rank.dtypes} for layout in (source, target)]
+    bad = sorted(dtype for dtype in kinds[0] | kinds[1] if dtype not in CASTS)
+    if bad:
+        raise WeightSyncError(
+            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among {', '.join(CASTS)}"
+        )
+    return tuple((a, b) for a in sorted(kinds[0]) for b in sorted(kinds[1]) if a != b)

@@ -1,0 +1,151 @@
+"""The dry run behind `hybridflow reshard plan`: sizes in, plan, proof and simulation, figures and a table out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.models import family_of
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.published import published
+from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
+from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
+from hybridflow.reshard.planner import make_plan
+from hybridflow.reshard.proof import Proof, prove
+from hybridflow.reshard.simulate import Fabric, Simulation, simulate
+from hybridflow.reshard.slices import SlicePlan
+
+SHORT = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
+SHORT |= {"dpa": "data_attention", "first": "first_stage_layers", "last": "last_stage_layers"}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What came out, and the seconds that planning (layouts included), proof and simulation took."""
+
+    plan: SlicePlan
+    proof: Proof
+    simulation: Simulation
+    plan_s: float
+    proof_s: float
+    simulate_s: float
+
+    def figures(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        plan = self.plan
+        return {
+            "plan_hash": self.proof.digest,
+            "parameters": int(plan.catalog.shapes.prod(axis=1).sum()),
+            "trainer_ranks": plan.source.num_ranks,
+            "engine_ranks": plan.target.num_ranks,
+            "engines": int(plan.target.replica.max()) + 1,
+            "slices": self.proof.slices,
+            "sends": len(plan.sends.source),
+            "buckets": int(plan.deliveries.bucket.max(initial=-1)) + 1,
+            "unused": list(self.proof.unused),
+            "conversions": [list(pair) for pair in plan.conversions],
+            **self.simulation.figures(),
+            "plan_s": self.plan_s,
+            "proof_s": self.proof_s,
+            "simulate_s": self.simulate_s,
+        }
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """`tp=8,pp=16` or `32xtp=32,ep=32` as keyword arguments; the leading number is `count`.
+
+    Raises:
+        WeightSyncError: a word is not NAME=NUMBER.
+    """
+    count, found, rest = text.partition("x")
+    values = {"count": int(count)} if found and count.isdigit() else {}
+    for word in (rest if values else text).split(","):
+        name, _, number = word.strip().partition("=")
+        if not number.isdigit() or int(number) < (0 if name in ("first", "last") else 1):
+            raise WeightSyncError(f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are {', '.join(SHORT)}, ranks")
+        values[SHORT.get(name, name)] = int(number)
+    return values
+
+
+def build(kind: type, text: str) -> Any:
+    """A ParallelShape or EngineShape from its text.
+
+    Raises:
+        WeightSyncError: a name that this side does not have, or the number of ranks is missing.
+    """
+    values, known = parse_shape(text), {field.name for field in fields(kind)}
+    unknown = sorted(values.keys() - known)
+    if unknown or (kind is ParallelShape and "ranks" not in values):
+        names = sorted({short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count"}))
+        problem = f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
+        raise WeightSyncError(f"{text!r}: {problem}; there are {', '.join(names)}")
+    return kind(**values)
+
+
+def dry_run(
+    config: Mapping[str, Any], trainer: ParallelShape, engines: Sequence[EngineShape], dtype: str, staging_bytes: int, fabric: Fabric
+) -> DryRun:
+    """Plan, prove and simulate.
+
+    Raises:
+        ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
+    """
+    decoder = family_of(config)
+    if not isinstance(decoder, Decoder):
+        raise WeightSyncError(f"no engine layout is written for model_type {config.get('model_type')!r}")
+    times = [time.perf_counter()]
+    catalog = Catalog.of(decoder.tensors())
+    source = megatron_layout(decoder, trainer.coordinates(), dtype, catalog)
+    plan = make_plan(catalog, source, engine_layout(decoder, engines, dtype, catalog), staging_bytes)
+    times.append(time.perf_counter())
+    proof = prove(plan)
+    times.append(time.perf_counter())
+    simulation = simulate(plan, fabric)
+    times.append(time.perf_counter())
+    plan_s, proof_s, simulate_s = (b - a for a, b in pairwise(times))
+    return DryRun(plan, proof, simulation, plan_s, proof_s, simulate_s)
+
+
+def table(run: DryRun) -> str:
+    """The figures for a reader."""
+    f, gb = run.figures(), 1e9
+    rows = [
+        ("parameters", f"{f['parameters'] / 1e9:,.1f} billion"),
+        ("ranks", f"{f['trainer_ranks']:,} trainer, {f['engine_ranks']:,} engine ({f['engines']} engines)"),
+        ("slices", f"{f['slices']:,} in {f['buckets']} buckets, {f['messages']:,} messages"),
+        ("bytes on the wire", f"{f['wire_bytes'] / gb:,.2f} GB, each needed byte once"),
+        ("bytes per sender link", f"{f['sender_bytes_min'] / gb:,.3f} to {f['sender_bytes_max'] / gb:,.3f} GB"),
+        ("bytes per receiver link", f"up to {f['receiver_bytes_max'] / gb:,.3f} GB"),
+        ("hottest link", f"{f['hottest_link_bytes'] / gb:,.3f} GB, {f['hottest_link_ratio']:.3f} x the lower bound"),
+        (
+            "peak staging",
+            f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, {f['receiver_staging_bytes'] / 2**20:,.0f} MiB a receiver",
+        ),
+        ("predicted time", f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire's bound ({f['wire_bound_s']:,.3f} s)"),
+        ("to copy a staged shard into place", f"{f['commit_s']:,.3f} s"),
+        ("proof", f"every engine element written once; {len(f['unused'])} tensors unused"),
+        ("plan", f"{f['plan_hash'][:16]}, made in {f['plan_s']:.1f} s"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The HF config of a published model's name, of a folder with a config.json, or of such a file.
+
+    Raises:
+        ModelError: neither a known name nor a file.
+    """
+
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return config
+    return published(model)

@@ -1,0 +1,134 @@
+"""Run a plan against modelled links: how long it takes, and why.
+
+The model: every rank has one full-duplex link of a given bandwidth. A sender gives its messages away one after another in the plan's
+order, each when its receiver has a free buffer (two buckets each, freed when scattered). A receiver's bucket is there when its last
+message is, and not sooner than its link can carry the bucket. The switch between is not a limit (a non-blocking fabric).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.reshard.links import LinkLoads, link_loads, staging_peak
+from hybridflow.reshard.regions import ranges
+from hybridflow.reshard.slices import SlicePlan
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Speeds: link in Gb/s a direction, cost of a message in microseconds, memory in GB/s (a copy reads and writes)."""
+
+    link_gbps: float = 400.0
+    message_us: float = 20.0
+    memory_gbs: float = 2000.0
+
+    def __post_init__(self) -> None:
+        if min(self.link_gbps, self.memory_gbs) <= 0 or self.message_us < 0:
+            raise WeightSyncError(f"speeds of links and memory must be positive: {self}")
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes a second over one link."""
+        return self.link_gbps * 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Figures of one simulated sync; times in seconds, sizes in bytes."""
+
+    seconds: float
+    wire_bound_s: float
+    commit_s: float
+    messages: int
+    loads: LinkLoads
+    sender_staging: int
+    receiver_staging: int
+
+    @property
+    def wire_share(self) -> float:
+        """Share of the wire's bound that is reached, 0 to 1."""
+        return self.wire_bound_s / self.seconds if self.seconds else 1.0
+
+    def figures(self) -> dict[str, float]:
+        """All figures by name."""
+        loads = self.loads
+        return {
+            "wire_bytes": loads.total,
+            "hottest_link_bytes": loads.hottest,
+            "hottest_link_bound_bytes": loads.bound,
+            "hottest_link_ratio": loads.hottest / loads.bound if loads.bound else 1.0,
+            "sender_bytes_max": int(loads.egress.max(initial=0)),
+            "sender_bytes_min": int(loads.egress.min()) if len(loads.egress) else 0,
+            "receiver_bytes_max": int(loads.ingress.max(initial=0)),
+            "packed_bytes_max": int(loads.packed.max(initial=0)),
+            "sender_staging_bytes": self.sender_staging,
+            "receiver_staging_bytes": self.receiver_staging,
+            "messages": self.messages,
+            "seconds": self.seconds,
+            "wire_bound_s": self.wire_bound_s,
+            "wire_share": self.wire_share,
+            "commit_s": self.commit_s,
+        }
+
+
+def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
+    """Execute the plan in the model. `commit_s`, the copy of a staged shard into place after all have everything, is not in `seconds`."""
+    step, sender, receiver, nbytes = _messages(plan)
+    loads = link_loads(plan)
+    finish = np.zeros(plan.target.num_ranks)  # when the last bucket's bytes were there
+    free = np.zeros((2, plan.target.num_ranks))  # when each of the two buffers is empty again
+    sender_free = np.zeros(plan.source.num_ranks)
+    bounds = np.flatnonzero(np.diff(step, prepend=-1, append=-2))
+    for turn, (low, high) in enumerate(pairwise(bounds.tolist())):
+        part = slice(low, high)
+        s, r, amount = sender[part], receiver[part], nbytes[part]
+        ready = free[turn % 2]
+        end = _send(s, sender_free, ready[r], amount / fabric.link_bytes + fabric.message_us * 1e-6)
+        carried = np.bincount(r, weights=amount, minlength=len(finish))
+        got = carried > 0
+        arrival = np.maximum(finish, ready) + carried / fabric.link_bytes
+        np.maximum.at(arrival, r, end)
+        finish = np.where(got, arrival, finish)
+        free[turn % 2] = np.where(got, finish + 2 * carried / (fabric.memory_gbs * 1e9), ready)
+    seconds = float(free.max(initial=0.0))
+    commit = 2 * float(loads.ingress.max(initial=0)) / (fabric.memory_gbs * 1e9)
+    staging = staging_peak(plan)
+    return Simulation(seconds, loads.bound / fabric.link_bytes, commit, len(step), loads, *staging)
+
+
+def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray) -> np.ndarray:
+    """When each message has left, its sender's messages (adjacent rows) going one after another; updates `sender_free`."""
+    is_first = np.diff(sender, prepend=-1) != 0
+    segment = np.cumsum(is_first) - 1
+    before = np.cumsum(duration) - duration
+    before -= before[is_first][segment]
+    # in a chain e_m = max(e_{m-1}, ready_m) + d_m, so e_m = (sum of d up to m) + running maximum of (ready_j - sum of d before j)
+    slack = np.maximum(ready, sender_free[sender]) - before
+    step_up = (float(slack.max(initial=0.0)) - float(slack.min(initial=0.0)) + 1.0) * segment
+    start = np.maximum.accumulate(slack + step_up) - step_up
+    end = start + before + duration
+    np.maximum.at(sender_free, sender, end)
+    return end
+
+
+def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(step, sender, receiver, bytes) of all messages, ordered by (step, sender, receiver)."""
+    table, sends = plan.deliveries, plan.sends
+    order = np.argsort(plan.target.rank_class, kind="stable")
+    first = np.searchsorted(plan.target.rank_class[order], np.arange(len(plan.target.classes)))
+    counts = sends.last - sends.first
+    row = np.repeat(sends.delivery, counts)
+    receiver = order[np.repeat(first[table.receiver[sends.delivery]] + sends.first, counts) + ranges(counts)]
+    buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
+    np.maximum.at(buckets, table.receiver, table.bucket + 1)
+    step = (table.bucket[row] - plan.phase[receiver]) % buckets[plan.target.rank_class[receiver]]
+    key = (step * plan.source.num_ranks + np.repeat(sends.source, counts)) * plan.target.num_ranks + receiver
+    distinct, group = np.unique(key, return_inverse=True)
+    nbytes = np.bincount(group, weights=table.nbytes[row], minlength=len(distinct))
+    rest, receiver = np.divmod(distinct, plan.target.num_ranks)
+    step, sender = np.divmod(rest, plan.source.num_ranks)
+    return step, sender, receiver, nbytes
