@@ -6,6 +6,9 @@ The command line prints the message alone and exits with `exit_code`; a tracebac
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 
 class HybridFlowError(Exception):
     """Base of all errors that are reported to a user as one clear message."""
@@ -94,3 +97,23 @@ class RunInterrupted(HybridFlowError):
     """The user asked to stop. Says how to resume."""
 
     exit_code = 130
+
+
+def to_json(error: HybridFlowError) -> str:
+    """One of our errors as JSON (type, message, attributes), to cross processes without a pickle. `from_json` is its inverse."""
+    state = {key: value for key, value in error.__dict__.items() if isinstance(value, str | int | float | bool | None)}
+    return json.dumps({"type": type(error).__qualname__, "message": str(error), "state": state})
+
+
+def from_json(text: str, note: str = "") -> HybridFlowError:
+    """The error that `to_json` described, `note` added to its message. A type that is not known here comes back as the base type."""
+    described: dict[str, Any] = json.loads(text)
+    kind = next((kind for kind in _kinds(HybridFlowError) if kind.__qualname__ == described["type"]), HybridFlowError)
+    error = kind.__new__(kind)  # not its constructor, which would compose the message a second time
+    error.__dict__.update(described["state"])
+    error.args = (f"{described['message']} {note}".rstrip(),)
+    return error
+
+
+def _kinds(kind: type[HybridFlowError]) -> list[type[HybridFlowError]]:
+    return [kind, *(found for child in kind.__subclasses__() for found in _kinds(child))]

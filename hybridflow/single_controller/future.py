@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hybridflow.errors import HybridFlowError, SchemaError, WorkerError
+from hybridflow.errors import HybridFlowError, SchemaError, WorkerError, from_json
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.host import UPSTREAM, Failure
 from hybridflow.single_controller.pieces import Header
@@ -216,12 +215,7 @@ class Future:
         return self._worker_error(f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}{also}", rank)
 
     def _same_type(self, rank: int, cause: Failure, also: str) -> HybridFlowError:
-        kind, args, state = pickle.loads(cause.ours or b"")  # from our own worker process, over an authenticated channel
-        error: HybridFlowError = kind.__new__(kind)
-        error.__dict__.update(state)
-        where = f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})"
-        error.args = (f"{args[0] if args else cause.message} {where}", *args[1:])
-        return error
+        return from_json(cause.ours or "", f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})")
 
     def _hung(self) -> WorkerError:
         self._lost = True

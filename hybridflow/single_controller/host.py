@@ -6,7 +6,6 @@ import asyncio
 import faulthandler
 import inspect
 import os
-import pickle
 import random
 import signal
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 
 from hybridflow.children import die_with_parent
 from hybridflow.dispatch import WorkerContext
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import HybridFlowError, to_json
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.pieces import Header, Recipe
 
@@ -33,7 +32,7 @@ class Failure:
 
     kind: str
     message: str
-    ours: bytes | None  # the pickled (type, state) of a HybridFlowError
+    ours: str | None  # one of our own errors, see `errors.to_json`
 
 
 @dataclass(frozen=True)
@@ -140,14 +139,7 @@ def failure(error: Exception) -> Failure:
     """The error as a value; its traceback goes to the log of the rank."""
     traceback.print_exception(error)
     sys.stderr.flush()
-    ours = None
-    if isinstance(error, HybridFlowError):
-        try:
-            # Not the exception as it is: unpickling would call a constructor that composes its message a second time.
-            ours = pickle.dumps((type(error), error.args, error.__dict__))
-        except Exception as unpicklable:
-            print(f"the error above travels as text only: {unpicklable}", file=sys.stderr)
-    return Failure(type(error).__qualname__, str(error), ours)
+    return Failure(type(error).__qualname__, str(error), to_json(error) if isinstance(error, HybridFlowError) else None)
 
 
 def free_port(address: str) -> int:
