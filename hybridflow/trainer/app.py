@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -179,7 +178,6 @@ def _export(job: _Job, policy: PolicyGroup) -> str | None:
 
 def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
-    started = time.perf_counter()
     folder = derived.run_dir(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder), Progress(0, "") as progress:
@@ -195,10 +193,9 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
         finally:
-            session.totals["seconds_total"] = session.totals.get("seconds_total", 0.0) + time.perf_counter() - started
             session.close()
             stop_logging()
-        summary = {"seed": config.seed, "layout": _layout(config), **summary, "seconds_total": session.totals["seconds_total"]}
+        summary = {"seed": config.seed, "layout": _layout(config), **summary, "seconds_total": session.totals_now()["seconds_total"]}
         session.write_json("summary.json", summary)
         if config.trainer.report:
             progress.message(f"report: {write_report(folder)}")

@@ -158,7 +158,7 @@ class RLTrainer:
 
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
-        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals}
+        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
         return self.session.store.save("rl", self.step, state, self.policy.save)
 
     def resume(self, checkpoint: Checkpoint) -> None:

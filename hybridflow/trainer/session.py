@@ -35,6 +35,7 @@ class Session:
         self.timeline = Timeline(self.folder / "timeline.jsonl")
         self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
         self.totals: dict[str, float] = {}
+        self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
 
     # ---- what happened ----------------------------------------------------------------------------------------------------------------
@@ -55,6 +56,11 @@ class Session:
         yield
         self.controller_share = 1.0 - (waited_seconds() - waited) / max(time.perf_counter() - start, 1e-9)
 
+    def totals_now(self) -> dict[str, float]:
+        """The totals with `seconds_total`, the time all sessions of this run have taken so far (what a kill lost is not in it)."""
+        self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
+        return dict(self.totals)
+
     def note_max(self, total: str, value: float) -> None:
         """Keep the largest value seen."""
         self.totals[total] = max(self.totals.get(total, value), value)
@@ -69,6 +75,7 @@ class Session:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records."""
         self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
+        self._seconds_before = self.totals.get("seconds_total", 0.0)
         sft = checkpoint.step if checkpoint.phase == "sft" else None
         step = checkpoint.step if checkpoint.phase == "rl" else -1
         if sft is not None:

@@ -54,5 +54,5 @@ class SftTrainer:
 
     def save(self) -> Path:
         """Checkpoint this phase."""
-        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals}
+        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
         return self.session.store.save("sft", self.step, state, self.policy.save)
