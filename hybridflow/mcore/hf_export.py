@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridflow.mcore.parallel import all_coordinates
+from hybridflow.mcore.parallel import all_coordinates, coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 from hybridflow.reshard.gather import gather_stage
@@ -56,7 +56,7 @@ def _shard_names(plans: list[StagePlan]) -> list[list[str]]:
 def _write_shards(policy: Policy, folder: Path, plans: list[StagePlan]) -> None:
     from safetensors.torch import save_file
 
-    stage = all_coordinates()[dist.get_rank()].pp_rank
+    stage = coordinates().pp_rank
     parameters = policy.parameters()
     for plan, names in zip(plans, _shard_names(plans), strict=True):
         if plan.stage != stage:

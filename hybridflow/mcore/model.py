@@ -11,10 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
+from hybridflow.config.derived import expert_tensor_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap
-from hybridflow.mcore.parallel import coordinates, expert_tensor_size
+from hybridflow.mcore.parallel import coordinates
 from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor, padded_vocab_size
 from hybridflow.models.weights import WeightSource

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.config.derived import expert_tensor_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.models.layout import Coordinates
 from hybridflow.rendezvous import client_store, master_store
@@ -44,13 +45,6 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
 def device() -> torch.device:
     """Where this rank computes: the current CUDA device, or (through `cpu_compat`) the CPU."""
     return torch.device(torch.cuda.current_device())
-
-
-def expert_tensor_size(config: ParallelConfig) -> int:
-    """Tensor parallelism of experts: 1 beside expert parallelism, unless said otherwise."""
-    if config.expert_tensor is not None:
-        return config.expert_tensor
-    return 1 if config.expert > 1 else config.tensor
 
 
 def coordinates() -> Coordinates:

@@ -136,7 +136,7 @@ class RLTrainer:
     def record(self, batch: DataProto, updates: Sequence[Update], progress: Progress) -> None:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
         batch, seconds = batch.fetch(), self.session.timeline.metrics(self.step)
-        metrics = batch_metrics(batch, self.config.data.max_response_length) | update_metrics(updates) | seconds
+        metrics = batch_metrics(batch) | update_metrics(updates) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))

@@ -15,7 +15,7 @@ def log_prob_difference(batch: DataProto) -> np.ndarray:
     return np.abs(batch.jagged("rollout_log_probs").values - batch.jagged("old_log_probs").values)
 
 
-def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, float]:
+def batch_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch."""
     responses, difference = batch.jagged("response_ids").lengths, log_prob_difference(batch)
     metrics = {
