@@ -1,0 +1,92 @@
+"""What every transport offers: ordered messages between the senders and the receivers of one session.
+
+A session joins the trainer ranks that hold something for one engine with that engine's ranks. It lives over many syncs, belongs to no
+global process group, and is given up after any failure: the next sync opens another under a new name. A payload is opaque bytes here;
+what is in it, its checksum and its place in a buffer are `reshard.stream`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a session meets. Plain data: made by the trainer, read by the engine's ranks.
+
+    Attributes:
+        transport: name in `transports.open_sender` / `open_receiver`: "p2p", "shared_memory" or "disk".
+        session: unique over the job; a new one after every failure.
+        host, port: the store (`rendezvous`) at which both sides meet.
+        senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.
+        message_bytes: the largest payload.
+        timeout_s: longest wait for any one message.
+        folder: where the disk transport puts its files.
+    """
+
+    transport: str
+    session: str
+    host: str
+    port: int
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    message_bytes: int
+    timeout_s: float
+    folder: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Endpoint:
+        """The inverse of `to_dict`."""
+        return cls(**{**data, "senders": tuple(data["senders"]), "receivers": tuple(data["receivers"])})
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the payload may be reused (sender) or read (receiver).
+
+        Raises:
+            WeightSyncError: the peer is gone, or the endpoint's `timeout_s` has passed; names session, peer, message and deadline.
+        """
+        ...
+
+
+class SendChannel(Protocol):
+    """A trainer rank's end of a session. Messages to one peer arrive in the order in which they were sent."""
+
+    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+        """Start sending `payload` (uint8 `[n]`, contiguous) to engine rank `peer`; it stays untouched until `wait`."""
+        ...
+
+    def close(self) -> None:
+        """End the session in good order."""
+        ...
+
+    def abort(self) -> None:
+        """Give the session up at once: no wait, pending work fails. Safe after any error, and twice."""
+        ...
+
+
+class ReceiveChannel(Protocol):
+    """An engine rank's end."""
+
+    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+        """Start receiving from trainer rank `peer` into `into` (uint8 `[n]`, contiguous), which belongs to the transport until `wait`."""
+        ...
+
+    def close(self) -> None:
+        """End the session in good order."""
+        ...
+
+    def abort(self) -> None:
+        """Give the session up at once. Safe after any error, and twice."""
+        ...
