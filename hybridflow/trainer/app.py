@@ -26,10 +26,11 @@ from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from hybridflow.trainer import assets
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
 from hybridflow.trainer.evaluate import Scorer, Validator
-from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup, check_steps
+from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
+from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
 
@@ -126,7 +127,8 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    trainer = RLTrainer(config, session, policy, engines, BroadcastSync(policy_workers, engine_workers, config), dataset, scorer, validator)
+    weights = SliceSync(policy_workers, engines, config)
+    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
@@ -135,6 +137,9 @@ def _train(job: _Job) -> dict[str, Any]:
             trainer.save()  # the end of the warm start: a kill from here on does not repeat it
     with job.progress.stage("wait for the engines"):
         engines.wait_ready()
+    with job.progress.stage("plan the weight sync"):
+        plan = weights.prepare()
+    job.progress.message(plan)
     trainer.fit()
     exported = _export(job, policy)
     engines.stop()

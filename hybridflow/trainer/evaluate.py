@@ -69,6 +69,7 @@ def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) 
         "response_length": responses.lengths.tolist(),
         "finish_reason": batch["finish_reason"].tolist(),
         "weight_version": batch["weight_version"].tolist(),
+        "response_versions": [row.tolist() for row in _rows(batch.jagged("response_versions"))],
         "extra_info": batch["extra_info"].tolist(),
     }
     if "advantages" in batch:
