@@ -55,6 +55,7 @@ class _Staging:
     def begin(self, channel: object) -> int:
         """The number of this sync in its session; both ends count alike and it goes into the checksums."""
         if channel is not self._channel:
+            self.views.clear()  # some may be of the former channel's memory
             self._channel, self._syncs = channel, 0
         self._syncs += 1
         return self._syncs

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import sys
+import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout
 from hybridflow.reshard.messages import Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
-from hybridflow.reshard.stream import ReceiveStaging, SendStaging, StreamStats, largest_message, receive_stream, send_stream
+from hybridflow.reshard.stream import ReceiveStaging, SendStaging, largest_message, receive_stream, send_stream
 from hybridflow.reshard.transports import open_receiver, open_sender
 from hybridflow.reshard.transports.base import Endpoint
 
@@ -75,20 +79,197 @@ def box(start: np.ndarray, size: np.ndarray) -> tuple[slice, ...]:
     return tuple(slice(int(s), int(s) + int(n)) for s, n in zip(start, size, strict=True))
 
 
-def first_sync(transport: str) -> Any:
+# ---- what a sync brings ------------------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """The largest storage that any operation made."""
+
+    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known.values()}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                made = "empty" in str(function)
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() if made else 0)
+        return result
+
+
+def good_syncs(transport: str, folder: str) -> Any:
+    """Every layout and dtype, staged and in place, three versions on one session."""
     rank, host, port = rank_and_store()
-    case = Case([EngineShape(tensor=2)])
-    endpoint = Endpoint(transport, "first", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 20.0)
-    if rank < TRAINERS:
-        channel = open_sender(endpoint, rank)
-        stats = send_stream(case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 1), channel, SendStaging(rank))
-        channel.close()
-        return vars(stats)
-    engine = rank - TRAINERS
-    live = case.buffers(case.plan.target, engine, None)
-    receiver = open_receiver(endpoint, engine)
-    received = receive_stream(case.messages.incoming(engine), receiver, ReceiveStaging(engine), True, live)
-    received.commit(live)
-    want = case.buffers(case.plan.target, engine, 1)
-    receiver.close()
-    return vars(received.stats) | {"right": all(torch.equal(live[name], want[name]) for name in want)}
+    facts: dict[str, Any] = {}
+    for name, engines, dtypes in (
+        ("TP2", [EngineShape(tensor=2)], ("float32", "float32")),
+        ("TP2 and TP1", [EngineShape(tensor=2), EngineShape()], ("float32", "float32")),
+        ("TP2 and TP1 in bf16", [EngineShape(tensor=2), EngineShape()], ("float32", "bfloat16")),
+    ):
+        case = Case(engines, *dtypes, staging=1 << (16 if "bf16" in name else 17))
+        receivers = tuple(range(case.plan.target.num_ranks))
+        if rank >= TRAINERS + len(receivers):
+            continue
+        endpoint = Endpoint(transport, name, host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder)
+        facts[name] = _send_all(case, endpoint, rank) if rank < TRAINERS else _receive_all(case, endpoint, rank - TRAINERS)
+    gc.collect()
+    facts["left"] = _left_behind(folder)
+    return facts
+
+
+STAGED = (True, False, False, True)
+
+
+def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
+    files = len(os.listdir("/proc/self/fd"))
+    channel, staging, found = open_sender(endpoint, rank), SendStaging(rank), []
+    messages, live = case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 0)
+    for version in range(len(STAGED)):
+        for name, values in case.buffers(case.plan.source, rank, version).items():
+            live[name].copy_(values)
+        with Allocations(live) as allocations:
+            stats = send_stream(messages, live, channel, staging)
+        found.append(vars(stats) | {"largest_allocation": allocations.largest})
+    channel.close()
+    del channel, staging
+    gc.collect()
+    bound = 2 * largest_message(messages) * (len(endpoint.receivers) if endpoint.transport == "shared_memory" else 1)
+    return {"syncs": found, "bound": bound, "files": len(os.listdir("/proc/self/fd")) - files}
+
+
+def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
+    files = len(os.listdir("/proc/self/fd"))
+    channel, staging, found = open_receiver(endpoint, rank), ReceiveStaging(rank), []
+    messages, live = case.messages.incoming(rank), case.buffers(case.plan.target, rank, None)
+    elements = {name: int(values.isnan().sum()) * values.element_size() for name, values in live.items()}
+    whole = max(int(np.prod(shape)) for shape in case.catalog.shapes.tolist()) * next(iter(live.values())).element_size()
+    overhead = 72 * len(messages)
+    for version, staged in enumerate(STAGED):
+        before = {name: values.clone() for name, values in live.items()}
+        with Allocations(live) as allocations:
+            received = receive_stream(messages, channel, staging, staged, live)
+        untouched = all(torch.equal(live[n].nan_to_num(9.0), before[n].nan_to_num(9.0)) for n in live)
+        received.commit(live)
+        want = case.buffers(case.plan.target, rank, version)
+        slots = 2 * len(endpoint.senders) * largest_message(messages) if endpoint.transport == "shared_memory" else 0
+        found.append(vars(received.stats) | {
+            "staged": staged, "untouched": untouched, "right": all(torch.equal(live[n], want[n]) for n in want),
+            "largest_allocation": allocations.largest,
+            "bound": overhead + (sum(elements.values()) if staged else max(2 * case.plan.bucket_bytes, slots)),
+        })  # fmt: skip
+        staging.release()
+    channel.close()
+    del channel, staging, received
+    gc.collect()
+    return {"syncs": found, "minimum": sum(elements.values()), "whole": whole, "files": len(os.listdir("/proc/self/fd")) - files}
+
+
+def _left_behind(folder: str) -> list[str]:
+    """Files and shared memory of sessions that are over."""
+    maps = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:hybridflow" in line]
+    return maps + [name for name in os.listdir("/dev/shm") if "hybridflow" in name]
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------------------------------------
+
+
+class Meddler:
+    """A sender's channel that does something to its n-th message."""
+
+    def __init__(self, channel: Any, at: int, deed: str) -> None:
+        self.channel, self.at, self.deed, self.count = channel, at, deed, 0
+
+    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            if self.deed == "flip":
+                payload[payload.numel() // 2] ^= 1
+            elif self.deed == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.deed == "stall":
+                time.sleep(3 * DEADLINE)
+        return self.channel.send(peer, tag, payload)
+
+
+class MeddlingReceiver:
+    """The same for a receiver."""
+
+    def __init__(self, channel: Any, at: int, deed: str) -> None:
+        self.channel, self.meddler = channel, Meddler(self, at, deed)
+
+    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Any:
+        return self.channel.receive(peer, tag, payload)
+
+    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Any:
+        return self.meddler.send(peer, tag, into)
+
+
+DEADLINE = 3.0
+DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
+BAD_TRAINER, BAD_ENGINE = 3, 1
+
+
+def bad_syncs(transport: str, folder: str) -> Any:
+    """Each deed in a session of its own, then a good sync in another."""
+    rank, host, port = rank_and_store()
+    case, facts = Case([EngineShape(tensor=2)], staging=1 << 16), {}
+    for deed, side in DEEDS:
+        endpoint = Endpoint(transport, f"{deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder)
+        is_bad = rank == (BAD_TRAINER if side == "trainer" else TRAINERS + BAD_ENGINE)
+        if is_bad and deed == "kill":
+            child = os.fork()
+            if child == 0:
+                _take_part(case, endpoint, rank, deed, is_bad)
+                os._exit(1)
+            facts[f"{deed} {side}"] = {"ended_by": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
+        else:
+            facts[f"{deed} {side}"] = _take_part(case, endpoint, rank, deed, is_bad)
+    endpoint = Endpoint(transport, "after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0, folder)
+    facts["after"] = _take_part(case, endpoint, rank, "", False)
+    facts["absent"] = _absent(transport, folder, rank, host, port)
+    gc.collect()
+    facts["left"] = _left_behind(folder)
+    return facts
+
+
+def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: bool) -> Any:
+    start, error, right, opened = time.monotonic(), "", None, 0.0
+    channel: Any = None
+    try:
+        if rank < TRAINERS:
+            channel = open_sender(endpoint, rank)
+            opened = time.monotonic()
+            used = Meddler(channel, 3, deed) if is_bad else channel
+            send_stream(case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 1), used, SendStaging(rank))
+        else:
+            engine = rank - TRAINERS
+            channel = open_receiver(endpoint, engine)
+            opened = time.monotonic()
+            used = MeddlingReceiver(channel, 3, deed) if is_bad else channel
+            live = case.buffers(case.plan.target, engine, None)
+            receive_stream(case.messages.incoming(engine), used, ReceiveStaging(engine), True, live).commit(live)
+            want = case.buffers(case.plan.target, engine, 1)
+            right = all(torch.equal(live[name], want[name]) for name in want)
+    except WeightSyncError as caught:
+        error = str(caught)
+    took = time.monotonic() - (opened or start)
+    if channel is not None:
+        if error:
+            channel.abort()
+            channel.abort()
+        else:
+            channel.close()
+    return {"error": error, "seconds": took, "right": right}
+
+
+def _absent(transport: str, folder: str, rank: int, host: str, port: int) -> str:
+    if rank not in (0, TRAINERS):
+        return ""
+    endpoint = Endpoint(transport, "absent", host, port, (0, 9), (0,), 1 << 10, 1.0, folder)
+    try:
+        (open_sender if rank == 0 else open_receiver)(endpoint, 0)
+    except WeightSyncError as error:
+        return str(error)
+    return "nothing was raised"
