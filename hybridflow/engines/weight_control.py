@@ -11,11 +11,10 @@ import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hybridflow.reshard.session import Order
+if TYPE_CHECKING:
+    from hybridflow.reshard.session import Order
 
 LOADER = "hybridflow.engines.weight_receiver.load"
 DESCRIBE, RECEIVE = "describe", "receive"
@@ -49,6 +48,8 @@ class Control:
     @classmethod
     def from_json(cls, text: str) -> Control:
         """The inverse of `to_json`."""
+        from hybridflow.reshard.session import Order  # needs torch, which clients of an engine do without
+
         data: Mapping[str, Any] = json.loads(text)
         return cls(**{**data, "order": Order.from_dict(data["order"]) if data["order"] else None})
 
@@ -59,5 +60,7 @@ def payload(control: Control) -> list[str]:
     SGLang takes pickles here and nothing else (sglang/srt/managers/tp_worker.py:194); its endpoint, behind the admin key, unpickles them
     with an allow-list. We only write them.
     """
+    import torch
+
     packed = pickle.dumps([(control.to_json(), torch.zeros(1, dtype=torch.uint8))])
     return [base64.b64encode(packed).decode()] * control.ranks
