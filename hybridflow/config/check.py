@@ -43,6 +43,7 @@ NOT_NEGATIVE = (
     "seed",
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",
+    "actor.expert_bias_update_rate",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
     "sft.steps",

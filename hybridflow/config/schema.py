@@ -102,6 +102,7 @@ class ActorConfig:
     clip_ratio_c: float | None = 3.0  # dual clip; None switches it off
     loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
     entropy_coef: float = 0.0
+    expert_bias_update_rate: float = 0.0  # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
     kl_loss_coef: float = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
     kl_loss_type: str = "k3"  # k1 | abs | k2 | k3
 

@@ -46,7 +46,8 @@ class PolicyWorker:
         else:
             std = float(spec.hf_config.get("initializer_range", 0.02))
             source = RandomWeights(family.tensors(), config.seed, std)
-        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source)
+        rate = config.actor.expert_bias_update_rate
+        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source, expert_bias_update_rate=rate)
         self._sender = WeightSender(self.policy, config, context.master_addr)
 
     def mesh_position(self) -> MeshPosition:

@@ -29,7 +29,7 @@ def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
     )
 
 
-def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2) -> Any:
+def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, **options: Any) -> Any:
     from hybridflow.mcore import parallel as groups
     from hybridflow.mcore.policy import Policy
     from hybridflow.models import family_of
@@ -49,7 +49,7 @@ def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2) -> A
     config = ParallelConfig(**parallel)
     groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(hf)
-    return Policy(family, config, "float32", Shaken(family.tensors(), seed=5, std=std))
+    return Policy(family, config, "float32", Shaken(family.tensors(), seed=5, std=std), **options)
 
 
 def _share(batch: DataProto) -> DataProto:
@@ -95,6 +95,26 @@ def train(parallel: dict[str, Any], hf: dict[str, Any], steps: int, max_tokens: 
         dist.all_reduce(pair)
         history.append([float(pair[0] / pair[1]), info["grad_norm"]])
     return {"history": history, "digest": digest(policy)}
+
+
+def move_expert_biases(parallel: dict[str, Any], hf: dict[str, Any], before: str, after: str, rate: float) -> Any:
+    """Export, one update with moving expert biases, export; then the frozen reference's log-probs before and after."""
+    from hybridflow.mcore.hf_export import export
+    from hybridflow.workers.losses import sft_loss
+
+    policy = _policy(parallel, hf, expert_bias_update_rate=rate)
+    policy.set_optimizer(OptimConfig(lr=1e-3))
+    policy.freeze_reference()
+    export(policy, Path(before), hf, None)
+    batch, log_probs = batch_of(8, 0), []
+    for _ in range(2):
+        with policy.as_reference():
+            found = policy.log_probs(batch, max_tokens=4096, temperature=1.0, with_entropy=False)
+        log_probs.append(found[0].values.tolist())
+        policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=4096, temperature=1.0, with_entropy=False)
+        if not Path(after).exists():
+            export(policy, Path(after), hf, None)
+    return log_probs
 
 
 def digest(policy: Any) -> dict[str, list[float]]:
