@@ -131,6 +131,9 @@ class RolloutConfig:
 
     num_engines: int = 1
     tensor: int = 1  # tensor parallel size of one engine
+    pipeline: int = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
+    expert: int = 1  # groups into which an engine's tensor ranks divide the experts; divides tensor
+    data_parallel_attention: int = 1  # copies of the attention that an engine's tensor ranks hold; divides tensor
     n: int = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))

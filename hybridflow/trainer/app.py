@@ -260,7 +260,10 @@ def _layout(config: RunConfig) -> str:
     parts = [f"TP{parallel.tensor}", f"PP{parallel.pipeline}", f"EP{parallel.expert}", f"DP{derived.data_parallel_size(config)}"]
     if parallel.sequence:
         parts.append("SP")
-    return "·".join(parts) + f" → {config.rollout.num_engines}×TP{config.rollout.tensor}"
+    rollout = config.rollout
+    engine = [f"TP{rollout.tensor}"]
+    engine += [f"{short}{size}" for short, size in (("EP", rollout.expert), ("DPA", rollout.data_parallel_attention)) if size > 1]
+    return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
 
 
 def _uses_gpus() -> bool:

@@ -119,7 +119,7 @@ class BroadcastSync:
 
     def __init__(self, policy: WorkerGroup, engines: WorkerGroup, config: RunConfig) -> None:
         self.policy, self.engines, self.timeout_s = policy, engines, config.rollout.sync_timeout_s
-        self.engine_ranks = config.rollout.num_engines * config.rollout.tensor
+        self.engine_ranks = config.rollout.num_engines * derived.engine_ranks(config)
         self._offers: list[WeightsOffer] = []
 
     def sync(self, version: int) -> None:

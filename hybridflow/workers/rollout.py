@@ -28,6 +28,9 @@ class RolloutWorker:
             name=name,
             model_path=str(model_folder),
             tensor=config.tensor,
+            pipeline=config.pipeline,
+            expert=config.expert,
+            data_attention=config.data_parallel_attention,
             dtype=dtype,
             max_running_requests=config.max_running_requests,
             max_total_tokens=config.max_total_tokens,
@@ -66,10 +69,9 @@ class RolloutWorker:
     @register(Dispatch.ONE_TO_ALL)
     def join_weights(self, offers: Sequence[WeightsOffer]) -> None:
         """Join the group of each stage, in order (each blocks until it is complete)."""
+        first = 1 + self.rank * self.server.spec.ranks
         for offer in offers:
-            self.client.init_weights_group(
-                offer.host, offer.port, 1 + self.rank * self.config.tensor, offer.world_size, offer.group, backend=offer.backend
-            )
+            self.client.init_weights_group(offer.host, offer.port, first, offer.world_size, offer.group, backend=offer.backend)
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_weights(self, offers: Sequence[WeightsOffer], version: int) -> None:

@@ -116,10 +116,15 @@ def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tm
     assert log_probs[0] == log_probs[1]
     model = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32, attn_implementation="eager").eval()
     counts = {layer: torch.zeros(8) for layer in range(1, 4)}
+
+    def counting(count):
+        def hook(module, args, out):
+            count.add_(torch.bincount(out[2].reshape(-1), minlength=8))
+
+        return hook
+
     for layer, count in counts.items():
-        model.model.layers[layer].mlp.gate.register_forward_hook(
-            lambda module, args, out, count=count: count.add_(torch.bincount(out[2].reshape(-1), minlength=8)) and None
-        )
+        model.model.layers[layer].mlp.gate.register_forward_hook(counting(count))
     batch = batch_of(8, 0)
     for i in range(len(batch)):
         ids = np.concatenate([batch["prompt_ids"].row(i), batch["response_ids"].row(i)])

@@ -99,7 +99,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
     _blocks: list[Block] | None = None
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Length of the sequences that data-parallel attention pads a batch with, so that all ranks run the same shape."""
         return 1
 
@@ -181,7 +181,20 @@ def create_batched_attention(runner: Any) -> BatchedAttention:
     """Factory in the form SGLang's registry wants."""
     if runner.use_mla_backend:
         use_absorbed_latents()
+    use_host_copies()
     return BatchedAttention(runner)
+
+
+def use_host_copies() -> None:
+    """Data-parallel attention copies by a triton kernel and through pinned memory unless `is_cpu()`, which this platform is not.
+
+    sglang/srt/layers/dp_attention.py:644, sglang/srt/model_executor/forward_batch_info.py:1948 and 2015 (the only readers of the flag).
+    """
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.model_executor import forward_batch_info
+
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    forward_batch_info._is_cpu = True
 
 
 def use_absorbed_latents() -> None:
