@@ -29,10 +29,8 @@ def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
     )
 
 
-def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, **options: Any) -> Any:
-    from hybridflow.mcore import parallel as groups
-    from hybridflow.mcore.policy import Policy
-    from hybridflow.models import family_of
+def weights_of(family: Any, std: float = 0.2) -> Any:
+    """Random weights that do not depend on the layout."""
     from hybridflow.models.weights import RandomWeights
 
     class Shaken(RandomWeights):
@@ -46,10 +44,19 @@ def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, **op
             full = torch.randn(self.tensors[name], generator=torch.Generator().manual_seed(digest))
             return values + 0.1 * full[start[0] : start[0] + shape[0]]
 
+    return Shaken(family.tensors(), seed=5, std=std)
+
+
+def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, **options: Any) -> Any:
+    from hybridflow.mcore import parallel as groups
+    from hybridflow.mcore.policy import Policy
+    from hybridflow.models import family_of
+
     config = ParallelConfig(**parallel)
-    groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
+    if not dist.is_initialized():
+        groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(hf)
-    return Policy(family, config, "float32", Shaken(family.tensors(), seed=5, std=std), **options)
+    return Policy(family, config, "float32", weights_of(family, std), **options)
 
 
 def _share(batch: DataProto) -> DataProto:

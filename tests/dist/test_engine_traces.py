@@ -33,7 +33,8 @@ TRAINERS = (ParallelShape(4, tensor=2, pipeline=2, expert=2), ParallelShape(4, t
 
 def checkpoint_config(model: str) -> dict[str, Any]:
     """The config as a published checkpoint has it."""
-    return {**cases.MODELS[model], "architectures": [family_of(cases.MODELS[model]).architecture]}
+    published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1} if model in ("deepseek_v3", "moonlight") else {}
+    return {**cases.MODELS[model], **published, "architectures": [family_of(cases.MODELS[model]).architecture]}
 
 
 @pytest.fixture(scope="module")

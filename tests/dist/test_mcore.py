@@ -104,6 +104,28 @@ def test_training_does_not_depend_on_the_layout(parallel, hf):
         np.testing.assert_allclose(weights[name], expected, rtol=2e-5, atol=1e-4, err_msg=name)
 
 
+def test_a_wrong_map_entry_changes_log_probs():
+    """With the comparison to transformers above: whoever mixes up two tensors of one shape, which no proof can see, is caught."""
+    models = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": DENSE, "qwen3_moe": TINY, "mixtral": MIXTRAL, "glm4_moe": GLM4}
+    models |= {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT}
+    [changes] = run_ranks(1, "tests.dist.mutation_cases:log_prob_changes", models=models)
+    everywhere = {"gate and up exchanged", "norms exchanged", "next layer's output projection"}
+    sparse, grouped = {"one expert off", "router's rows exchanged"}, {"key and value exchanged"}
+    latent = {"rows of the latents' up projection exchanged", "no expert bias"} | sparse
+    expected = {
+        "llama": grouped,
+        "qwen2": grouped | {"no bias"},
+        "qwen3": grouped | {"norms of query and key exchanged"},
+        "qwen3_moe": grouped | sparse | {"norms of query and key exchanged"},
+        "mixtral": grouped | sparse,
+        "glm4_moe": grouped | sparse | {"norms of query and key exchanged", "no bias", "no expert bias"},
+        "deepseek_v3": latent | {"rows of the query's up projection exchanged"},
+        "moonlight": latent,
+    }
+    assert {name: set(found) for name, found in changes.items()} == {name: everywhere | more for name, more in expected.items()}
+    assert {(n, m): c for n, found in changes.items() for m, c in found.items() if c < 1e-3} == {}
+
+
 def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tmp_path):
     """The oracle counts the tokens of each expert in transformers, on the weights before the update."""
     from safetensors.torch import load_file

@@ -22,6 +22,9 @@ def register() -> None:
     register_attention_backend("torch_native")(create_batched_attention)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", skip_foreign_experts, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND)
+    group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+    HookRegistry.register(f"{group}.all_gather_into_tensor", all_gather_into_tensor, HookType.REPLACE)
+    HookRegistry.register(f"{group}.reduce_scatter_tensor", reduce_scatter_tensor, HookType.REPLACE)
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
 
 
@@ -36,6 +39,16 @@ def fork_children(_: Any, server_args: Any) -> None:
 
     if server_args.dp_size == 1:
         multiprocessing.set_start_method("fork", force=True)
+
+
+def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
+    """Data-parallel attention: upstream's custom operator is registered for accelerators (distributed/parallel_state.py:1372)."""
+    group._all_gather_into_tensor(output, input)
+
+
+def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
+    """As above (distributed/parallel_state.py:1151)."""
+    group._reduce_scatter_tensor(output, input)
 
 
 def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
