@@ -1,0 +1,28 @@
+"""Short texts between all ranks, over a gloo group of its own: a background thread may use it while training uses the others."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+
+class Exchange:
+    """All ranks create it together, and call `gather` in the same order."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: how long one rank waits for the slowest in `gather`."""
+        self.world = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, by rank. RuntimeError when a rank is gone or late."""
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        texts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(texts, padded, group=self._group)
+        return [bytes(found[: int(size)].numpy()).decode() for found, size in zip(texts, sizes, strict=True)]
