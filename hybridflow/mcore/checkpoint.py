@@ -28,22 +28,21 @@ from hybridflow.errors import CheckpointError
 from hybridflow.manifest import MANIFEST, FileRecord, Manifest, differences, problems_of
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.checkpoint_files import write_index, write_tensors
-from hybridflow.mcore.exchange import Exchange
+from hybridflow.mcore.exchange import Exchange, shared_exchange
 from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_step
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.sharded_state import ShardedState
 from hybridflow.mcore.staging import Staging
 
-_exchange: Exchange | None = None
 _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves of one policy, at most one at a time. All ranks call its methods together."""
+    """Saves of one policy, at most one at a time: the next waits for the one before. All ranks call its methods together."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
-        """`timeout_s`: how long a rank that has written its files waits for the slowest."""
+        """`timeout_s`: how long a rank that has written its files waits for the slowest, and a save for the one before."""
         self.policy, self.timeout_s = policy, timeout_s
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -55,16 +54,14 @@ class Saver:
         Raises:
             CheckpointError: when any rank could not write; nothing is left behind.
         """
-        if not self.done():
-            raise CheckpointError(f"{folder}: the save before is still being written")
-        job = _Job(self.policy, folder, phase, step, _shared_exchange(self.timeout_s))
+        self.wait(self.timeout_s)
+        job = _Job(self.policy, folder, phase, step, shared_exchange(self.timeout_s))
         job.write(job.state.owned())
 
     def start(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
         """The same, in the background: returns when the state has been copied. Ask `done` for the outcome."""
-        if not self.done():
-            raise CheckpointError(f"{folder}: the save before is still being written")
-        job = _Job(self.policy, folder, phase, step, _shared_exchange(self.timeout_s))
+        self.wait(self.timeout_s)
+        job = _Job(self.policy, folder, phase, step, shared_exchange(self.timeout_s))
         copies = self._staging.copy(job.state.owned())
 
         def run() -> None:
@@ -117,7 +114,7 @@ def load(policy: Policy, folder: Path) -> None:
     Raises:
         CheckpointError: the folder is missing, torn, foreign, or of another model; nothing has been loaded then.
     """
-    exchange = _shared_exchange()
+    exchange = shared_exchange()
     manifest = _checked(policy, folder, exchange)
     if policy.optimizer is not None:
         prime_adam_state(policy.optimizer.inner)
@@ -165,7 +162,8 @@ class _Job:
             reports = self.exchange.gather(self._write_own(tensors))
             self._raise_if(self._on_first(lambda: self._complete(reports)))
         except RuntimeError as error:
-            raise self._not_written(f"another rank is gone, or its files took longer than allowed: {error}") from error
+            reason = str(error).splitlines()[0].split(" This is typically ")[0]
+            raise self._not_written(f"another rank is gone, or its files took longer than allowed: {reason}") from error
 
     def _write_own(self, tensors: Sequence[ShardedTensor]) -> str:
         """This rank's file; what became of it, as JSON."""
@@ -253,14 +251,6 @@ def _mismatches(policy: Policy, manifest: Manifest) -> list[str]:
     wanted = {"optimizer": policy.optimizer is not None, "reference": policy.has_reference}
     found += [f"it holds no {part}, which is needed here" for part, needed in wanted.items() if needed and part not in manifest.contains]
     return found
-
-
-def _shared_exchange(timeout_s: float = 1800.0) -> Exchange:
-    """One group for all saves and loads of this process."""
-    global _exchange
-    if _exchange is None or _exchange.world != dist.get_world_size():
-        _exchange = Exchange(timeout_s)
-    return _exchange
 
 
 def _cause(error: BaseException) -> str:

@@ -86,3 +86,42 @@ def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str, br
         except CheckpointError as error:
             result["errors"][name] = str(error)
     return result
+
+
+def export_and_save(parallel: dict[str, Any], hf: dict[str, Any], folder: str, max_shard_bytes: int) -> None:
+    """The same weights as a Hugging Face folder and as a checkpoint."""
+    from hybridflow.mcore import checkpoint
+    from hybridflow.mcore.hf_export import export
+
+    policy = resumable(parallel, hf)
+    steps(policy, range(1))
+    export(policy, Path(folder) / "hf", hf, None, max_shard_bytes)
+    checkpoint.save(policy, Path(folder) / "checkpoint", phase="rl", step=3)
+
+
+def memory_of_export(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> dict[str, int]:
+    """Bytes by which this rank's resident memory grows at most during an export; the size of the model and of its largest tensor."""
+    import gc
+    from math import prod
+    from threading import Event, Thread
+
+    import psutil
+
+    from hybridflow.mcore.hf_export import export
+
+    policy = _policy(parallel, hf)
+    gc.collect()
+    process, stop, peak = psutil.Process(), Event(), [0]
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        while not stop.wait(0.0005):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    thread = Thread(target=watch)
+    thread.start()
+    export(policy, Path(folder), hf, None, 64 << 20)
+    stop.set()
+    thread.join()
+    sizes = [4 * prod(shape) for shape in policy.family.tensors().values()]
+    return {"grown": peak[0] - before, "model": sum(sizes), "largest": max(sizes)}
