@@ -26,6 +26,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.mcore.model import local_parameters
 from hybridflow.mcore.optimizer import inner_optimizers
 from hybridflow.mcore.policy import Policy
+from hybridflow.models.layout import boxes
 
 _REFERENCE = "reference."
 _OPTIMIZER = "optimizer.state."
@@ -86,30 +87,6 @@ class ShardedState:
                             shard.key,
                             (*shard.global_offset[:lead], *inside),
                         )
-
-
-def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [low, high) of a row-major array as (start, size) rectangles, in order; each is contiguous in the flat array."""
-    if low >= high:
-        return
-    if len(shape) <= 1:
-        yield ((low,), (high - low,)) if shape else ((), ())
-        return
-    inner = prod(shape[1:])
-    first, last = -(-low // inner), high // inner
-    if first > last:  # within one row
-        yield from _within(shape, last, low, high)
-        return
-    yield from _within(shape, first - 1, low, first * inner)
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _within(shape, last, last * inner, high)
-
-
-def _within(shape: tuple[int, ...], row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    base = row * prod(shape[1:])
-    for start, size in boxes(shape[1:], low - base, high - base):
-        yield (row, *start), (1, *size)
 
 
 # ---- model and reference --------------------------------------------------------------------------------------------------------------

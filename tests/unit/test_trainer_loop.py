@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> 
     trainer.fit()
     trainer.session.store.wait()
     trainer.step, world.fail_save = 2, True
-    with pytest.raises(CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous one is untouched"):
+    with pytest.raises(CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"):
         trainer.save()
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "latest.json"]
