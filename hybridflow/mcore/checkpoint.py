@@ -39,11 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves of one policy, at most one at a time: the next waits for the one before. All ranks call its methods together."""
+    """Saves of one policy, at most one at a time: the next waits for the one before. All ranks create it and call its methods together."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
         """`timeout_s`: how long a rank that has written its files waits for the slowest, and a save for the one before."""
         self.policy, self.timeout_s = policy, timeout_s
+        # its own: an export or a load may use the shared one on the training's thread while a save ends in the background
+        self._exchange = Exchange(timeout_s)
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -55,13 +57,13 @@ class Saver:
             CheckpointError: when any rank could not write; nothing is left behind.
         """
         self.wait(self.timeout_s)
-        job = _Job(self.policy, folder, phase, step, shared_exchange(self.timeout_s))
+        job = _Job(self.policy, folder, phase, step, self._exchange)
         job.write(job.state.owned())
 
     def start(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
         """The same, in the background: returns when the state has been copied. Ask `done` for the outcome."""
         self.wait(self.timeout_s)
-        job = _Job(self.policy, folder, phase, step, shared_exchange(self.timeout_s))
+        job = _Job(self.policy, folder, phase, step, self._exchange)
         copies = self._staging.copy(job.state.owned())
 
         def run() -> None:
@@ -102,8 +104,9 @@ class Saver:
 
 
 def save(policy: Policy, folder: Path, *, phase: str = "", step: int = 0) -> None:
-    """`Saver.save`, once."""
-    Saver(policy).save(folder, phase=phase, step=step)
+    """`Saver.save`, without a saver. Collective."""
+    job = _Job(policy, folder, phase, step, shared_exchange())
+    job.write(job.state.owned())
 
 
 def load(policy: Policy, folder: Path) -> None:
@@ -150,7 +153,7 @@ class _Job:
             contains=tuple(self.state.contains),
             layout=_layout(policy),
             dtype=str(policy.dtype).removeprefix("torch."),
-            hf_config=policy.family.hf,
+            hf_config=dict(policy.family.hf),
             versions={"hybridflow": hybridflow.__version__, "torch": torch.__version__, "megatron_core": bootstrap.MEGATRON_VERSION},
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )

@@ -32,7 +32,7 @@ _shared: Exchange | None = None
 
 
 def shared_exchange(timeout_s: float = 1800.0) -> Exchange:
-    """The one that checkpoints and exports of this process use; the first call creates it and sets its timeout. Collective."""
+    """The one that loads and exports use, on the training's thread; the first call creates it and sets its timeout. Collective."""
     global _shared
     if _shared is None or _shared.world != dist.get_world_size():
         _shared = Exchange(timeout_s)

@@ -18,6 +18,7 @@ import torch
 from hybridflow.errors import CheckpointError
 from hybridflow.manifest import Manifest
 
+INDEX = "index.json"
 _KEPT_BYTES = 256 << 20  # of rectangles just read: a fused projection is asked for once a head
 
 Start = tuple[int, ...]
@@ -29,7 +30,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path) -> None:
         """CheckpointError when the folder is no whole checkpoint."""
         self.folder, self.manifest = folder, Manifest.read(folder)
-        index = _read_index(folder / "index.json")
+        index = read_index(folder)
         self._chunks: dict[str, list[dict[str, Any]]] = {}
         for chunk in index["chunks"]:
             self._chunks.setdefault(chunk["key"], []).append(chunk)
@@ -90,9 +91,11 @@ class CheckpointFolder:
         return self._kept[place]
 
 
-def _read_index(file: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> dict[str, Any]:
+    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}. CheckpointError when it is torn."""
+    file = folder / INDEX
     try:
         value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {"chunks": value["chunks"], "hf": value["hf"]}
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.manifest import MANIFEST, Manifest, config_digest, problems_of
+from hybridflow.models.checkpoint_source import CheckpointFolder, read_index
 
 MAX_SHARD_BYTES = 4 << 30
 
@@ -49,10 +50,7 @@ def locate(path: Path) -> Path:
 def inspect(folder: Path) -> dict[str, Any]:
     """What a checkpoint is and holds: the manifest's figures, and tensors and bytes of each part."""
     manifest = Manifest.read(folder)
-    try:
-        chunks = json.loads((folder / "index.json").read_text(encoding="utf-8"))["chunks"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder / 'index.json'} cannot be read: {error}; `hybridflow checkpoint verify` says more") from error
+    chunks = read_index(folder)["chunks"]
     parts: dict[str, dict[str, int]] = {}
     seen: dict[str, set[str]] = {}
     for chunk in chunks:
@@ -139,8 +137,6 @@ class Written:
 
 def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tokenizer: Path | None) -> Written:
     """A checkpoint's model as a Hugging Face folder. At most one tensor is in memory at a time (and the rectangles it comes from)."""
-    from hybridflow.models.checkpoint_source import CheckpointFolder
-
     source = CheckpointFolder(folder)
     if tokenizer is None:  # a run keeps a copy of its tokenizer beside the config that its engines start from
         tokenizer = next((path for path in (parent / "model" for parent in folder.resolve().parents[:3]) if path.is_dir()), None)

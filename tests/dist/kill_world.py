@@ -34,6 +34,11 @@ class Ranks:
         return bool(self.saver.done())
 
 
+def say(**what: Any) -> None:
+    """A line to the test, in one piece: three processes write to the same pipe."""
+    os.write(sys.stdout.fileno(), (json.dumps(what) + "\n").encode())
+
+
 def values(policy: Any) -> list[torch.Tensor]:
     """Every tensor that a checkpoint holds of this rank, but the random state."""
     from hybridflow.mcore.sharded_state import ShardedState
@@ -59,7 +64,7 @@ def serve(folder: Path) -> None:
         found = {float(value) for tensor in values(policy) for value in (tensor.min(), tensor.max())}
         assert found == {float(latest.step)} and latest.state == {"step": latest.step}, (found, latest)
         step = latest.step
-    print(json.dumps({"rank": rank, "loaded": step}), flush=True)
+    say(rank=rank, loaded=step)
     while True:
         step += 1
         for tensor in values(policy):
@@ -97,9 +102,9 @@ def main() -> None:
                     traceback.print_exc()
                     os._exit(1)
             pids.append(pid)
-        print(json.dumps({"pids": pids}), flush=True)
+        say(pids=pids)
         ends = [os.waitpid(pid, 0)[1] for pid in pids]
-        print(json.dumps({"ends": [os.waitstatus_to_exitcode(end) for end in ends]}), flush=True)
+        say(ends=[os.waitstatus_to_exitcode(end) for end in ends])
 
 
 if __name__ == "__main__":

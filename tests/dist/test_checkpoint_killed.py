@@ -99,6 +99,7 @@ def wait_until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.0005)
 
 
 def names(folder: Path) -> set[str]:
