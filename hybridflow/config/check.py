@@ -52,6 +52,7 @@ NOT_NEGATIVE = (
     "sft.steps",
     "trainer.test_every_steps",
     "trainer.save_every_steps",
+    "trainer.keep_checkpoint_every_steps",
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (
@@ -63,6 +64,7 @@ ABOVE_ZERO = (
     "rollout.logprob_diff_bound",
     "cluster.start_timeout_s",
     "cluster.call_timeout_s",
+    "trainer.checkpoint_timeout_s",
 )
 
 

@@ -186,7 +186,10 @@ class TrainerConfig:
     val_before_train: bool = True
     test_every_steps: int = 0  # 0: only before and after
     save_every_steps: int = 0  # 0: only at the end
-    max_checkpoints_to_keep: int = 2
+    max_checkpoints_to_keep: int = 2  # the newest so many; 0: all
+    keep_checkpoint_every_steps: int = 0  # besides these, every checkpoint whose step is a multiple of it; 0: none
+    async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
+    checkpoint_timeout_s: float = 1800.0  # a save in the background must be on the disk by then
     resume: str = "auto"  # auto | disable
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")

@@ -24,7 +24,7 @@ from hybridflow.observe.report import write_report
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from hybridflow.trainer import assets
-from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.evaluate import Scorer, Validator
 from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
@@ -136,7 +136,7 @@ def _train(job: _Job) -> dict[str, Any]:
     with job.progress.stage("wait for the engines"):
         engines.wait_ready()
     trainer.fit()
-    exported = _export(job, policy)
+    exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
     return {
@@ -160,11 +160,14 @@ def _sft(job: _Job) -> dict[str, Any]:
         raise ConfigError(f"{job.session.folder} already holds a reinforcement-learning run; give this one another name")
     with job.progress.stage("save the checkpoint"):
         trainer.save()
-    exported = _export(job, policy)
+    exported = _finish(job, policy)
     return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
 
 
-def _export(job: _Job, policy: PolicyGroup) -> str | None:
+def _finish(job: _Job, policy: PolicyGroup) -> str | None:
+    """The last checkpoint is whole, and the export written; returns the latter's folder."""
+    with job.progress.stage("wait for the last checkpoint"):
+        job.session.store.wait()
     if not job.config.trainer.export:
         return None
     folder = job.session.folder / "export"
@@ -207,7 +210,7 @@ def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Prog
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
-    latest = CheckpointStore(folder / "checkpoints", 0).latest() if config.trainer.resume == "auto" else None
+    latest = CheckpointStore(folder / "checkpoints", Retention()).latest() if config.trainer.resume == "auto" else None
     goes_on = latest is not None and (not finished or latest.step < total_steps)
     if config.trainer.resume == "auto" and (goes_on or not finished):
         (folder / "summary.json").unlink(missing_ok=True)

@@ -85,6 +85,7 @@ class RLTrainer:
                         with phase("testing"):
                             self.validate(progress)
                 self.record(batch, updates, progress)
+                self.session.store.check()
                 if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
                     with phase("save_checkpoint", self.step):
                         self.save()
@@ -159,7 +160,7 @@ class RLTrainer:
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
-        return self.session.store.save("rl", self.step, state, self.policy.save)
+        return self.session.store.save("rl", self.step, state, self.policy)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase."""

@@ -17,7 +17,7 @@ from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Phase, Tracker
 from hybridflow.single_controller import waited_seconds
-from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 
 _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
 
@@ -33,7 +33,12 @@ class Session:
         console = [name for name in config.trainer.loggers if name != "console"]
         self.tracker = Tracker(self.folder, console, console=None)
         self.timeline = Timeline(self.folder / "timeline.jsonl")
-        self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
+        self.store = CheckpointStore(
+            self.folder / "checkpoints",
+            Retention(config.trainer.max_checkpoints_to_keep, config.trainer.keep_checkpoint_every_steps),
+            background=config.trainer.async_checkpoints,
+            timeout_s=config.trainer.checkpoint_timeout_s,
+        )
         self.totals: dict[str, float] = {}
         self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
@@ -99,6 +104,7 @@ class Session:
         return path
 
     def close(self) -> None:
-        """Flush the records."""
+        """Flush the records; a checkpoint that is not whole by now will not count."""
+        self.store.close()
         self.tracker.close()
         self.timeline.close()

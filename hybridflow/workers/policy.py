@@ -48,6 +48,7 @@ class PolicyWorker:
             source = RandomWeights(family.tensors(), config.seed, std)
         rate = config.actor.expert_bias_update_rate
         self.policy = Policy(family, config.actor.parallel, config.model.dtype, source, expert_bias_update_rate=rate)
+        self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
         self._sender = WeightSender(self.policy, config, context.master_addr)
 
     def mesh_position(self) -> MeshPosition:
@@ -145,9 +146,14 @@ class PolicyWorker:
     # ---- disk -------------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write model, reference, optimizer and random state."""
-        checkpoint.save(self.policy, folder)
+    def save_checkpoint(self, folder: Path, phase: str, step: int, background: bool) -> None:
+        """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
+        (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def is_checkpoint_written(self) -> bool:
+        """Whether this rank has nothing left to write. CheckpointError when the last background save failed."""
+        return self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:

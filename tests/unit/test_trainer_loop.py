@@ -57,11 +57,16 @@ class World:
         assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
         return [Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.calls.append("save")
         if self.fail_save:
             raise OSError(28, "No space left on device")
+        assert background
         folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+
+    def is_saved(self) -> bool:
+        return True
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
         assert folder.is_dir()
@@ -191,6 +196,7 @@ def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, sa
     config = config_of(tmp_path, total_steps=5, save_every_steps=every, max_checkpoints_to_keep=9)
     trainer = trainer_of(config, World())
     trainer.fit()
+    trainer.session.store.wait()
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.glob("global_step_*")) == [f"global_step_{step}" for step in saved]
     assert json.loads((folder / "latest.json").read_text()) == {"folder": "global_step_5"}
@@ -199,6 +205,7 @@ def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, sa
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=5, save_every_steps=1, max_checkpoints_to_keep=2), World())
     trainer.fit()
+    trainer.session.store.wait()
     names = sorted(path.name for path in (trainer.session.folder / "checkpoints").glob("global_step_*"))
     assert names == ["global_step_4", "global_step_5"]
 
@@ -210,6 +217,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     config = config_of(tmp_path / "cut", kl=0.1, total_steps=3, save_every_steps=1)
     first = trainer_of(config, World())
     first.fit()
+    first.session.store.wait()
     first.session.tracker.log(4, {"x": 1.0})  # as if a fourth step had begun when the run was killed
     first.session.close()
     world = World()
@@ -270,8 +278,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> 
     world = World()
     trainer = trainer_of(config_of(tmp_path, total_steps=1), world)
     trainer.fit()
+    trainer.session.store.wait()
     trainer.step, world.fail_save = 2, True
-    with pytest.raises(CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous one is untouched"):
+    with pytest.raises(CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"):
         trainer.save()
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "latest.json"]
