@@ -48,6 +48,7 @@ NOT_NEGATIVE = (
     "sft.steps",
     "trainer.test_every_steps",
     "trainer.save_every_steps",
+    "trainer.max_restarts",
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (

@@ -184,6 +184,7 @@ class TrainerConfig:
     save_every_steps: int = 0  # 0: only at the end
     max_checkpoints_to_keep: int = 2
     resume: str = "auto"  # auto | disable
+    max_restarts: int = 1  # of the policy's ranks when one is lost in the loop; it then goes on from the last checkpoint. 0: the job ends
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
     dump_rollouts_every_steps: int = 1  # parquet; 0: never

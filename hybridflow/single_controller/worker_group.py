@@ -12,13 +12,14 @@ from typing import Any
 from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, WorkerContext, method_spec, plan_call
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.protocol import DataProto
-from hybridflow.single_controller.actors import end_processes, environment, join_actors, start_actors
+from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.host import HostInfo
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import Origin, Outgoing
 
+_ALIVE_S = 5.0  # how long a rank on another node is given to answer; silence counts as being busy
 _SMALL = (str, bytes, int, float, bool, type(None))
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
@@ -112,6 +113,20 @@ class WorkerGroup:
             raise
         for hook in self._restart_hooks:
             hook()
+
+    def is_alive(self) -> bool:
+        """Whether every rank's process runs and no call has found the group broken. A rank that is busy is alive."""
+        import ray
+
+        if self._broken is not None or any(rank.is_local and rank.pid and not is_running(rank.pid) for rank in self._ranks):
+            return False
+        asked = [rank.actor.identity.remote() for rank in self._ranks if not rank.is_local]
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_ALIVE_S) if asked else ([], [])
+        try:
+            ray.get(ready)
+        except ray.exceptions.RayActorError:
+            return False
+        return True
 
     def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a `Future` at once.

@@ -50,6 +50,7 @@ class RLTrainer:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
         self.sampler = open_sampler(config.data, dataset, config.seed)
+        self._first_order = self.sampler.state()
         self.step = 0
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ class RLTrainer:
         metrics = batch_metrics(batch) | update_metrics(updates) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
+        metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
         self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
@@ -166,6 +168,19 @@ class RLTrainer:
         self.policy.load(checkpoint.policy, self.config.actor.optim, with_reference=derived.needs_reference(self.config))
         self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
+
+    def go_back(self) -> None:
+        """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where there is none."""
+        checkpoint = self.session.store.latest()
+        if checkpoint is not None and checkpoint.phase != "rl":
+            checkpoint = None
+        self.session.go_back(checkpoint)
+        if checkpoint is not None:
+            self.resume(checkpoint)
+            return
+        self.sampler.restore(self._first_order)
+        self.step = 0
+        self.start_from_present_weights()
 
     def start_from_present_weights(self) -> None:
         """Begin the phase: the present weights are the reference, the optimizer is fresh."""

@@ -72,6 +72,12 @@ class RolloutWorker:
             )
 
     @register(Dispatch.ONE_TO_ALL)
+    def leave_weights(self, offers: Sequence[WeightsOffer]) -> None:
+        """Leave the group of each stage."""
+        for offer in offers:
+            self.client.destroy_weights_group(offer.group)
+
+    @register(Dispatch.ONE_TO_ALL)
     def receive_weights(self, offers: Sequence[WeightsOffer], version: int) -> None:
         """One sync: pause, receive every bucket of every stage, commit under `version`, go on."""
         self.client.pause("retract")
