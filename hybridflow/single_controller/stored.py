@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.blocks import Blocks
 from hybridflow.columns import Column, Deferred
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.protocol import DataProto
@@ -89,8 +90,8 @@ class StoredColumn(Deferred):
         moved[used] = np.cumsum([0, *(self.parts[at].rows for at in used[:-1])]) - starts[used]
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
-    def fetch(self) -> tuple[Column, bool]:
-        """See Deferred. One contiguous piece is a view of the store; otherwise the pieces are joined.
+    def here(self) -> tuple[Column | Blocks, bool]:
+        """See Deferred. Views of the store where few runs of rows are wanted, else one gathered copy.
 
         Raises:
             DataError: an object is lost, because the node that held it is.
@@ -106,8 +107,9 @@ class StoredColumn(Deferred):
         except ray.exceptions.RayError as error:
             raise DataError(f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}") from error
         batch = assemble(objects, column.index)
-        name = batch.columns[0]
-        return batch[name], name in batch.bfloat16
+        [(name, found)] = batch.items()
+        assert not isinstance(found, Deferred)
+        return found, name in batch.bfloat16
 
     @property
     def lengths(self) -> np.ndarray | None:

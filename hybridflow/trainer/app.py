@@ -58,8 +58,8 @@ class _Job:
     def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
         self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
+        session.resume(self.checkpoint)
         if self.checkpoint is not None:
-            session.resume(self.checkpoint)
             progress.message(f"resuming from {self.checkpoint.folder}")
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)

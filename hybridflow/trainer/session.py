@@ -72,13 +72,19 @@ class Session:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records."""
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records.
+
+        None: an earlier attempt, if there was one, left no checkpoint; nothing of it counts.
+        """
+        if checkpoint is None:
+            self.tracker.truncate_after("sft", 0)
+            return self._forget_after(0)
         self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
         self._seconds_before = self.totals.get("seconds_total", 0.0)
         if checkpoint.phase == "sft":
             self.tracker.truncate_after("sft", checkpoint.step)
-        self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
+        return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
         """`resume` inside a session that goes on: time that passed stays counted, and `totals["restarts"]` counts how often.

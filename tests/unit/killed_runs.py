@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hybridflow.config.schema import DataConfig, OptimConfig, RolloutConfig, Run
 from hybridflow.data.custom import open_prompts
 from hybridflow.data.prepare.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
-from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.evaluate import Validator
 from hybridflow.trainer.loop import RLTrainer
@@ -32,6 +33,14 @@ ROWS, PROMPTS, STEPS = 10, 4, 5  # two epochs, and a batch that lies across them
 IN_A_STEP = ("handed out", "trained")
 IN_A_SAVE = ("policy begun", "policy written", "driver state torn", "not named yet", "not pointed to yet")
 Kill = tuple[int, str]  # step, moment
+
+
+@dataclass(frozen=True)
+class Files:
+    """What every life reads."""
+
+    rows: Path
+    tokenizer: Tokenizer
 
 
 class Mortal(World):
@@ -84,26 +93,25 @@ class Mortal(World):
             self.moment(self.engine_version, names[target])
 
 
-def live(folder: Path, data: Path, every: int, life: int, kill: Kill | None) -> None:
+def live(folder: Path, files: Files, every: int, life: int, kill: Kill | None) -> None:
     """One life: start or resume as `trainer.app` does, and run until killed or done."""
     config = RunConfig(
         output_dir=str(folder),
-        data=DataConfig(train_files=(str(data / "rows.parquet"),), train_batch_size=PROMPTS),
+        data=DataConfig(train_files=(str(files.rows),), train_batch_size=PROMPTS),
         rollout=RolloutConfig(n=2),
         trainer=TrainerConfig(total_steps=STEPS, save_every_steps=every, loggers=("jsonl",)),
     )
-    tokenizer = load_tokenizer(data / "tokenizer")
-    dataset = open_prompts(config.data.train_files, tokenizer, config.data)
+    dataset = open_prompts(config.data.train_files, files.tokenizer, config.data)
     assert len(dataset) == ROWS
     scorer: Any = Scores()
-    scorer.tokenizer = tokenizer
+    scorer.tokenizer = files.tokenizer
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
     world = Mortal(folder / "ledger.jsonl", life, kill)
     trainer = RLTrainer(config, session, world, world, world, dataset, scorer, Validator(config, dataset, scorer, session.folder / "validation"))
     latest = session.store.latest()
+    session.resume(latest)
     if latest is not None:
-        session.resume(latest)
         trainer.resume(latest)
     else:
         trainer.start_from_present_weights()
@@ -111,7 +119,7 @@ def live(folder: Path, data: Path, every: int, life: int, kill: Kill | None) -> 
     session.close()
 
 
-def run_lives(folder: Path, data: Path, every: int, kills: Sequence[Kill]) -> None:
+def run_lives(folder: Path, files: Files, every: int, kills: Sequence[Kill]) -> None:
     """A life for each kill and one to the end; how each ended goes to `lives.json`."""
     folder.mkdir(parents=True)
     ends = []
@@ -120,7 +128,7 @@ def run_lives(folder: Path, data: Path, every: int, kills: Sequence[Kill]) -> No
         if child == 0:
             code = 70
             try:
-                live(folder, data, every, life, kill)
+                live(folder, files, every, life, kill)
                 code = 0
             finally:
                 os._exit(code)
@@ -129,8 +137,8 @@ def run_lives(folder: Path, data: Path, every: int, kills: Sequence[Kill]) -> No
     (folder / "lives.json").write_text(json.dumps(ends))
 
 
-def write_data(folder: Path) -> None:
-    """Ten prompts and a tokenizer."""
+def write_data(folder: Path) -> Files:
+    """Ten prompts and a tokenizer, which is opened here: its import takes seconds, a life a fraction of one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -146,13 +154,14 @@ def write_data(folder: Path) -> None:
         for i in range(ROWS)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    return Files(folder / "rows.parquet", load_tokenizer(folder / "tokenizer"))
 
 
 def main(folder: Path, scenarios: Path) -> None:
     """All scenarios of the file: {name: {every, kills}}."""
-    write_data(folder / "data")
+    files = write_data(folder / "data")
     for name, scenario in json.loads(scenarios.read_text()).items():
-        run_lives(folder / name, folder / "data", scenario["every"], [(step, moment) for step, moment in scenario["kills"]])
+        run_lives(folder / name, files, scenario["every"], [(step, moment) for step, moment in scenario["kills"]])
 
 
 if __name__ == "__main__":

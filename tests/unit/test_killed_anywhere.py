@@ -15,6 +15,7 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
 from tests.unit.killed_runs import IN_A_SAVE, IN_A_STEP, ROWS, STEPS, Kill
 
+pytestmark = pytest.mark.slow  # about 150 short processes that write checkpoints
 ROOT = Path(__file__).resolve().parents[2]
 ALL_STEPS = range(1, STEPS + 1)
 
@@ -40,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     (folder / "scenarios.json").write_text(json.dumps(scenarios()))
     command = [sys.executable, "-m", "tests.unit.killed_runs", str(folder), str(folder / "scenarios.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
