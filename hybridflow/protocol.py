@@ -179,6 +179,13 @@ class DataProto:
         joined = for_each(Blocks.join, apart, sum(column.nbytes for column in apart.values()))
         return DataProto({**near._columns, **joined}, near._meta, near._bfloat16)
 
+    def pieces(self, names: Iterable[str], nbytes: int = 8 << 20) -> Iterator[DataProto]:
+        """The named columns in consecutive pieces of about `nbytes`, each here: a loop over them never holds a whole deferred column."""
+        part = self.select(names)
+        far = part.deferred and part.nbytes
+        for piece in part.split(max(1, len(part) * nbytes // far)) if far and len(part) else [part]:
+            yield piece.fetch()
+
     def blocks(self, name: str) -> list[Column]:
         """Column `name` as the consecutive pieces that it lies in: one, unless several ranks made it. Nothing is copied."""
         self._require([name])

@@ -2,7 +2,8 @@
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Future, waited_seconds
+from hybridflow.single_controller.keeping import keep_in_store
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Cluster", "Future", "ResourcePool", "WorkerGroup", "waited_seconds"]
+__all__ = ["Cluster", "Future", "ResourcePool", "WorkerGroup", "keep_in_store", "waited_seconds"]

@@ -25,13 +25,37 @@ class Header:
     nbytes: Mapping[str, int]
     lengths: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+    small: DataProto  # the columns that the driver is given at once; they are objects of their own nevertheless, for other groups
 
     @classmethod
-    def of(cls, batch: DataProto) -> Header:
-        """What the driver is told about `batch`."""
+    def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
+        """What the driver is told about `batch`, with the columns of up to `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
         lengths = {name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)}
-        return cls(len(batch), sizes, lengths, dict(batch.meta))
+        small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
+        return cls(len(batch), sizes, lengths, dict(batch.meta), small)
+
+
+@dataclass(frozen=True)
+class At:
+    """In place of an argument: its position among the objects sent along."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call on its way to one rank. One value, because each argument of a Ray call is serialized by itself."""
+
+    method: str
+    values: tuple[Any, ...]  # arguments; At and Recipe stand for those made of objects sent along
+    keywords: tuple[str, ...]  # names of the last arguments
+
+    def arguments(self, objects: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        built = [_built(value, objects) for value in self.values]
+        positional = len(built) - len(self.keywords)
+        return built[:positional], dict(zip(self.keywords, built[positional:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -58,6 +82,12 @@ class Recipe:
             found = assemble([objects[at] for at in column.sources], column.index).fetch()
             batch = batch.union(found.rename({found.columns[0]: column.name}))
         return batch.select(self.names)
+
+
+def _built(value: Any, objects: Sequence[Any]) -> Any:
+    if isinstance(value, At):
+        return objects[value.position]
+    return value.build(objects) if isinstance(value, Recipe) else value
 
 
 def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:

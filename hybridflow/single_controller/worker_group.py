@@ -16,11 +16,11 @@ from hybridflow.single_controller.actors import end_processes, environment, is_r
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.host import HostInfo
+from hybridflow.single_controller.pieces import At, Request
 from hybridflow.single_controller.resource_pool import ResourcePool
-from hybridflow.single_controller.stored import Origin, Outgoing
+from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Outgoing, is_small
 
 _ALIVE_S = 5.0  # how long a rank on another node is given to answer; silence counts as being busy
-_SMALL = (str, bytes, int, float, bool, type(None))
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
 
@@ -215,17 +215,18 @@ class WorkerGroup:
         collectors = self._mesh.collectors if writes and self._mesh is not None else ()
         for r, call in plan.calls.items():
             outgoing = Outgoing()
-            values = [_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values())]
-            arguments = (name, tuple(call.kwargs), len(outgoing.objects), *values, *outgoing.objects)
+            values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
+            arguments = (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
             inputs |= {id(origin): origin for origin in outgoing.origins}
             actor = self._ranks[r].actor
             if not writes:
                 refs[r] = actor.call.remote(*arguments)
             elif r in collectors:
-                refs[r], *columns = actor.call_stored.options(num_returns=1 + len(writes)).remote(tuple(writes), *arguments)
+                inline = INLINE_BYTES // len(collectors)
+                refs[r], *columns = actor.call_stored.options(num_returns=1 + len(writes)).remote(tuple(writes), inline, *arguments)
                 stored[r] = dict(zip(writes, columns, strict=True))
             else:
-                refs[r] = actor.call_stored.remote((), *arguments)
+                refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
         return Future(
             self.role,
@@ -262,20 +263,17 @@ def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _stored(value: Any, sent: dict[int, Any], key: int = 0) -> Any:
-    """Reference to the value in the object store, one for each object (or `key`); small values travel with the call."""
+def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
+    """Reference to the value in the object store, one for each `key`."""
     import ray
 
-    if isinstance(value, _SMALL):
-        return value
-    key = key or id(value)
     if key not in sent:
         sent[key] = ray.put(value)
     return sent[key]
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
-    """What travels for one argument: a recipe for a batch with columns in the object store, else a reference or the value."""
+    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, else a place in the store."""
     if isinstance(value, DataProto) and value.deferred:
-        return outgoing.recipe(value, lambda local: _stored(local, sent, key=id(value)))
-    return _stored(value, sent)
+        return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))
+    return value if is_small(value) else At(outgoing.add(_stored(value, sent, id(value))))

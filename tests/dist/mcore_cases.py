@@ -187,3 +187,14 @@ def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) ->
         except CheckpointError as error:
             result["errors"][name] = str(error)
     return result
+
+
+def unequal_loads(parallel: dict[str, Any], hf: dict[str, Any], rows: list[int], max_tokens: int) -> dict[str, Any]:
+    """Each data-parallel rank gets another number of rows: how many micro-batches it runs, and whether the pass goes through."""
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    policy = _policy(parallel, hf)
+    batch = batch_of(rows[data_parallel_position()[0]], 3)
+    count = len(policy._micro_batches(batch, max_tokens, ()))
+    found = policy.log_probs(batch, max_tokens=max_tokens, temperature=1.0, with_entropy=False)
+    return {"micro_batches": count, "rows": len(found[0]) if found else None}

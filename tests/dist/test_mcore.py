@@ -78,3 +78,11 @@ def test_training_does_not_depend_on_the_layout(parallel):
     assert weights.keys() == one["digest"].keys()
     for name, expected in one["digest"].items():
         np.testing.assert_allclose(weights[name], expected, rtol=2e-5, atol=1e-4, err_msg=name)
+
+
+def test_ranks_with_unequal_loads_run_the_same_number_of_micro_batches():
+    """Experts' collectives span data-parallel ranks: a rank with less to do takes part with empty micro-batches."""
+    found = run_ranks(2, "tests.dist.mcore_cases:unequal_loads", parallel={"expert": 2}, hf=TINY, rows=[1, 12], max_tokens=20)
+    counts = [rank["micro_batches"] for rank in found]
+    assert counts[0] == counts[1] > 1
+    assert [rank["rows"] for rank in found] == [1, 12]

@@ -46,7 +46,7 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
     words += [f"reward.path={tmp_path / 'reward.py'}", f"+reward.kwargs.folder={tmp_path}", "sft.steps=1"]
     folder = tmp_path / "e2e"
     with Run(tmp_path / "output", "train", *words) as run:
-        run.wait_for(lambda: (tmp_path / "in-step-4").exists())
+        run.wait_for((tmp_path / "in-step-4").exists)
         os.kill(pid_of(run, folder / "logs" / "actor-rank1.log"), signal.SIGKILL)
         (tmp_path / "killed").touch()
         exit_code = run.end(300)

@@ -1,4 +1,4 @@
-"""Runs of the real loop that kill themselves (SIGKILL) at a given moment of a given step, and are resumed, each life in a process of its own.
+"""Runs of the real loop that kill themselves (SIGKILL) at a given moment of a given step, and are resumed; every life is a process.
 
 `python -m tests.unit.killed_runs FOLDER SCENARIOS.json`: imports once and forks a process for each life. The session, the checkpoint
 store, the dataset, the sampler and the loop are the real ones, on the real disk; policy, engines and weight sync are `World`. Every life
@@ -88,7 +88,8 @@ class Mortal(World):
         if event != "os.rename":
             return
         target = Path(os.fsdecode(args[1])).name
-        names = {"driver.json": "driver state torn", f"global_step_{self.engine_version}": "not named yet", "latest.json": "not pointed to yet"}
+        named = f"global_step_{self.engine_version}"
+        names = {"driver.json": "driver state torn", named: "not named yet", "latest.json": "not pointed to yet"}
         if target in names:
             self.moment(self.engine_version, names[target])
 
@@ -108,7 +109,8 @@ def live(folder: Path, files: Files, every: int, life: int, kill: Kill | None) -
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
     world = Mortal(folder / "ledger.jsonl", life, kill)
-    trainer = RLTrainer(config, session, world, world, world, dataset, scorer, Validator(config, dataset, scorer, session.folder / "validation"))
+    validator = Validator(config, dataset, scorer, session.folder / "validation")
+    trainer = RLTrainer(config, session, world, world, world, dataset, scorer, validator)
     latest = session.store.latest()
     session.resume(latest)
     if latest is not None:

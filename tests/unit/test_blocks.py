@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,12 +16,12 @@ from hybridflow.protocol import DataProto, Jagged
 
 def dense(sizes: list[int]) -> list[np.ndarray]:
     ends = np.cumsum([0, *sizes])
-    return [np.arange(a, b)[:, None] * [1, 10] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [np.arange(a, b)[:, None] * [1, 10] for a, b in pairwise(ends)]
 
 
 def jagged(sizes: list[int]) -> list[Jagged]:
     ends = np.cumsum([0, *sizes])
-    return [Jagged.from_rows([np.full(i % 4, i) for i in range(a, b)], np.int64) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [Jagged.from_rows([np.full(i % 4, i) for i in range(a, b)], np.int64) for a, b in pairwise(ends)]
 
 
 def both(sizes: list[int]) -> tuple[DataProto, DataProto]:
@@ -52,7 +54,8 @@ def test_rows_and_pieces_and_tensors_inside_a_block_are_views() -> None:
     batch = DataProto({"a": Blocks.of([first, second])}, {})
     assert np.shares_memory(batch.rows(5)["a"], second)
     assert np.shares_memory(batch.rows(slice(0, 3))["a"], first)
-    assert [np.shares_memory(tensor.numpy(), block) for tensor, block in zip(batch.torch_blocks("a"), (first, second), strict=True)] == [True, True]
+    tensors = zip(batch.torch_blocks("a"), (first, second), strict=True)
+    assert [np.shares_memory(tensor.numpy(), block) for tensor, block in tensors] == [True, True]
     across = batch.rows(slice(2, 8)).blocks("a")
     assert [np.shares_memory(block, source) for block, source in zip(across, (first, second), strict=True)] == [True, True]
     for block in batch.blocks("a") + batch.rows(slice(2, 8)).blocks("a"):
