@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
+from hybridflow.single_controller.colocate import owns
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.host import HostInfo
 from hybridflow.single_controller.pieces import At, Request
@@ -147,7 +147,7 @@ class WorkerGroup:
     def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Future:
         """Start a call and return its `Future`; `timeout` is what its `result()` waits by default."""
         spec = method_spec(method)
-        self._require_own(method, spec)
+        self._require_own(method)
         if self._broken is not None:
             raise self._broken
         plan = plan_call(spec, self.world_size, self._find_mesh() if spec.needs_mesh else None, args, kwargs)
@@ -247,9 +247,8 @@ class WorkerGroup:
             self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
         return self._mesh
 
-    def _require_own(self, method: Callable[..., Any], spec: MethodSpec) -> None:
-        own = any(vars(base).get(spec.name) is method for base in inspect.getmro(self.worker_class))
-        if not own:
+    def _require_own(self, method: Callable[..., Any]) -> None:
+        if not owns(self.worker_class, method):
             raise TypeError(
                 f"{getattr(method, '__qualname__', method)} is not a method of {self.worker_class.__name__}, which {self.role} runs"
             )
