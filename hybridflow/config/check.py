@@ -53,6 +53,7 @@ NOT_NEGATIVE = (
     "trainer.test_every_steps",
     "trainer.save_every_steps",
     "trainer.keep_checkpoint_every_steps",
+    "trainer.max_restarts",
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from hybridflow.data.packing import pack
+from hybridflow.data.packing import pack_alike
 from hybridflow.mcore import parallel
 from hybridflow.mcore.model import DTYPES, build_model, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.optimizer import Optimizer
@@ -80,12 +79,7 @@ class Policy:
         self.optimizer = Optimizer(self.model, config, distributed=self.config.distributed_optimizer, dtype=self.dtype)
 
     def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
-        lengths = sequence_lengths(batch)
-        bins = pack(lengths, max_tokens)
-        wanted = all_ranks_max(len(bins))
-        if len(bins) < wanted:
-            bins = pack(lengths, max_tokens, min_bins=wanted)
-        bins += [np.zeros(0, np.int64)] * (wanted - len(bins))
+        bins = pack_alike(sequence_lengths(batch), max_tokens, all_ranks_max)
         return build_micro_batches(batch, bins, columns, multiple_of=self.config.tensor if self.config.sequence else 1)
 
     # ---- reference --------------------------------------------------------------------------------------------------------------------

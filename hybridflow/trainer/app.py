@@ -28,6 +28,7 @@ from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retentio
 from hybridflow.trainer.evaluate import Scorer, Validator
 from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
@@ -57,8 +58,8 @@ class _Job:
     def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
         self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
+        session.resume(self.checkpoint)
         if self.checkpoint is not None:
-            session.resume(self.checkpoint)
             progress.message(f"resuming from {self.checkpoint.folder}")
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
@@ -126,7 +127,10 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    trainer = RLTrainer(config, session, policy, engines, BroadcastSync(policy_workers, engine_workers, config), dataset, scorer, validator)
+    weights = BroadcastSync(policy_workers, engine_workers, config)
+    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator)
+    policy_workers.on_restart(trainer.go_back)
+    policy_workers.on_restart(weights.reconnect)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
@@ -135,7 +139,7 @@ def _train(job: _Job) -> dict[str, Any]:
             trainer.save()  # the end of the warm start: a kill from here on does not repeat it
     with job.progress.stage("wait for the engines"):
         engines.wait_ready()
-    trainer.fit()
+    fit_with_restarts(trainer, policy_workers, config.trainer.max_restarts, job.progress)
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -148,6 +152,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
         "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
         "steps": trainer.step,
+        "restarts": int(totals.get("restarts", 0)),
         "exported_to": exported,
     }
 

@@ -138,6 +138,12 @@ class BroadcastSync:
         if sent != expected:
             raise WeightSyncError(f"weight version {version}: {sent} bytes were broadcast, {expected} planned")
 
+    def reconnect(self) -> None:
+        """After the policy's ranks were started again: leave the groups of the ranks that are gone; the next sync makes new ones."""
+        if self._offers:
+            self.engines.run(RolloutWorker.leave_weights, self._offers, timeout=self.timeout_s + 30)
+        self._offers = []
+
     def _connect(self) -> None:
         wait = self.timeout_s + 30
         found = self.policy.run(PolicyWorker.offer_weights, self.engine_ranks, timeout=wait)

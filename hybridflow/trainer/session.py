@@ -77,19 +77,42 @@ class Session:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records."""
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records.
+
+        None: an earlier attempt, if there was one, left no checkpoint; nothing of it counts.
+        """
+        if checkpoint is None:
+            self.tracker.truncate_after("sft", 0)
+            return self._forget_after(0)
         self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
         self._seconds_before = self.totals.get("seconds_total", 0.0)
-        sft = checkpoint.step if checkpoint.phase == "sft" else None
-        step = checkpoint.step if checkpoint.phase == "rl" else -1
-        if sft is not None:
-            self.tracker.truncate_after("sft", sft)
+        if checkpoint.phase == "sft":
+            self.tracker.truncate_after("sft", checkpoint.step)
+        return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
+
+    def go_back(self, checkpoint: Checkpoint | None) -> None:
+        """`resume` inside a session that goes on: time that passed stays counted, and `totals["restarts"]` counts how often.
+
+        None: back to before the first step.
+        """
+        seconds, restarts = self.totals_now()["seconds_total"], self.totals.get("restarts", 0.0)
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        else:
+            self.totals = {}
+            self._forget_after(0)
+        self._seconds_before, self._opened = seconds, time.perf_counter()
+        self.totals["restarts"] = restarts + 1
+
+    def _forget_after(self, step: int) -> None:
+        """Drop records and dumps of the loop after `step`. What was validated before the first step is validated again."""
+        last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
-        self.tracker.truncate_after("val", step)
-        self.timeline.truncate_after(max(step, 0))
+        self.tracker.truncate_after("val", last_validated)
+        self.timeline.truncate_after(step)
         remove_dumps_after(self.folder / "rollouts", step)
-        remove_dumps_after(self.folder / "validation", step)
+        remove_dumps_after(self.folder / "validation", last_validated)
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether something that happens every so many steps happens now (0: never)."""

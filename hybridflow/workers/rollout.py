@@ -74,6 +74,12 @@ class RolloutWorker:
             self.client.init_weights_group(offer.host, offer.port, first, offer.world_size, offer.group, backend=offer.backend)
 
     @register(Dispatch.ONE_TO_ALL)
+    def leave_weights(self, offers: Sequence[WeightsOffer]) -> None:
+        """Leave the group of each stage."""
+        for offer in offers:
+            self.client.destroy_weights_group(offer.group)
+
+    @register(Dispatch.ONE_TO_ALL)
     def receive_weights(self, offers: Sequence[WeightsOffer], version: int) -> None:
         """One sync: pause, receive every bucket of every stage, commit under `version`, go on."""
         self.client.pause("retract")

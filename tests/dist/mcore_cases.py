@@ -153,3 +153,14 @@ def log_probs_of_checkpoint(
     )
     found = policy.log_probs(batch, max_tokens=256, temperature=1.0, with_entropy=False)
     return [found[0].row(i).tolist() for i in range(len(batch))] if data_parallel_position()[2] else None
+
+
+def unequal_loads(parallel: dict[str, Any], hf: dict[str, Any], rows: list[int], max_tokens: int) -> dict[str, Any]:
+    """Each data-parallel rank gets another number of rows: how many micro-batches it runs, and whether the pass goes through."""
+    from hybridflow.mcore.parallel import data_parallel_position
+
+    policy = _policy(parallel, hf)
+    batch = batch_of(rows[data_parallel_position()[0]], 3)
+    count = len(policy._micro_batches(batch, max_tokens, ()))
+    found = policy.log_probs(batch, max_tokens=max_tokens, temperature=1.0, with_entropy=False)
+    return {"micro_batches": count, "rows": len(found[0]) if found else None}

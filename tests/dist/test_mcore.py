@@ -158,3 +158,11 @@ def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tm
         expected = old[name] + 0.01 * torch.sign(count.mean() - count)
         assert len(count.unique()) > 1
         torch.testing.assert_close(new[name], expected, rtol=0, atol=1e-6)
+
+
+def test_ranks_with_unequal_loads_run_the_same_number_of_micro_batches():
+    """Experts' collectives span data-parallel ranks: a rank with less to do takes part with empty micro-batches."""
+    found = run_ranks(2, "tests.dist.mcore_cases:unequal_loads", parallel={"expert": 2}, hf=TINY, rows=[1, 12], max_tokens=20)
+    counts = [rank["micro_batches"] for rank in found]
+    assert counts[0] == counts[1] > 1
+    assert [rank["rows"] for rank in found] == [1, 12]
