@@ -36,6 +36,7 @@ AT_LEAST_ONE = (
     "rollout.n",
     "rollout.max_running_requests",
     "rollout.max_total_tokens",
+    "rollout.sync.staging_bytes",
     "sft.batch_size",
     "cluster.nodes",
     "cluster.procs_per_node",
@@ -49,6 +50,7 @@ NOT_NEGATIVE = (
     "actor.expert_bias_update_rate",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
+    "rollout.sync.max_retries",
     "sft.steps",
     "trainer.test_every_steps",
     "trainer.save_every_steps",
@@ -61,7 +63,7 @@ ABOVE_ZERO = (
     "rollout.mem_fraction_static",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
-    "rollout.sync_timeout_s",
+    "rollout.sync.timeout_s",
     "rollout.logprob_diff_bound",
     "cluster.start_timeout_s",
     "cluster.call_timeout_s",
@@ -195,6 +197,11 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
+    if config.rollout.sync.transport == "shared_memory" and config.cluster.nodes > 1:
+        yield (
+            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but cluster.nodes={config.cluster.nodes}; "
+            "use auto, p2p or disk"
+        )
     if config.rollout.logprob_diff_bound is None:
         return
     sampling = config.rollout.sampling

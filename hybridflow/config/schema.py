@@ -126,6 +126,18 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one transaction an engine."""
+
+    transport: str = "auto"  # auto | p2p | shared_memory | disk; auto: shared_memory on one machine without GPUs, else p2p
+    commit: str = "staged"  # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
+    pause: str = "retract"  # requests under way: retract (wait, KV cache made anew) | abort (end) | in_place (wait, keep the old KV cache)
+    staging_bytes: int = 256 << 20  # memory of a rank for messages under way, shared by the engines it serves; two buckets an engine
+    timeout_s: float = 120.0  # deadline of any one wait: for a peer, a message, an answer of an engine
+    max_retries: int = 1  # further attempts within one sync at an engine whose transfer failed; 0: none until the next sync
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """SGLang engines and how they sample."""
 
@@ -142,7 +154,7 @@ class RolloutConfig:
     mem_fraction_static: float = 0.1
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
-    sync_timeout_s: float = 120.0
+    sync: SyncConfig = field(default_factory=SyncConfig)
     logprob_diff_bound: float | None = 0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
     extra_args: dict[str, Any] = field(default_factory=dict)  # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
 

@@ -26,11 +26,12 @@ from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from hybridflow.trainer import assets
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.evaluate import Scorer, Validator
-from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup, check_steps
+from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
+from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
 
@@ -127,7 +128,7 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    weights = BroadcastSync(policy_workers, engine_workers, config)
+    weights = SliceSync(policy_workers, engines, config)
     trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
@@ -139,6 +140,9 @@ def _train(job: _Job) -> dict[str, Any]:
             trainer.save()  # the end of the warm start: a kill from here on does not repeat it
     with job.progress.stage("wait for the engines"):
         engines.wait_ready()
+    with job.progress.stage("plan the weight sync"):
+        plan = weights.prepare()
+    job.progress.message(plan)
     fit_with_restarts(trainer, policy_workers, config.trainer.max_restarts, job.progress)
     exported = _finish(job, policy)
     engines.stop()

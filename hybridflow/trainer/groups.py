@@ -1,8 +1,9 @@
-"""The loop's three protocols over worker groups: what runs where, and what crosses."""
+"""The loop's train group and rollout service over worker groups: what runs where, and what crosses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow
-from hybridflow.errors import WeightSyncError
+from hybridflow.engines.keeper import EngineState
+from hybridflow.errors import EngineError
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.weights_offer import WeightsOffer
+
+_log = logging.getLogger(__name__)
 
 
 class PolicyGroup:
@@ -91,6 +94,7 @@ class EngineGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int]) -> None:
         self.group, self.config, self.stop_ids = group, config, list(stop_ids)
+        self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
         self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
 
     def check_starting(self) -> None:
@@ -105,52 +109,36 @@ class EngineGroup:
             self._ready = None
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """See RolloutService."""
-        limit = self.config.data.max_response_length
-        timeout = self.config.rollout.request_timeout_s + 30
-        return _batch(self.group.run(RolloutWorker.generate, prompts, sampling, limit, self.stop_ids, timeout=timeout))
+        """See RolloutService. Only engines that took the last weights get rows; when one dies over them, the others answer all again."""
+        limit, timeout = self.config.data.max_response_length, self.config.rollout.request_timeout_s + 30
+        while True:
+            healthy = [number for number in range(self.group.world_size) if number not in self.stale]
+            arguments = (prompts, sampling, limit, self.stop_ids)
+            try:
+                return _batch(self.group.run(RolloutWorker.generate, *arguments, timeout=timeout, only=healthy))
+            except EngineError as error:
+                lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(self.states()) if state.state != "up"}
+                if not lost.keys() - self.stale.keys() or len(self.stale | lost) == self.group.world_size:
+                    raise
+                self.quarantine(self.stale | lost)
+                _log.warning("an engine was lost while it generated; the others answer its prompts: %s", error)
+
+    def states(self, wait_s: float = 0.0) -> list[EngineState]:
+        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way."""
+        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
+        return states
+
+    def quarantine(self, stale: Mapping[int, str]) -> None:
+        """From now on these engines, and no others, get no requests; `stale` says why."""
+        for number in sorted(stale.keys() - self.stale.keys()):
+            _log.warning("engine-%d gets no requests: %s", number, stale[number])
+        for number in sorted(self.stale.keys() - stale.keys()):
+            _log.info("engine-%d gets requests", number)
+        self.stale = dict(stale)
 
     def stop(self) -> None:
         """End the engines."""
         self.group.run(RolloutWorker.stop, timeout=30)
-
-
-class BroadcastSync:
-    """`WeightSync`: each pipeline stage's leader assembles whole tensors and broadcasts them to all engines.
-
-    The slice plan of the resharding layer takes this class's place; the loop does not notice.
-    """
-
-    def __init__(self, policy: WorkerGroup, engines: WorkerGroup, config: RunConfig) -> None:
-        self.policy, self.engines, self.timeout_s = policy, engines, config.rollout.sync_timeout_s
-        self.engine_ranks = config.rollout.num_engines * derived.engine_ranks(config)
-        self._offers: list[WeightsOffer] = []
-
-    def sync(self, version: int) -> None:
-        """See WeightSync."""
-        if not self._offers:
-            self._connect()
-        wait = self.timeout_s + 30
-        sending = self.policy.submit(PolicyWorker.send_weights, timeout=wait)
-        self.engines.run(RolloutWorker.receive_weights, self._offers, version, timeout=wait)
-        sent = sum(sending.result())
-        expected = sum(bucket.num_bytes for offer in self._offers for bucket in offer.buckets)
-        if sent != expected:
-            raise WeightSyncError(f"weight version {version}: {sent} bytes were broadcast, {expected} planned")
-
-    def reconnect(self) -> None:
-        """After the policy's ranks were started again: leave the groups of the ranks that are gone; the next sync makes new ones."""
-        if self._offers:
-            self.engines.run(RolloutWorker.leave_weights, self._offers, timeout=self.timeout_s + 30)
-        self._offers = []
-
-    def _connect(self) -> None:
-        wait = self.timeout_s + 30
-        found = self.policy.run(PolicyWorker.offer_weights, self.engine_ranks, timeout=wait)
-        self._offers = sorted((offer for offer in found if offer is not None), key=lambda offer: offer.stage)
-        joining = self.policy.submit(PolicyWorker.join_weights, timeout=wait)
-        self.engines.run(RolloutWorker.join_weights, self._offers, timeout=wait)
-        joining.result()
 
 
 def check_steps(config: RunConfig) -> None:

@@ -30,7 +30,7 @@ from hybridflow.single_controller import keep_in_store
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
 from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference, spread_over_tokens, update_metrics
-from hybridflow.trainer.protocols import RolloutService, TrainGroup, Update, WeightSync
+from hybridflow.trainer.protocols import RolloutService, SyncReport, TrainGroup, Update, WeightSync
 from hybridflow.trainer.session import Session
 
 
@@ -53,6 +53,7 @@ class RLTrainer:
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
+        self.left_out: set[str] = set()
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ class RLTrainer:
         """Run all remaining steps, with validation before, during and after."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.session.progress(trainer.total_steps, "GRPO", self.step) as progress:
-            self.weights.sync(self.step)
+            self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 self.validate(progress)
             while self.step < trainer.total_steps:
@@ -82,11 +83,11 @@ class RLTrainer:
                     with phase("update_actor"):
                         updates = self.policy.update(batch, seed=self.config.seed * 1_000_003 + self.step)
                     with phase("update_weights"):
-                        self.weights.sync(self.step)
+                        synced = self.sync_weights(progress)
                     if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
                         with phase("testing"):
                             self.validate(progress)
-                self.record(batch, updates, progress)
+                self.record(batch, updates, synced, progress)
                 self.session.store.check()
                 if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
                     with phase("save_checkpoint", self.step):
@@ -123,6 +124,16 @@ class RLTrainer:
                 "expected (bfloat16)."
             )
 
+    def sync_weights(self, progress: Progress) -> SyncReport:
+        """The present weights to the engines; says which engines were left out or are back."""
+        synced = self.weights.sync(self.step)
+        for engine, why in synced.stale.items():
+            progress.message(f"step {self.step}: {engine} is left out until it takes new weights: {why}")
+        for engine in sorted(self.left_out - synced.stale.keys()):
+            progress.message(f"step {self.step}: {engine} has taken weights again")
+        self.left_out = set(synced.stale)
+        return synced
+
     def validate(self, progress: Progress) -> None:
         """Greedy accuracy on the held-out set."""
         with self.session.timed("seconds_validation"):
@@ -133,10 +144,10 @@ class RLTrainer:
         self.session.totals["accuracy_after"] = accuracy
         progress.message(f"held-out accuracy after step {self.step}: {accuracy:.3f}")
 
-    def record(self, batch: DataProto, updates: Sequence[Update], progress: Progress) -> None:
+    def record(self, batch: DataProto, updates: Sequence[Update], synced: SyncReport, progress: Progress) -> None:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
         seconds = self.session.timeline.metrics(self.step)
-        metrics = batch_metrics(batch) | update_metrics(updates) | seconds
+        metrics = batch_metrics(batch) | update_metrics(updates) | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)

@@ -69,13 +69,31 @@ class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, finish_reason, weight_version."""
+        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version."""
         ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was left out, why."""
+
+    version: int
+    seconds: float
+    nbytes: int
+    stale: Mapping[str, str]
+
+    def metrics(self) -> dict[str, float]:
+        """For the step's record."""
+        return {"sync/seconds": self.seconds, "sync/bytes": float(self.nbytes), "sync/engines_stale": float(len(self.stale))}
 
 
 class WeightSync(Protocol):
     """Brings the policy's weights to the engines."""
 
-    def sync(self, version: int) -> None:
-        """After it returns, every engine answers with these weights, and says so in weight_version."""
+    def sync(self, version: int) -> SyncReport:
+        """After it returns, every engine that gets requests answers with these weights, and says so in weight_version.
+
+        Raises:
+            WeightSyncError: no engine could take them.
+        """
         ...
