@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from hybridflow.jagged import Jagged, describe
 
 _KEY = b"hybridflow"
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an IPC stream; the reader does not ask for it
+_SUM = b"HFcrc32\x00"  # then 4 bytes, little-endian: behind the end mark, where readers of Arrow streams do not look
 
 
 Parts: TypeAlias = tuple[Mapping[str, Column], Mapping[str, Any], Iterable[str]]  # columns, meta, names of bfloat16 columns
@@ -76,25 +78,37 @@ def read_parquet(path: Path) -> Parts:
 
 
 def to_stream(table: pa.Table) -> bytes:
-    """The table as one Arrow IPC stream, for sockets and pipes."""
+    """The table as one Arrow IPC stream, for sockets and pipes, and a checksum behind it."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return data + _SUM + zlib.crc32(data).to_bytes(4, "little")
 
 
 def from_stream(data: bytes | memoryview) -> Parts:
-    """Parts of the batch in an Arrow IPC stream; DataError when it is cut off, damaged, or no such stream."""
+    """Parts of the batch in an Arrow IPC stream; DataError when it is cut off, damaged, or no such stream. Others' lack our checksum."""
+    stream = _checked_sum(memoryview(data))
     try:
-        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+        with pa.ipc.open_stream(pa.py_buffer(stream)) as reader:
             table = reader.read_all()
         table.validate(full=True)  # offsets of a damaged stream may point anywhere
     except (OSError, pa.ArrowException, ValueError) as error:
         raise DataError(f"{len(data)} bytes are no whole Arrow stream: {error}") from error
-    if bytes(memoryview(data)[-len(_END) :]) != _END:
+    if bytes(stream[-len(_END) :]) != _END:
         raise DataError(f"an Arrow stream of {len(data)} bytes lacks its end mark: it was cut off after a whole batch")
     return from_table(table)
+
+
+def _checked_sum(data: memoryview) -> memoryview:
+    """The stream without its checksum, which must be right where there is one."""
+    stream, mark, found = data[: -len(_SUM) - 4], data[-len(_SUM) - 4 : -4], data[-4:]
+    if bytes(mark) != _SUM:
+        return data
+    expected, actual = int.from_bytes(found, "little"), zlib.crc32(stream)
+    if actual != expected:
+        raise DataError(f"an Arrow stream of {len(data)} bytes is damaged: its checksum is {actual:08x}, the sender's was {expected:08x}")
+    return stream
 
 
 def _array(name: str, column: Column) -> tuple[pa.Array, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from hybridflow.blocks import Blocks
 from hybridflow.errors import SchemaError
 from hybridflow.jagged import NUMERIC_KINDS, Jagged, describe, read_only
 
@@ -29,8 +30,8 @@ class Deferred(abc.ABC):
         """Rows at `index` `[K]` (non-negative, may repeat). Nothing is fetched."""
 
     @abc.abstractmethod
-    def fetch(self) -> tuple[Column, bool]:
-        """The rows themselves, and whether they hold bfloat16 bits. They are not kept here: each call fetches them anew."""
+    def here(self) -> tuple[Column | Blocks, bool]:
+        """The rows themselves, views where they can be, and whether they hold bfloat16 bits. They are not kept: each call fetches anew."""
 
     @property
     @abc.abstractmethod
@@ -51,12 +52,13 @@ class Deferred(abc.ABC):
         return self.take(np.arange(start, max(start, stop)))
 
 
-Held: TypeAlias = np.ndarray | Jagged | Deferred  # what a batch holds; what it shows is a Column
+Held: TypeAlias = np.ndarray | Jagged | Blocks | Deferred  # what a batch holds; what it shows is a Column
 
 
 def shown(column: Held) -> Column:
-    """The column itself, fetched where it lies elsewhere."""
-    return column.fetch()[0] if isinstance(column, Deferred) else column
+    """The column itself, fetched where it lies elsewhere, and joined."""
+    found = column.here()[0] if isinstance(column, Deferred) else column
+    return found.join() if isinstance(found, Blocks) else found
 
 
 def slice_column(column: Held, start: int, stop: int) -> Held:
@@ -71,6 +73,8 @@ def take_column(column: Held, index: np.ndarray) -> Held:
 
 def checked_column(name: str, column: object) -> Held:
     """The column as it is stored (read-only), or SchemaError."""
+    if isinstance(column, Blocks):
+        return _checked_blocks(name, column)
     if isinstance(column, (Jagged, Deferred)):
         return column
     if not isinstance(column, np.ndarray):
@@ -82,6 +86,13 @@ def checked_column(name: str, column: object) -> Held:
     if column.dtype != object and column.dtype.kind not in NUMERIC_KINDS:
         raise SchemaError(f"column {name!r} has dtype {column.dtype}; bool, integers, floats and objects are supported")
     return read_only(column)
+
+
+def _checked_blocks(name: str, column: Blocks) -> Blocks:
+    types = list(dict.fromkeys(map(row_type, column.blocks)))
+    if len(types) > 1:
+        raise SchemaError(f"column {name!r} has blocks of different types: {', '.join(types)}")
+    return Blocks(tuple(read_only(block) if isinstance(block, np.ndarray) else block for block in column.blocks))
 
 
 def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,15 +120,20 @@ def row_type(column: Held) -> str:
     """Kind, dtype and trailing shape of one row: what must agree to concatenate."""
     if isinstance(column, Deferred):
         return "deferred"
+    if isinstance(column, Blocks):
+        return row_type(column.blocks[0])
     values = column.values if isinstance(column, Jagged) else column
     return f"{'jagged' if isinstance(column, Jagged) else 'dense'} {values.dtype} {list(values.shape[1:])}"
 
 
 def concat_column(parts: Sequence[Held]) -> Held:
-    """All rows of columns of one row type."""
+    """All rows of columns of one row type. Deferred columns stay so, blocks are put side by side, others are copied together."""
     first = parts[0]
     if isinstance(first, Deferred):
         return first.concat([part for part in parts[1:] if isinstance(part, Deferred)])
+    if any(isinstance(part, Blocks) for part in parts):
+        held = [part for part in parts if not isinstance(part, Deferred)]
+        return Blocks.of([block for part in held for block in (part.blocks if isinstance(part, Blocks) else (part,))])
     jagged = [part for part in parts if isinstance(part, Jagged)]
     return Jagged.concat(jagged) if jagged else np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
@@ -151,6 +167,8 @@ def shape_text(column: Held) -> str:
     """Shape for people: jagged columns show the range of lengths."""
     if isinstance(column, Deferred):
         return f"[{len(column)}, ...] in the object store"
+    if isinstance(column, Blocks):
+        return " + ".join(shape_text(block) for block in column.blocks)
     if not isinstance(column, Jagged):
         return str(list(column.shape))
     lengths = column.lengths

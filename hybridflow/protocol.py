@@ -5,7 +5,8 @@ underneath because it moves through Ray's object store 20 times faster than torc
 tables at the disk boundary. bfloat16 has no numpy type: such a column is held as uint16 and tagged.
 
 A column may also be `Deferred`: its rows lie in the object store until somebody asks for them. Such a batch is cut, reordered and
-sent on like any other; reading the column fetches it.
+sent on like any other; reading the column fetches it. `here()` brings columns within reach without a copy: one that several ranks
+made stays in `Blocks`, and is joined when it is read as a whole.
 
 Every operation returns a new batch; slices of rows share memory with the batch they came from. Arrays are read-only.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hybridflow.blocks import Blocks, for_each
 from hybridflow.columns import (
     Column,
     Deferred,
@@ -156,19 +158,46 @@ class DataProto:
         """Names of the columns that lie elsewhere."""
         return tuple(name for name, column in self._columns.items() if isinstance(column, Deferred))
 
-    def fetch(self) -> DataProto:
-        """The same batch with every column here."""
-        fetched = {name: column.fetch() for name, column in self._columns.items() if isinstance(column, Deferred)}
-        if not fetched:
+    def here(self) -> DataProto:
+        """The same batch with every column within reach, and nothing copied that lies on this node already.
+
+        A column that several ranks made stays in blocks: `blocks()` and `torch_blocks()` give them, rows and pieces inside one block are
+        views, reading the whole column joins it.
+        """
+        found = {name: column.here() for name, column in self._columns.items() if isinstance(column, Deferred)}
+        if not found:
             return self
-        tags = self._bfloat16 | {name for name, (_, is_bfloat16) in fetched.items() if is_bfloat16}
-        return DataProto({**self._columns, **{name: column for name, (column, _) in fetched.items()}}, self._meta, tags)
+        tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
+        return DataProto({**self._columns, **{name: column for name, (column, _) in found.items()}}, self._meta, tags)
+
+    def fetch(self) -> DataProto:
+        """The same batch with every column here and in one piece."""
+        near = self.here()
+        apart = {name: column for name, column in near._columns.items() if isinstance(column, Blocks)}
+        if not apart:
+            return near
+        joined = for_each(Blocks.join, apart, sum(column.nbytes for column in apart.values()))
+        return DataProto({**near._columns, **joined}, near._meta, near._bfloat16)
+
+    def pieces(self, names: Iterable[str], nbytes: int = 8 << 20) -> Iterator[DataProto]:
+        """The named columns in consecutive pieces of about `nbytes`, each here: a loop over them never holds a whole deferred column."""
+        part = self.select(names)
+        far = part.deferred and part.nbytes
+        for piece in part.split(max(1, len(part) * nbytes // far)) if far and len(part) else [part]:
+            yield piece.fetch()
+
+    def blocks(self, name: str) -> list[Column]:
+        """Column `name` as the consecutive pieces that it lies in: one, unless several ranks made it. Nothing is copied."""
+        self._require([name])
+        column = self._columns[name]
+        found = column.here()[0] if isinstance(column, Deferred) else column
+        return list(found.blocks) if isinstance(found, Blocks) else [found]
 
     def lengths(self, name: str) -> np.ndarray:
         """Row lengths `[B]` of the jagged column `name`, without fetching it."""
         self._require([name])
         column = self._columns[name]
-        found = None if isinstance(column, np.ndarray) else column.lengths
+        found: np.ndarray | None = None if isinstance(column, np.ndarray) else column.lengths
         if found is None:
             raise SchemaError(f"column {name!r} is not jagged; it has no row lengths")
         return found
@@ -201,6 +230,12 @@ class DataProto:
         if column.dtype == object:
             raise SchemaError(f"column {name!r} holds Python objects; it has no tensor form")
         return view(column, is_bfloat16)
+
+    def torch_blocks(self, name: str) -> list[Any]:
+        """What `torch` gives, for each of `blocks(name)`: views without a copy, where `torch` would join the blocks."""
+        near = self.select([name]).here()
+        tags = near._bfloat16
+        return [DataProto({name: block}, {}, tags).torch(name) for block in near.blocks(name)]
 
     def equals(self, other: DataProto) -> bool:
         """Same columns in any order, same rows, types, tags and meta; NaN equals NaN."""
@@ -324,7 +359,8 @@ class DataProto:
         meta = merged_meta("concat", [part._meta for part in parts])
         if len(parts) == 1:
             return first
-        columns = {name: concat_column([part._columns[name] for part in parts]) for name in first.columns}
+        held = {name: [part._columns[name] for part in parts] for name in first.columns}
+        columns = for_each(concat_column, held, 0 if first.deferred else sum(part.nbytes for part in parts))
         return DataProto(columns, meta, first._bfloat16)
 
     def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:
@@ -404,7 +440,8 @@ class DataProto:
     def _take(self, index: np.ndarray) -> DataProto:
         if len(index) and index[-1] - index[0] == len(index) - 1 and bool((np.diff(index) == 1).all()):
             return self._slice(int(index[0]), int(index[-1]) + 1)
-        columns = {name: take_column(column, index) for name, column in self._columns.items()}
+        moved = 0 if self.deferred else self.nbytes * len(index) // max(len(self), 1)
+        columns = for_each(lambda column: take_column(column, index), self._columns, moved)
         return DataProto(columns, self._meta, self._bfloat16)
 
     def _positions(self, index: np.ndarray) -> np.ndarray:

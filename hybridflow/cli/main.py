@@ -1,4 +1,4 @@
-"""`hybridflow train | sft | prepare | report | reshard | version`.
+"""`hybridflow train | sft | prepare | report | reshard | checkpoint | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are broken.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
+from hybridflow.cli import checkpoint
 from hybridflow.config.choices import PREPARE_TASKS
 from hybridflow.errors import ConfigError, HybridFlowError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     *("--config-name", "--config-dir", "--print-config", "--explain", "--source", "--out"),
     *("--model", "--trainer", "--engines", "--staging-mib", "--link-gbps", "--json", "--write"),
+    *checkpoint.OPTIONS,
 )
 
 TOP = """\
@@ -120,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
     reshard = _add(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_reshard_plan)
     _add_reshard_plan(reshard)
+    checkpoint.add(commands, _add)
     _add(commands, "version", "print the version", "", run_version)
     return parser
 

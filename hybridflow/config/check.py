@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import derived
+from hybridflow.config import check_engines, derived
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 
@@ -30,6 +30,9 @@ AT_LEAST_ONE = (
     "actor.max_tokens_per_micro_batch",
     "rollout.num_engines",
     "rollout.tensor",
+    "rollout.pipeline",
+    "rollout.expert",
+    "rollout.data_parallel_attention",
     "rollout.n",
     "rollout.max_running_requests",
     "rollout.max_total_tokens",
@@ -44,12 +47,15 @@ NOT_NEGATIVE = (
     "seed",
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",
+    "actor.expert_bias_update_rate",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
     "rollout.sync.max_retries",
     "sft.steps",
     "trainer.test_every_steps",
     "trainer.save_every_steps",
+    "trainer.keep_checkpoint_every_steps",
+    "trainer.max_restarts",
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (
@@ -61,6 +67,7 @@ ABOVE_ZERO = (
     "rollout.logprob_diff_bound",
     "cluster.start_timeout_s",
     "cluster.call_timeout_s",
+    "trainer.checkpoint_timeout_s",
 )
 
 
@@ -79,7 +86,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
     if found:
         return found  # the checks below divide by these numbers
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_layout, _sequence_parallel, _batches, _lengths, _rollout, _model_source)
-    found = [line for one in checks for line in one(config)]
+    found = [line for one in (*checks, check_engines.shape_problems) for line in one(config)]
     found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim), *_files(config, job)]
     if not any(line.startswith("model.") for line in found):
         found += _model_sizes(config)
@@ -251,23 +258,26 @@ def _model_sizes(config: RunConfig) -> list[str]:
         f" x virtual_pipeline={parallel.virtual_pipeline}" if parallel.virtual_pipeline else ""
     )
     cuts = [("num_hidden_layers", stages, stage_text), ("num_attention_heads", tensor, f"actor.parallel.tensor={tensor}")]
-    cuts.append(("num_attention_heads", config.rollout.tensor, f"rollout.tensor={config.rollout.tensor}"))
-    found = [] if sizes.get("num_experts") else [*_dense_problems(config)]
-    if sizes.get("num_experts"):
+    experts = derived.num_experts(sizes)
+    found = [] if experts else [*_dense_problems(config)]
+    if experts:
         etp = derived.expert_tensor_size(parallel)
-        cuts.append(("num_experts", parallel.expert, f"actor.parallel.expert={parallel.expert}"))
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            cuts.append((name, parallel.expert, f"actor.parallel.expert={parallel.expert}"))
         cuts.append(("moe_intermediate_size", etp, f"actor.parallel.expert_tensor={etp}"))
         cuts.append(("shared_expert_intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
         if tensor > 1 and not parallel.sequence:
             found.append(
-                f"actor.parallel.tensor={tensor} with experts (num_experts={sizes['num_experts']}) needs actor.parallel.sequence=true: "
+                f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs actor.parallel.sequence=true: "
                 "Megatron refuses to train a mixture of experts under tensor parallelism without it"
             )
     else:
         cuts.append(("intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
     found += [line for name, parts, text in cuts for line in _cut(sizes, name, parts, text)]
-    kv_cuts = (("actor.parallel.tensor", tensor), ("rollout.tensor", config.rollout.tensor))
-    return found + [line for key, parts in kv_cuts for line in _kv_heads(sizes, key, parts)] + list(_positions(config, sizes))
+    found += _kv_heads(sizes, "actor.parallel.tensor", tensor)
+    if not any(True for _ in check_engines.shape_problems(config)):
+        found += check_engines.size_problems(config.rollout, sizes)
+    return found + list(_positions(config, sizes))
 
 
 def _cut(sizes: Any, name: str, parts: int, text: str) -> Iterator[str]:

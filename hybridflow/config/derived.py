@@ -43,6 +43,23 @@ def expert_data_parallel_size(config: RunConfig) -> int:
     return world_size(config) // expert_model_parallel_size(config.actor.parallel)
 
 
+def num_experts(sizes: Mapping[str, Any]) -> int:
+    """Routed experts of a model by its HF config, whatever its family calls them; 0 for a dense one."""
+    return int(sizes.get("num_experts") or sizes.get("num_local_experts") or sizes.get("n_routed_experts") or 0)
+
+
+def shared_expert_size(sizes: Mapping[str, Any]) -> int:
+    """Intermediate size of the experts that every token visits, all together; 0 without them."""
+    if shared := sizes.get("shared_expert_intermediate_size"):
+        return int(shared)
+    return int(sizes.get("n_shared_experts") or 0) * int(sizes.get("moe_intermediate_size") or 0)
+
+
+def engine_ranks(config: RunConfig) -> int:
+    """Processes of one engine that hold weights."""
+    return config.rollout.tensor * config.rollout.pipeline
+
+
 def samples_per_step(config: RunConfig) -> int:
     """Responses generated in one step: prompts x samples a prompt."""
     return config.data.train_batch_size * config.rollout.n

@@ -102,6 +102,7 @@ class ActorConfig:
     clip_ratio_c: float | None = 3.0  # dual clip; None switches it off
     loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
     entropy_coef: float = 0.0
+    expert_bias_update_rate: float = 0.0  # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
     kl_loss_coef: float = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
     kl_loss_type: str = "k3"  # k1 | abs | k2 | k3
 
@@ -142,6 +143,9 @@ class RolloutConfig:
 
     num_engines: int = 1
     tensor: int = 1  # tensor parallel size of one engine
+    pipeline: int = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
+    expert: int = 1  # groups into which an engine's tensor ranks divide the experts; divides tensor
+    data_parallel_attention: int = 1  # copies of the attention that an engine's tensor ranks hold; divides tensor
     n: int = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
@@ -194,8 +198,12 @@ class TrainerConfig:
     val_before_train: bool = True
     test_every_steps: int = 0  # 0: only before and after
     save_every_steps: int = 0  # 0: only at the end
-    max_checkpoints_to_keep: int = 2
+    max_checkpoints_to_keep: int = 2  # the newest so many; 0: all
+    keep_checkpoint_every_steps: int = 0  # besides these, every checkpoint whose step is a multiple of it; 0: none
+    async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
+    checkpoint_timeout_s: float = 1800.0  # a save in the background must be on the disk by then
     resume: str = "auto"  # auto | disable
+    max_restarts: int = 1  # of the policy's ranks when one is lost in the loop; it then goes on from the last checkpoint. 0: the job ends
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
     dump_rollouts_every_steps: int = 1  # parquet; 0: never

@@ -6,14 +6,14 @@ Every plan depends on the lengths (or costs) and their positions alone: not on a
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hybridflow.data.balancing import Costs, balance, checked_costs
 from hybridflow.errors import ConfigError
 
-__all__ = ["Costs", "Lengths", "balance", "balanced_order", "pack", "pack_ranks"]
+__all__ = ["Costs", "Lengths", "balance", "balanced_order", "pack", "pack_alike"]
 
 Lengths = np.ndarray | Sequence[int]
 
@@ -59,19 +59,21 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
     return _ordered(_split_to([np.flatnonzero(bin_of == b) for b in range(needed)], sizes, wanted))
 
 
-def pack_ranks(lengths_by_rank: Sequence[Lengths], max_tokens: int, *, multiple_of: int = 1) -> list[list[np.ndarray]]:
-    """`pack` for every rank of a data-parallel group, with the same number of micro-batches on each.
+def pack_alike(lengths: Lengths, max_tokens: int, largest: Callable[[int], int]) -> list[np.ndarray]:
+    """`pack` on one of several ranks, with the same number of micro-batches on each: the largest that any of them needs.
 
-    The number is the largest that any rank needs. A rank with fewer sequences than that gets empty micro-batches at the end, so that
-    it still takes part in every collective.
+    A rank with fewer sequences than that gets empty micro-batches at the end, so that it still takes part in every collective. Ranks
+    settle the number among themselves, because only they know what their mini-batches hold.
+
+    Args:
+        lengths, max_tokens: as for `pack`, of this rank.
+        largest: of a number given by each rank, the largest; every rank calls it once.
     """
-    plans = [pack(lengths, max_tokens, multiple_of=multiple_of) for lengths in lengths_by_rank]
-    wanted = max(map(len, plans), default=0)
-    even = [
-        plan if len(plan) == wanted else pack(lengths, max_tokens, min_bins=wanted)
-        for plan, lengths in zip(plans, lengths_by_rank, strict=True)
-    ]
-    return [plan + [np.zeros(0, np.int64)] * (wanted - len(plan)) for plan in even]
+    bins = pack(lengths, max_tokens)
+    wanted = largest(len(bins))
+    if len(bins) < wanted:
+        bins = pack(lengths, max_tokens, min_bins=wanted)
+    return bins + [np.zeros(0, np.int64)] * (wanted - len(bins))
 
 
 def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:

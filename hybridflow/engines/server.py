@@ -23,9 +23,11 @@ import requests
 from hybridflow.engines import guard
 from hybridflow.engines.weight_control import LOADER
 from hybridflow.errors import EngineError
+from hybridflow.rendezvous import master_store
 
 HOST = "127.0.0.1"
-FIRST_PORT, LAST_PORT = 20000, 32767  # below the kernel's ephemeral range: no connect() of anybody is handed one of these
+# below the kernel's ephemeral range: no connect() of anybody is handed one of these, nor of the few that SGLang derives by adding 233
+FIRST_PORT, LAST_PORT = 20000, 32500
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
@@ -39,7 +41,11 @@ class EngineSpec:
     Args:
         name: used in messages and for its log.
         model_path: Hugging Face folder; without weight files the weights start random and must be sent before use.
-        tensor: tensor-parallel size, one process each.
+        tensor, pipeline: sizes; their product is the number of ranks, one process each.
+        expert: into how many groups the tensor-parallel ranks divide the experts; 1: each expert is cut over all of them.
+        data_attention: how many copies of the attention the tensor-parallel ranks hold; 1: one, cut over all of them.
+        nnodes, node_rank, dist_init_addr: an engine over several nodes is one server a node, equal but for `node_rank`; the ranks meet
+            at `dist_init_addr` ("host:port"), where the server with node_rank 0 listens. Only that one answers requests.
         dtype: float32 | bfloat16.
         max_running_requests: sequences decoded together.
         max_total_tokens: size of the KV cache.
@@ -55,6 +61,12 @@ class EngineSpec:
     name: str
     model_path: str
     tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    data_attention: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str = ""
     dtype: str = "float32"
     max_running_requests: int = 64
     max_total_tokens: int = 16384
@@ -64,6 +76,11 @@ class EngineSpec:
     request_timeout_s: float = 300.0
     seed: int = 1
     device: str = "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold weights, on all nodes together."""
+        return self.tensor * self.pipeline
 
 
 def has_weights(model_path: str) -> bool:
@@ -95,6 +112,14 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         arguments["device"] = "cpu"
     if not has_weights(spec.model_path):
         arguments["load-format"] = "dummy"
+    if spec.pipeline > 1:
+        arguments["pp-size"] = spec.pipeline
+    if spec.expert > 1:
+        arguments["ep-size"] = spec.expert
+    if spec.data_attention > 1:
+        arguments |= {"dp-size": spec.data_attention, "enable-dp-attention": True}
+    if spec.nnodes > 1:
+        arguments |= {"nnodes": spec.nnodes, "node-rank": spec.node_rank, "dist-init-addr": spec.dist_init_addr}
     return arguments | {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
 
 
@@ -152,11 +177,11 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
         # (sglang/srt/distributed/bootstrap.py:238).
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/rendezvous",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
         # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
+    if spec.nnodes == 1 or spec.dist_init_addr.startswith("127."):
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if Path(spec.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if unused := unused_model_files(spec.model_path):
@@ -164,9 +189,34 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     if spec.device == "cpu":
         # More OpenMP threads than free cores cost about ten times the speed under contention.
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if spec.tensor > 1:
-            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(spec.tensor, sorted(os.sched_getaffinity(0))))
+        if spec.ranks > 1:
+            ranks_here = spec.ranks // spec.nnodes
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
+    if spec.nnodes > 1:
+        env |= _rendezvous_of_nodes(spec)
     return env
+
+
+def _rendezvous_of_nodes(spec: EngineSpec) -> dict[str, str]:
+    """The ranks of all nodes meet in the store that the first node's `EngineServer` serves (see `EngineServer.start`).
+
+    Left to SGLang, rank 0 would serve it, and torch's store would listen on every interface.
+    """
+    host, port = _address(spec)
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _address(spec: EngineSpec) -> tuple[str, int]:
+    host, _, port = spec.dist_init_addr.rpartition(":")
+    if not host or not port.isdigit():
+        raise EngineError(f"nnodes={spec.nnodes} needs dist_init_addr=HOST:PORT, not {spec.dist_init_addr!r}", engine=spec.name)
+    return host, int(port)
 
 
 def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
@@ -205,6 +255,7 @@ class EngineServer:
         self._lock: socket.socket | None = None
         self._folder = ""
         self._guard: subprocess.Popen[bytes] | None = None
+        self._store: Any = None
 
     @property
     def url(self) -> str:
@@ -220,6 +271,8 @@ class EngineServer:
         """Start the processes; does not wait for them. The engine ends with this process, however that one ends."""
         if self._guard is not None:
             raise EngineError("already started", engine=self.spec.name)
+        if self.spec.nnodes > 1 and self.spec.node_rank == 0:
+            self._store = master_store(*_address(self.spec), self.spec.start_timeout_s)
         self.port, self._lock = reserve_port()
         self._folder = tempfile.mkdtemp(prefix="hf-engine-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +301,7 @@ class EngineServer:
         return str(path)
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the engine has answered a one-token request.
+        """Wait until the engine has answered a one-token request (of several nodes the first; the others until theirs have loaded).
 
         Args:
             timeout_s: seconds from now; None: the spec's `start_timeout_s`.
@@ -263,6 +316,8 @@ class EngineServer:
                 self.check_alive()
                 self._check_deadline(deadline, limit)
                 time.sleep(POLL_S)
+            if self.spec.node_rank > 0:
+                return
             body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
             while not self._answers("/generate", body, max(0.1, deadline - time.monotonic())):
                 self.check_alive()
@@ -332,6 +387,7 @@ class EngineServer:
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
+        self._store = None
         if still_there:
             raise EngineError(f"processes {still_there} cannot be ended", engine=self.spec.name, log_tail=self.log_tail())
 

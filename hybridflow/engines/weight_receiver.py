@@ -56,7 +56,7 @@ class WeightReceiver:
 
     def handle(self, control: Control) -> None:
         """Do what is asked and report."""
-        started, rank = time.perf_counter(), control.first_rank + _tensor_rank()
+        started, rank = time.perf_counter(), control.first_rank + _rank_in_engine()
         store = session.connect(control.host, control.port, control.timeout_s)
         try:
             nbytes = self._act(control, rank, store)
@@ -146,7 +146,9 @@ class WeightReceiver:
     def _clear_padding(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Zero what the loader would: no message fills it, and an engine that started without weights has noise there."""
         layout = self._layout
-        for row in np.flatnonzero(layout.tensor == PADDING).tolist() if layout is not None else ():
+        if layout is None:
+            return
+        for row in np.flatnonzero(layout.tensor == PADDING).tolist():
             _rectangle(buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]).zero_()
 
     def _after_load(self) -> None:
@@ -161,10 +163,12 @@ def problem_of(error: BaseException) -> str:
     return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
-def _tensor_rank() -> int:
+def _rank_in_engine() -> int:
+    """Stage by stage, as SGLang numbers its processes (sglang/srt/runtime_context.py:95, spawn_world_rank)."""
     from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().tp_rank)
+    parallel = get_parallel()
+    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
 
 
 def _device(model: torch.nn.Module) -> torch.device:

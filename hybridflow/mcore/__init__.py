@@ -1,5 +1,6 @@
 """The only room that imports megatron: build, forward/backward, log-probs, checkpoints, and what Megatron needs to run without CUDA.
 
-Import order matters: `hybridflow.mcore.cpu_compat.install()` must run before anything of megatron is imported where there is no CUDA; the
-modules here that import megatron at their top call it first through `hybridflow.mcore.bootstrap`.
+Import order matters: what `bootstrap` does must come before anything of megatron is imported, so this package imports it first.
 """
+
+import hybridflow.mcore.bootstrap  # noqa: F401

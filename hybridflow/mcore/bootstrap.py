@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import warnings
 
 import torch
@@ -14,6 +15,8 @@ import torch
 if not torch.cuda.is_available():
     # megatron/core/jit.py:24: jit_fuser is torch.compile, which needs a C++ tool chain and minutes of warm-up on a CPU
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if "torch._dynamo" in sys.modules:  # it read the variable when it was imported
+        sys.modules["torch._dynamo"].config.disable = True
     from hybridflow.mcore import cpu_compat
 
     cpu_compat.install()

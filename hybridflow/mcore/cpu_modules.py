@@ -20,7 +20,6 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.errors import ModelError
 from hybridflow.mcore.packed_attention import PackedAttention
 
 
@@ -53,6 +52,30 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers it."""
         return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.norm_eps), *args, **kwargs)
+
+
+class DuplicatedLinear(nn.Module):
+    """A linear that every tensor-parallel rank holds whole (TELinear with parallel_mode "duplicated"): latent attention's down projections.
+
+    Under sequence parallelism each rank applies it to its share of the sequence, so its gradient is summed over the tensor-parallel
+    ranks: that is what the `sequence_parallel` mark asks for.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False, **_: Any) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("duplicated linears with bias need Transformer Engine")
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight.data)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """x [..., in]. Returns ([..., out], no bias)."""
+        return F.linear(x, self.weight), None
+
+    def backward_dw(self) -> None:
+        """Megatron's delayed weight gradient hook; nothing is delayed here."""
 
 
 class GroupedLinear(nn.Module):
@@ -119,8 +142,8 @@ class TorchSpecProvider(BackendSpecProvider):
     """Hands Megatron's TE layer spec the modules above."""
 
     def linear(self) -> type:
-        """Not parallel (MLA down projections)."""
-        raise ModelError("multi-latent attention needs Transformer Engine for now; this machine has none")
+        """Not parallel (latent attention's down projections)."""
+        return DuplicatedLinear
 
     def column_parallel_linear(self) -> type:
         """See BackendSpecProvider."""
@@ -159,12 +182,14 @@ def install() -> None:
     """Make Megatron's TE layer spec use `TorchSpecProvider`, and mend what it gets wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
-    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer import multi_latent_attention, transformer_block
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
     layer_specs.TENorm = RMSNorm
     transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
+    # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without TE
+    multi_latent_attention.TELinear = DuplicatedLinear
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
     if not getattr(token_dispatcher.maybe_move_tensor_to_cpu, "from_hybridflow", False):

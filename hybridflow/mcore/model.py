@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from hybridflow.config.derived import expert_tensor_size
 from hybridflow.config.schema import ParallelConfig
@@ -57,7 +57,9 @@ def transformer_config(family: Family, parallel: ParallelConfig, dtype: str) -> 
         # losses return (sum, count); gradients are divided once, by the global count
         "calculate_per_token_loss": True,
     }
-    return TransformerConfig(**(settings | family.megatron_config()))
+    settings |= family.megatron_config()
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(**settings)
 
 
 def build_model(family: Family, parallel: ParallelConfig, dtype: str) -> GPTModel:

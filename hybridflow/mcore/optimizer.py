@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
@@ -18,7 +17,6 @@ class Optimizer:
 
     def __init__(self, model: Any, config: OptimConfig, *, distributed: bool, dtype: torch.dtype) -> None:
         """`model` is wrapped for training (`model.wrap_for_training`)."""
-        _patch_distributed_optimizer()
         self.model, self.config = model, config
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
@@ -81,8 +79,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def prime_adam_state(optimizer: Any) -> None:
-    """Allocate torch AdamW's state before the first step: distrib_optimizer.py:641 asserts that a 'step' exists when a checkpoint is
-    loaded into (or saved from) a fresh optimizer.
+    """Allocate torch AdamW's state before the first step, so that a fresh optimizer can be saved and loaded into (and
+    distrib_optimizer.py:641 finds the 'step' that it asserts).
     """
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
@@ -92,30 +90,23 @@ def prime_adam_state(optimizer: Any) -> None:
                     inner.optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
-def separate_adam_steps(optimizer: Any) -> None:
-    """distrib_optimizer.py:785 puts one step tensor into the state of every parameter, and torch AdamW then increments it once per
-    parameter, which is silently wrong (5e-4 after a resume): give each its own.
+def adam_step(optimizer: Any) -> int:
+    """Updates so far. torch's AdamW counts in the state of each parameter, Transformer Engine's and Apex's in the group."""
+    for inner in inner_optimizers(optimizer):
+        counts = [holder["step"] for holder in (*inner.optimizer.state.values(), *inner.optimizer.param_groups) if "step" in holder]
+        if counts:
+            return int(counts[0])
+    return 0
+
+
+def set_adam_step(optimizer: Any, step: int) -> None:
+    """Go on counting from `step`. Every parameter gets a tensor of its own: distrib_optimizer.py:785 puts one tensor into the state of
+    all, and torch's AdamW then increments it once per parameter, which is silently wrong (5e-4 after a resume).
     """
     for inner in inner_optimizers(optimizer):
         for state in inner.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-
-def _patch_distributed_optimizer() -> None:
-    """distrib_optimizer.py:936 copies every key of the state, but 'step' is not among the loaded tensors (KeyError with torch AdamW), and
-    writes fp32 leaves outside no_grad.
-    """
-
-    @torch.no_grad()
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        targets = {"param": main, **self.optimizer.state[main]}
-        for key, value in tensors.items():
-            if key != "step" and key in targets:
-                targets[key].copy_(value)
-
-    if torch.cuda.is_available():
-        return
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+            if "step" in state:
+                state["step"] = torch.tensor(float(step))
+        for group in inner.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = step

@@ -54,7 +54,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """thd: query [t, heads, d], key/value [t, kv heads, d] -> [t, 1, heads*d]. sbhd: [s, b, heads, d] -> [s, b, heads*d]."""
+        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, 1, heads*v]. sbhd: [s, b, ...] -> [s, b, heads*v].
+
+        v may differ from d (latent attention).
+        """
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             return self._packed(query, key, value, packed_seq_params)
         out = self._causal(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
@@ -72,6 +75,6 @@ class PackedAttention(MegatronModule):
         return packed.reshape(packed.shape[0], 1, -1)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[b, heads, s, d] each."""
+        """query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b, heads, s, v]."""
         gqa = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=gqa)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from hybridflow.data.packing import pack
+from hybridflow.data.packing import pack_alike
 from hybridflow.mcore import parallel
 from hybridflow.mcore.model import DTYPES, build_model, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.optimizer import Optimizer
@@ -23,11 +22,18 @@ from hybridflow.protocol import DataProto, Jagged
 class Policy:
     """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
 
-    def __init__(self, family: Family, parallel_config: ParallelConfig, dtype: str, source: WeightSource) -> None:
-        """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`)."""
+    def __init__(
+        self, family: Family, parallel_config: ParallelConfig, dtype: str, source: WeightSource, expert_bias_update_rate: float = 0.0
+    ) -> None:
+        """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`).
+
+        Args:
+            expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0: not at all.
+        """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
         self.stage = build_model(family, parallel_config, dtype)
         load_weights(self.stage, family, source)
+        self.stage.config.moe_router_bias_update_rate = expert_bias_update_rate
         self.model = wrap_for_training(self.stage, parallel_config.distributed_optimizer)
         self.optimizer: Optimizer | None = None
         self._reference: dict[str, torch.Tensor] | None = None
@@ -73,12 +79,7 @@ class Policy:
         self.optimizer = Optimizer(self.model, config, distributed=self.config.distributed_optimizer, dtype=self.dtype)
 
     def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
-        lengths = sequence_lengths(batch)
-        bins = pack(lengths, max_tokens)
-        wanted = all_ranks_max(len(bins))
-        if len(bins) < wanted:
-            bins = pack(lengths, max_tokens, min_bins=wanted)
-        bins += [np.zeros(0, np.int64)] * (wanted - len(bins))
+        bins = pack_alike(sequence_lengths(batch), max_tokens, all_ranks_max)
         return build_micro_batches(batch, bins, columns, multiple_of=self.config.tensor if self.config.sequence else 1)
 
     # ---- reference --------------------------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class Policy:
     @torch.no_grad()
     def freeze_reference(self) -> None:
         """Keep the present weights as the reference policy."""
-        self._reference = {name: parameter.detach().clone() for name, parameter in self.stage.named_parameters()}
+        self._reference = {name: tensor.detach().clone() for name, tensor in held_weights(self.stage).items()}
 
     @property
     def has_reference(self) -> bool:
@@ -110,6 +111,12 @@ class Policy:
         return {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stage, self.family).items()}
 
 
+def held_weights(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters by Megatron name, and the expert biases, which are buffers that training may move."""
+    biases = {name: buffer for name, buffer in stage.named_buffers() if name.endswith(".expert_bias")}
+    return dict(stage.named_parameters()) | biases
+
+
 class _ReferenceWeights:
     """Exchanges the values of the live and the reference weights, and back."""
 
@@ -125,8 +132,8 @@ class _ReferenceWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         # values are exchanged, not storages: the distributed optimizer and the gradient buffers hold views of these parameters
-        for name, parameter in self.stage.named_parameters():
+        for name, tensor in held_weights(self.stage).items():
             held = self.reference[name]
-            live = parameter.detach().clone()
-            parameter.copy_(held)
+            live = tensor.detach().clone()
+            tensor.copy_(held)
             held.copy_(live)

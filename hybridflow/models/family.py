@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+
 from hybridflow.errors import ModelError
 from hybridflow.models.layout import Coordinates, LocalTensor
 
@@ -67,3 +69,9 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     module, name = _FAMILIES[str(model_type)]
     family: Family = getattr(importlib.import_module(f"hybridflow.models.{module}"), name)(hf_config, mtp)
     return family
+
+
+def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
+    """{HF tensor: dtype} of those that keep a precision of their own whatever the model runs in (expert biases)."""
+    local = family.local_tensors(Coordinates())
+    return {piece.source: getattr(torch, one.dtype) for one in local if one.dtype is not None for piece in one.pieces}

@@ -8,7 +8,7 @@ Import reads the pieces, export and weight sync send them; nobody knows the cuts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -154,3 +154,27 @@ def stacked_rows(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequenc
             mine.append((source, first + start - row, end - start))
         row += rows
     return stacked(name, mine, tail)
+
+
+def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements [low, high) of a row-major array as (start, size) rectangles, in order; each is contiguous in the flat array."""
+    if low >= high:
+        return
+    if len(shape) <= 1:
+        yield ((low,), (high - low,)) if shape else ((), ())
+        return
+    inner = prod(shape[1:])
+    first, last = -(-low // inner), high // inner
+    if first > last:  # within one row
+        yield from _within(shape, last, low, high)
+        return
+    yield from _within(shape, first - 1, low, first * inner)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _within(shape, last, last * inner, high)
+
+
+def _within(shape: tuple[int, ...], row: int, low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    base = row * prod(shape[1:])
+    for start, size in boxes(shape[1:], low - base, high - base):
+        yield (row, *start), (1, *size)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,29 @@ def dump_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step_{step:06d}.parquet"
 
 
-def dump_rollouts(path: str | Path, rows: Mapping[str, Sequence[Any]]) -> Path:
-    """Write columns of equal length to a parquet file. The file appears whole or not at all."""
+def dump_rollouts(path: str | Path, rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]]) -> Path:
+    """Write columns of equal length to a parquet file, or pieces of them one after another. The file appears whole or not at all."""
     path = Path(path)
-    lengths = {name: len(values) for name, values in rows.items()}
-    if len(set(lengths.values())) > 1:
-        raise SchemaError(f"{path}: rollout columns of unequal length: " + ", ".join(f"{name} {n}" for name, n in lengths.items()))
-    table = pa.table({name: _column(name, list(values)) for name, values in rows.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        pq.write_table(table, temporary, compression="zstd")
+        with ExitStack() as stack:
+            writer: pq.ParquetWriter | None = None
+            for piece in [rows] if isinstance(rows, Mapping) else rows:
+                table = _table(path, piece)
+                writer = writer or stack.enter_context(pq.ParquetWriter(temporary, table.schema, compression="zstd"))
+                writer.write_table(table.cast(writer.schema))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def _table(path: Path, rows: Mapping[str, Sequence[Any]]) -> pa.Table:
+    lengths = {name: len(values) for name, values in rows.items()}
+    if len(set(lengths.values())) > 1:
+        raise SchemaError(f"{path}: rollout columns of unequal length: " + ", ".join(f"{name} {n}" for name, n in lengths.items()))
+    return pa.table({name: _column(name, list(values)) for name, values in rows.items()})
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:

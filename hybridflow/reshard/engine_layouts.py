@@ -100,26 +100,27 @@ class _Rank:
         decoder, last = self.decoder, self.stage == self.shape.pipeline - 1
         share = decoder.num_layers // self.shape.pipeline
         tensors: list[LocalTensor] = []
-        if self.stage == 0 or (last and decoder.tied):
-            tensors.append(self._vocab("model.embed_tokens.weight"))
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        if self.stage == 0:
+            tensors.append(self._vocab(embedding, embedding, self.attention_rank, self.attention_size))
         for layer in range(self.stage * share, (self.stage + 1) * share):
             prefix = f"model.layers.{layer}."
             tensors += self._attention(prefix, layer) + self._mlp(prefix, layer)
         if last:
             tensors.append(whole("model.norm.weight", "model.norm.weight", (decoder.hidden,)))
-            if not decoder.tied:
-                tensors.append(self._vocab("lm_head.weight"))
+            if not decoder.tied or self.stage > 0:
+                # data-parallel attention leaves the output head cut over all tensor ranks (unless --enable-dp-lm-head)
+                tensors.append(self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor))
         return tensors
 
-    def _vocab(self, name: str) -> LocalTensor:
+    def _vocab(self, name: str, source: str, rank: int, size: int) -> LocalTensor:
         rows = -(-self.decoder.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        size = self.attention_size if self.shape.data_attention > 1 else self.shape.tensor
-        rank, share = (self.attention_rank if self.shape.data_attention > 1 else self.rank), -(-rows // size)
+        share = -(-rows // size)
         real = max(0, min(share, self.decoder.vocab_size - rank * share))
         if rows % size:
-            return vocabulary(name, name, self.decoder.vocab_size, self.decoder.hidden, rank, size)
+            return vocabulary(name, source, self.decoder.vocab_size, self.decoder.hidden, rank, size)
         start = (min(rank * share, self.decoder.vocab_size), 0)
-        pieces = (Piece(name, start, (0, 0), (real, self.decoder.hidden)),) if real else ()
+        pieces = (Piece(source, start, (0, 0), (real, self.decoder.hidden)),) if real else ()
         return LocalTensor(name, (share, self.decoder.hidden), pieces, padding_rows=share - real)
 
     def _attention(self, prefix: str, layer: int) -> list[LocalTensor]:

@@ -7,7 +7,7 @@ are sent by one owner, the one with the fewest bytes so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -117,6 +117,19 @@ def _any_overlap(pieces: Sequence[Piece]) -> bool:
     return False
 
 
+def _travelling_together(names: Iterable[str]) -> list[list[str]]:
+    """Names in order, in lists that must not be split over buckets.
+
+    SGLang joins DeepSeek's two down projections into one parameter, and waits for the second only within one call of its loader
+    (models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj`): apart they would be dropped without a word.
+    """
+    first, second = ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight"
+    ordered = list(names)
+    partner = {name: name.removesuffix(first) + second for name in ordered if name.endswith(first)}
+    followers = set(partner.values())
+    return [[name, partner[name]] if name in partner else [name] for name in ordered if name not in followers]
+
+
 def _buckets(tensors: Mapping[str, list[OwnedPiece]], shapes: Mapping[str, tuple[int, ...]], max_elements: int) -> list[Bucket]:
     buckets: list[Bucket] = []
     names: list[str] = []
@@ -126,12 +139,12 @@ def _buckets(tensors: Mapping[str, list[OwnedPiece]], shapes: Mapping[str, tuple
         pieces = sorted((p for name in names for p in tensors[name]), key=lambda p: p.rank)
         buckets.append(Bucket(tuple((name, shapes[name]) for name in names), tuple(pieces)))
 
-    for name in tensors:
-        numel = prod(shapes[name])
+    for together in _travelling_together(tensors):
+        numel = sum(prod(shapes[name]) for name in together)
         if names and elements + numel > max_elements:
             close()
             names, elements = [], 0
-        names.append(name)
+        names += together
         elements += numel
     if names:
         close()

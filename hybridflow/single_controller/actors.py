@@ -83,14 +83,14 @@ def end_processes(pids: Sequence[int]) -> None:
     deadline = time.monotonic() + _KILL_WAIT_S
     left = list(pids)
     while left and time.monotonic() < deadline:
-        left = [pid for pid in left if _is_running(pid)]
+        left = [pid for pid in left if is_running(pid)]
         time.sleep(0.05)
     for pid in left:
-        if _is_running(pid):
+        if is_running(pid):
             os.kill(pid, signal.SIGKILL)
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

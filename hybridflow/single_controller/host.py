@@ -20,7 +20,7 @@ from hybridflow.children import die_with_parent
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import HybridFlowError, to_json
 from hybridflow.protocol import DataProto
-from hybridflow.single_controller.pieces import Header, Recipe
+from hybridflow.single_controller.pieces import Header, Request
 
 UPSTREAM = "UpstreamFailure"  # the kind of a failure that only passes on that of an argument
 _PORTS = range(20000, 32768)  # below the ephemeral range, where no outgoing connection can take the port before it is bound
@@ -95,40 +95,31 @@ class Host:
             return failure(error)
         return None
 
-    def call(self, method: str, keywords: Sequence[str], num_objects: int, *values: Any) -> Any:
-        """Run a method. A coroutine is awaited. Errors come back as `Failure`.
-
-        Args:
-            method: its name.
-            keywords: names of the last arguments.
-            num_objects: how many of the values, at the end, are objects that recipes among the arguments are built from.
-            values: arguments, then those objects.
-        """
-        arguments, objects = values[: len(values) - num_objects], values[len(values) - num_objects :]
-        upstream = next((value for value in values if isinstance(value, Failure)), None)
+    def call(self, request: Request, *objects: Any) -> Any:
+        """Run a method. A coroutine is awaited. Errors come back as `Failure`, also those of an object sent along."""
+        upstream = next((value for value in objects if isinstance(value, Failure)), None)
         if upstream is not None:
             return Failure(UPSTREAM, upstream.message, None)
         try:
-            built = [value.build(objects) if isinstance(value, Recipe) else value for value in arguments]
-            positional = len(built) - len(keywords)
-            result = getattr(self._worker, method)(*built[:positional], **dict(zip(keywords, built[positional:], strict=True)))
+            args, kwargs = request.arguments(objects)
+            result = getattr(self._worker, request.method)(*args, **kwargs)
             return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
         except Exception as error:
             return failure(error)
 
-    def call_stored(self, columns: Sequence[str], method: str, keywords: Sequence[str], num_objects: int, *values: Any) -> Any:
+    def call_stored(self, columns: Sequence[str], inline_bytes: int, request: Request, *objects: Any) -> Any:
         """`call` for a method that returns a batch: a `Header` and then each of `columns` as a value, and so an object, of its own.
 
-        Without `columns` (a rank whose result is not collected) the result is dropped.
+        Without `columns` (a rank whose result is not collected) the result is dropped. `inline_bytes`: see `Header.of`.
         """
-        result = self.call(method, keywords, num_objects, *values)
+        result = self.call(request, *objects)
         if not columns:
             return result if isinstance(result, Failure) else None
         if not isinstance(result, DataProto):
             return (result, *(result for _ in columns))
         if set(result.columns) != set(columns):  # the driver says what is wrong with it
             return (result, *(None for _ in columns))
-        return (Header.of(result), *(DataProto({name: result[name]}, {}, result.bfloat16 & {name}) for name in columns))
+        return (Header.of(result, inline_bytes), *(DataProto({name: result[name]}, {}, result.bfloat16 & {name}) for name in columns))
 
 
 async def _awaited(value: Any) -> Any:

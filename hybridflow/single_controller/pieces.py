@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.blocks import take_blocks
 from hybridflow.jagged import Jagged
 from hybridflow.protocol import DataProto
 
@@ -24,13 +25,37 @@ class Header:
     nbytes: Mapping[str, int]
     lengths: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+    small: DataProto  # the columns that the driver is given at once; they are objects of their own nevertheless, for other groups
 
     @classmethod
-    def of(cls, batch: DataProto) -> Header:
-        """What the driver is told about `batch`."""
+    def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
+        """What the driver is told about `batch`, with the columns of up to `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
         lengths = {name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)}
-        return cls(len(batch), sizes, lengths, dict(batch.meta))
+        small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
+        return cls(len(batch), sizes, lengths, dict(batch.meta), small)
+
+
+@dataclass(frozen=True)
+class At:
+    """In place of an argument: its position among the objects sent along."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call on its way to one rank. One value, because each argument of a Ray call is serialized by itself."""
+
+    method: str
+    values: tuple[Any, ...]  # arguments; At and Recipe stand for those made of objects sent along
+    keywords: tuple[str, ...]  # names of the last arguments
+
+    def arguments(self, objects: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        built = [_built(value, objects) for value in self.values]
+        positional = len(built) - len(self.keywords)
+        return built[:positional], dict(zip(self.keywords, built[positional:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -54,26 +79,25 @@ class Recipe:
         """The batch, from the objects sent along."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
-            found = assemble([objects[at] for at in column.sources], column.index)
+            found = assemble([objects[at] for at in column.sources], column.index).fetch()
             batch = batch.union(found.rename({found.columns[0]: column.name}))
         return batch.select(self.names)
 
 
+def _built(value: Any, objects: Sequence[Any]) -> Any:
+    if isinstance(value, At):
+        return objects[value.position]
+    return value.build(objects) if isinstance(value, Recipe) else value
+
+
 def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
-    """The rows at `index` `[K]` of all parts laid end to end. What lies in one piece is not copied.
+    """The rows at `index` `[K]` of all parts (of one column each) laid end to end, as views or `Blocks` of views where they can be.
 
     Raises:
-        IndexError: a part holds fewer rows than was agreed.
+        IndexError: the parts hold fewer rows than was agreed.
+        SchemaError: the parts are not of one type.
     """
-    starts = np.cumsum([0, *(len(part) for part in parts)])
-    if len(index) and int(index.max()) >= starts[-1]:
-        raise IndexError(f"row {int(index.max())} of stored parts of {starts[-1]} rows")
-    part_of = np.searchsorted(starts, index, side="right") - 1
-    turns = np.flatnonzero((np.diff(index) != 1) | (np.diff(part_of) != 0)) + 1
-    if len(turns) > 4 * len(parts):
-        return DataProto.concat(parts).rows(index)
-    pieces = []
-    for run in np.split(np.arange(len(index)), turns) if len(index) else []:
-        at, first = int(part_of[run[0]]), int(index[run[0]])
-        pieces.append(parts[at].rows(slice(first - int(starts[at]), first - int(starts[at]) + len(run))))
-    return DataProto.concat(pieces) if pieces else parts[0].rows(slice(0, 0))
+    checked = DataProto.concat([part.rows(slice(0, 0)) for part in parts])  # says what differs; copies nothing
+    name = checked.columns[0]
+    column = take_blocks([part.blocks(name)[0] for part in parts], index)
+    return DataProto({name: column}, checked.meta, checked.bfloat16)

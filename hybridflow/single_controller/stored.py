@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hybridflow.blocks import Blocks
 from hybridflow.columns import Column, Deferred
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.protocol import DataProto
@@ -89,8 +92,8 @@ class StoredColumn(Deferred):
         moved[used] = np.cumsum([0, *(self.parts[at].rows for at in used[:-1])]) - starts[used]
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
-    def fetch(self) -> tuple[Column, bool]:
-        """See Deferred. One contiguous piece is a view of the store; otherwise the pieces are joined.
+    def here(self) -> tuple[Column | Blocks, bool]:
+        """See Deferred. Views of the store where few runs of rows are wanted, else one gathered copy.
 
         Raises:
             DataError: an object is lost, because the node that held it is.
@@ -106,8 +109,9 @@ class StoredColumn(Deferred):
         except ray.exceptions.RayError as error:
             raise DataError(f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}") from error
         batch = assemble(objects, column.index)
-        name = batch.columns[0]
-        return batch[name], name in batch.bfloat16
+        [(name, found)] = batch.items()
+        assert not isinstance(found, Deferred)
+        return found, name in batch.bfloat16
 
     @property
     def lengths(self) -> np.ndarray | None:
@@ -142,19 +146,46 @@ class Outgoing:
             column = held.needed()
             columns.append(ColumnRecipe(name, tuple(self._add(part) for part in column.parts), column.index))
         local = batch.drop(batch.deferred)
-        position = self._add_ref(store(local)) if local.nbytes > INLINE_BYTES else None
+        position = self.add(store(local)) if local.nbytes > INLINE_BYTES else None
         return Recipe(local if position is None else position, tuple(columns), batch.columns)
 
     def _add(self, part: Part) -> int:
         if part.origin not in self.origins:
             self.origins.append(part.origin)
-        return self._add_ref(part.ref)
+        return self.add(part.ref)
 
-    def _add_ref(self, ref: Any) -> int:
+    def add(self, ref: Any) -> int:
+        """The position of this object among those sent along."""
         if ref not in self._at:
             self._at[ref] = len(self.objects)
             self.objects.append(ref)
         return self._at[ref]
+
+
+def is_small(value: Any) -> bool:
+    """Whether a value travels inside each call rather than once through the store, which costs a millisecond."""
+    if isinstance(value, (DataProto, np.ndarray)):
+        return value.nbytes <= INLINE_BYTES
+    return _weight(value, INLINE_BYTES) <= INLINE_BYTES
+
+
+def _weight(value: Any, limit: int) -> int:
+    """Bytes of a plain value, about; more than `limit` for what cannot be told."""
+    if isinstance(value, (str, bytes)):
+        return len(value) + 1
+    if value is None or isinstance(value, (bool, int, float, Path)):
+        return 64
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+    items = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    if items is None or 8 * len(items) > limit:
+        return limit + 1
+    total = 64
+    for item in items:
+        total += _weight(item, limit - total)
+        if total > limit:
+            break
+    return total
 
 
 def stored_batch(columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any], rank: int, origin: Origin) -> DataProto:
@@ -163,7 +194,11 @@ def stored_batch(columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any],
 
 
 def with_small_columns(batch: DataProto) -> DataProto:
-    """Fetch the columns that are small enough to hold on the driver."""
-    held = dict(batch.items())
-    small = [name for name in batch.deferred if held[name].nbytes <= INLINE_BYTES]
-    return batch.select(small).fetch().union(batch.drop(small)).select(batch.columns)
+    """The small columns, which all ranks sent with their headers, in place of references to them. For the whole result of a call."""
+    near, tags = {}, set(batch.bfloat16)
+    for name, column in batch.items():
+        headers = [part.header for part in column.parts] if isinstance(column, StoredColumn) else []
+        if headers and all(name in header.small for header in headers):
+            found = DataProto.concat([header.small.select([name]) for header in headers]).rows(slice(0, len(batch)))
+            near[name], tags = found[name], tags | found.bfloat16
+    return DataProto({**dict(batch.items()), **near}, batch.meta, tags) if near else batch

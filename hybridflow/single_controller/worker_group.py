@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,16 @@ from typing import Any
 from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, WorkerContext, method_spec, plan_call
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.protocol import DataProto
-from hybridflow.single_controller.actors import end_processes, environment, join_actors, start_actors
+from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
+from hybridflow.single_controller.colocate import owns
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.host import HostInfo
+from hybridflow.single_controller.pieces import At, Request
 from hybridflow.single_controller.resource_pool import ResourcePool
-from hybridflow.single_controller.stored import Origin, Outgoing
+from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Outgoing, is_small
 
-_SMALL = (str, bytes, int, float, bool, type(None))
+_ALIVE_S = 5.0  # how long a rank on another node is given to answer; silence counts as being busy
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
 
 
@@ -113,6 +114,20 @@ class WorkerGroup:
         for hook in self._restart_hooks:
             hook()
 
+    def is_alive(self) -> bool:
+        """Whether every rank's process runs and no call has found the group broken. A rank that is busy is alive."""
+        import ray
+
+        if self._broken is not None or any(rank.is_local and rank.pid and not is_running(rank.pid) for rank in self._ranks):
+            return False
+        asked = [rank.actor.identity.remote() for rank in self._ranks if not rank.is_local]
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_ALIVE_S) if asked else ([], [])
+        try:
+            ray.get(ready)
+        except ray.exceptions.RayActorError:
+            return False
+        return True
+
     def run(
         self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None, **kwargs: Any
     ) -> Any:
@@ -137,7 +152,7 @@ class WorkerGroup:
     ) -> Future:
         """Start a call and return its `Future`; `timeout` is what its `result()` waits by default."""
         spec = method_spec(method)
-        self._require_own(method, spec)
+        self._require_own(method)
         if self._broken is not None:
             raise self._broken
         ranks = range(self.world_size) if only is None else only
@@ -211,17 +226,18 @@ class WorkerGroup:
         inputs: dict[int, Origin] = {}
         for r, call in plan.calls.items():
             outgoing = Outgoing()
-            values = [_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values())]
-            arguments = (name, tuple(call.kwargs), len(outgoing.objects), *values, *outgoing.objects)
+            values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
+            arguments = (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
             inputs |= {id(origin): origin for origin in outgoing.origins}
             actor = self._ranks[r].actor
             if not writes:
                 refs[r] = actor.call.remote(*arguments)
             elif r in collectors:
-                refs[r], *columns = actor.call_stored.options(num_returns=1 + len(writes)).remote(tuple(writes), *arguments)
+                inline = INLINE_BYTES // len(collectors)
+                refs[r], *columns = actor.call_stored.options(num_returns=1 + len(writes)).remote(tuple(writes), inline, *arguments)
                 stored[r] = dict(zip(writes, columns, strict=True))
             else:
-                refs[r] = actor.call_stored.remote((), *arguments)
+                refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
         return Future(
             self.role,
@@ -242,9 +258,8 @@ class WorkerGroup:
             self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
         return self._mesh
 
-    def _require_own(self, method: Callable[..., Any], spec: MethodSpec) -> None:
-        own = any(vars(base).get(spec.name) is method for base in inspect.getmro(self.worker_class))
-        if not own:
+    def _require_own(self, method: Callable[..., Any]) -> None:
+        if not owns(self.worker_class, method):
             raise TypeError(
                 f"{getattr(method, '__qualname__', method)} is not a method of {self.worker_class.__name__}, which {self.role} runs"
             )
@@ -258,20 +273,17 @@ def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _stored(value: Any, sent: dict[int, Any], key: int = 0) -> Any:
-    """Reference to the value in the object store, one for each object (or `key`); small values travel with the call."""
+def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
+    """Reference to the value in the object store, one for each `key`."""
     import ray
 
-    if isinstance(value, _SMALL):
-        return value
-    key = key or id(value)
     if key not in sent:
         sent[key] = ray.put(value)
     return sent[key]
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
-    """What travels for one argument: a recipe for a batch with columns in the object store, else a reference or the value."""
+    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, else a place in the store."""
     if isinstance(value, DataProto) and value.deferred:
-        return outgoing.recipe(value, lambda local: _stored(local, sent, key=id(value)))
-    return _stored(value, sent)
+        return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))
+    return value if is_small(value) else At(outgoing.add(_stored(value, sent, id(value))))

@@ -24,10 +24,11 @@ from hybridflow.observe.report import write_report
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from hybridflow.trainer import assets
-from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.evaluate import Scorer, Validator
 from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
 from hybridflow.trainer.weight_sync import SliceSync
@@ -58,8 +59,8 @@ class _Job:
     def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
         self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
+        session.resume(self.checkpoint)
         if self.checkpoint is not None:
-            session.resume(self.checkpoint)
             progress.message(f"resuming from {self.checkpoint.folder}")
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
@@ -129,6 +130,8 @@ def _train(job: _Job) -> dict[str, Any]:
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(policy_workers, engines, config)
     trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator)
+    policy_workers.on_restart(trainer.go_back)
+    policy_workers.on_restart(weights.reconnect)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
@@ -140,8 +143,8 @@ def _train(job: _Job) -> dict[str, Any]:
     with job.progress.stage("plan the weight sync"):
         plan = weights.prepare()
     job.progress.message(plan)
-    trainer.fit()
-    exported = _export(job, policy)
+    fit_with_restarts(trainer, policy_workers, config.trainer.max_restarts, job.progress)
+    exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
     return {
@@ -153,6 +156,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
         "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
         "steps": trainer.step,
+        "restarts": int(totals.get("restarts", 0)),
         "exported_to": exported,
     }
 
@@ -165,11 +169,14 @@ def _sft(job: _Job) -> dict[str, Any]:
         raise ConfigError(f"{job.session.folder} already holds a reinforcement-learning run; give this one another name")
     with job.progress.stage("save the checkpoint"):
         trainer.save()
-    exported = _export(job, policy)
+    exported = _finish(job, policy)
     return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
 
 
-def _export(job: _Job, policy: PolicyGroup) -> str | None:
+def _finish(job: _Job, policy: PolicyGroup) -> str | None:
+    """The last checkpoint is whole, and the export written; returns the latter's folder."""
+    with job.progress.stage("wait for the last checkpoint"):
+        job.session.store.wait()
     if not job.config.trainer.export:
         return None
     folder = job.session.folder / "export"
@@ -212,7 +219,7 @@ def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Prog
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
-    latest = CheckpointStore(folder / "checkpoints", 0).latest() if config.trainer.resume == "auto" else None
+    latest = CheckpointStore(folder / "checkpoints", Retention()).latest() if config.trainer.resume == "auto" else None
     goes_on = latest is not None and (not finished or latest.step < total_steps)
     if config.trainer.resume == "auto" and (goes_on or not finished):
         (folder / "summary.json").unlink(missing_ok=True)
@@ -265,7 +272,10 @@ def _layout(config: RunConfig) -> str:
     parts = [f"TP{parallel.tensor}", f"PP{parallel.pipeline}", f"EP{parallel.expert}", f"DP{derived.data_parallel_size(config)}"]
     if parallel.sequence:
         parts.append("SP")
-    return "·".join(parts) + f" → {config.rollout.num_engines}×TP{config.rollout.tensor}"
+    rollout = config.rollout
+    engine = [f"TP{rollout.tensor}"]
+    engine += [f"{short}{size}" for short, size in (("EP", rollout.expert), ("DPA", rollout.data_parallel_attention)) if size > 1]
+    return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
 
 
 def _uses_gpus() -> bool:

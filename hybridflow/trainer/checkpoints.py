@@ -1,7 +1,8 @@
 """Checkpoints on the driver's side: names, what belongs to one, which is the last whole one, retention.
 
-`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (Megatron's) and `driver.json`; the folder gets its
-name when all of it is on the disk, then `latest.json` points to it. A crash at any moment leaves the previous one in force.
+`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks wrote) and `driver.json` (step, sampler,
+totals, as they were when the ranks copied their state). The folder gets its name when all of it is on the disk, then `latest.json` points
+to it. A crash at any moment leaves the previous one in force.
 """
 
 from __future__ import annotations
@@ -9,14 +10,32 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybridflow.errors import CheckpointError
+from hybridflow.manifest import MANIFEST, sync_folder, write_json
 
 _PREFIX = {"sft": "sft_step_", "rl": "global_step_"}
+_DROPPED = ".dropped"
+_POLL_S = 0.05
+
+
+class Saves(Protocol):
+    """What the store needs of the policy's ranks."""
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        """Write the state to a new folder; in the background, return when it has been copied."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Whether no rank is writing. CheckpointError when the last background save failed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,39 +53,75 @@ class Checkpoint:
         return self.folder / "policy"
 
 
+@dataclass(frozen=True)
+class Retention:
+    """The newest `last` checkpoints stay (0: all), and those of the main job whose step is a multiple of `every` (0: none of them)."""
+
+    last: int = 0
+    every: int = 0
+
+    def dropped(self, oldest_first: list[Checkpoint]) -> list[Checkpoint]:
+        """Which of them go. Never the newest."""
+        if self.last < 1:
+            return []
+        return [one for one in oldest_first[: -self.last] if not (self.every > 0 and one.phase == "rl" and one.step % self.every == 0)]
+
+
 class CheckpointStore:
-    """The `checkpoints/` folder of a run."""
+    """The `checkpoints/` folder of a run. With `background`, at most one save is under way beside the training."""
 
-    def __init__(self, folder: Path, max_to_keep: int) -> None:
-        self.folder, self.max_to_keep = folder, max_to_keep
+    def __init__(self, folder: Path, retention: Retention, *, background: bool = False, timeout_s: float = 1800.0) -> None:
+        """`timeout_s`: how long the next save, or the end of the run, waits for a save that is under way."""
+        self.folder, self.retention, self.background, self.timeout_s = folder, retention, background, timeout_s
+        self._pending: _Pending | None = None
 
-    def save(self, phase: str, step: int, state: Mapping[str, Any], write_policy: Callable[[Path], None]) -> Path:
-        """Write a checkpoint; `write_policy` is given the folder that the policy's ranks fill.
+    def save(self, phase: str, step: int, state: Mapping[str, Any], policy: Saves) -> Path:
+        """Write a checkpoint, or in the background begin to: then it counts when it is whole, and `check` tells of a failure.
 
         Raises:
-            CheckpointError: it could not be written; nothing of it is left and the previous one is in force.
+            CheckpointError: it (or the one before, in the background) could not be written; the previous one is in force.
         """
+        self.wait()
         final = self.folder / f"{_PREFIX[phase]}{step}"
         partial = final.with_name(final.name + ".partial")
-        try:
+        with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_policy(partial / "policy")
-            _write_json(partial / "driver.json", {"phase": phase, "step": step, "state": dict(state)})
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-            _write_json(self.folder / "latest.json", {"folder": final.name})
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint {final} could not be written: {error}; the previous one is untouched. Free disk space and run the same "
-                "command again to resume."
-            ) from error
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._drop_old(final)
+            write_json(partial / "driver.json", {"phase": phase, "step": step, "state": dict(state)})
+            policy.save(partial / "policy", phase=phase, step=step, background=self.background)
+            if not self.background:
+                return self._commit(partial, final)
+        self._pending = _Pending(self, partial, final, policy)
         return final
+
+    def check(self) -> None:
+        """Between steps: CheckpointError when the save in the background has failed."""
+        pending = self._pending
+        if pending is None:
+            return
+        with self._nothing_left(pending.final, pending.partial, pending):
+            if not pending.is_over():
+                pending.policy.is_saved()
+                return
+        self._pending = None
+
+    def wait(self) -> None:
+        """Until no save is under way. CheckpointError as from `check`, or after `timeout_s`."""
+        deadline = time.monotonic() + self.timeout_s
+        while self._pending is not None:
+            self.check()
+            if self._pending is not None and time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the checkpoint {self._pending.final} was not written within {self.timeout_s:.0f} s "
+                    "(trainer.checkpoint_timeout_s); is the file system hanging?"
+                )
+            time.sleep(_POLL_S / 5)
+
+    def close(self) -> None:
+        """Commit nothing from here on."""
+        if self._pending is not None:
+            self._pending.stop()
+        self._pending = None
 
     def latest(self) -> Checkpoint | None:
         """The last whole checkpoint, or None in a fresh run.
@@ -78,28 +133,91 @@ class CheckpointStore:
         if not pointer.exists():
             return None
         try:
-            folder = self.folder / str(json.loads(pointer.read_text())["folder"])
-            driver = json.loads((folder / "driver.json").read_text())
-            return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"])
+            return _read(self.folder / str(json.loads(pointer.read_text())["folder"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{pointer} does not lead to a whole checkpoint ({error}). Point it to another folder beside it, or start anew with "
                 "trainer.resume=disable"
             ) from error
 
-    def _drop_old(self, newest: Path) -> None:
-        whole = [path for path in self.folder.iterdir() if (path / "driver.json").exists() and not path.name.endswith(".partial")]
-        by_age = sorted(whole, key=lambda path: path.stat().st_mtime)
-        for path in by_age[: -self.max_to_keep] if self.max_to_keep > 0 else []:
-            if path != newest:
-                shutil.rmtree(path, ignore_errors=True)
+    # ---- inside -----------------------------------------------------------------------------------------------------------------------
+
+    def _commit(self, partial: Path, final: Path) -> Path:
+        """All of it is on the disk: give it its name, point to it, drop what is no longer wanted."""
+        if final.exists() and self._points_to(final):  # the same step once more: the one in force stays until the new one is
+            final = final.with_name(f"{final.name}-{int(time.time())}")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        sync_folder(self.folder)
+        write_json(self.folder / "latest.json", {"folder": final.name})
+        for old in self.retention.dropped(self._whole()):
+            if old.folder != final:
+                dropped = old.folder.with_name(old.folder.name + _DROPPED)  # never half a checkpoint under a good name
+                os.replace(old.folder, dropped)
+        for dropped in self.folder.glob(f"*{_DROPPED}"):
+            shutil.rmtree(dropped, ignore_errors=True)
+        return final
+
+    def _points_to(self, folder: Path) -> bool:
+        pointer = self.folder / "latest.json"
+        return pointer.exists() and json.loads(pointer.read_text()).get("folder") == folder.name
+
+    def _whole(self) -> list[Checkpoint]:
+        """All checkpoints in the folder, oldest first."""
+        files = [file for file in self.folder.glob("*/driver.json") if file.parent.suffix not in (".partial", _DROPPED)]
+        return [_read(file.parent) for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+
+    @contextmanager
+    def _nothing_left(self, final: Path, partial: Path, pending: _Pending | None = None) -> Iterator[None]:
+        """After a failure nothing of the checkpoint remains; what the system says becomes a CheckpointError."""
+        try:
+            yield
+        except BaseException as error:
+            if pending is not None:
+                pending.stop()
+                self._pending = None
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"the checkpoint {final} could not be written: {error}; the previous checkpoint is untouched. Free disk space and "
+                    "run the same command again to resume."
+                ) from error
+            raise
 
 
-def _write_json(path: Path, value: Any) -> None:
-    """Whole or not at all, on the disk when it returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+class _Pending:
+    """A save under way: a thread commits it as soon as the ranks' manifest is there, however long the training's step takes."""
+
+    def __init__(self, store: CheckpointStore, partial: Path, final: Path, policy: Saves) -> None:
+        self.store, self.partial, self.final, self.policy = store, partial, final, policy
+        self._error: BaseException | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="commit", daemon=True)
+        self._thread.start()
+
+    def is_over(self) -> bool:
+        """Whether it was committed; raises what kept it from being."""
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def stop(self) -> None:
+        """Commit no more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while not (self.partial / "policy" / MANIFEST).exists():
+                if self._stopped.wait(_POLL_S):
+                    return
+            self.store._commit(self.partial, self.final)
+        except BaseException as error:  # raised to the training by is_over
+            self._error = error
+
+
+def _read(folder: Path) -> Checkpoint:
+    driver = json.loads((folder / "driver.json").read_text())
+    return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"])

@@ -24,8 +24,8 @@ class Scorer:
 
     def score(self, batch: DataProto) -> DataProto:
         """Columns response_text (objects) and scores [B] f32."""
-        responses = batch.jagged("response_ids")
-        texts = [self.tokenizer.decode_response(responses.row(i).tolist()) for i in range(len(batch))]
+        pieces = batch.pieces(["response_ids"])
+        texts = [self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")]
         results = self.rewards.score(batch["data_source"].tolist(), texts, batch["ground_truth"].tolist(), batch["extra_info"].tolist())
         scores = np.array([result.score for result in results], dtype=np.float32)
         return DataProto.from_columns({"response_text": np.array(texts, dtype=object), "scores": scores})
@@ -47,7 +47,7 @@ class Validator:
         dump_batch(self.folder, step, batch, self.scorer.tokenizer)
         metrics = {
             "val/accuracy": float(np.mean(batch["scores"])),
-            "val/response_length/mean": float(np.mean(batch.jagged("response_ids").lengths)),
+            "val/response_length/mean": float(np.mean(batch.lengths("response_ids"))),
         }
         for source in dict.fromkeys(batch["data_source"].tolist()):
             metrics[f"val/{source}/accuracy"] = float(np.mean(batch["scores"][batch["data_source"] == source]))
@@ -55,35 +55,38 @@ class Validator:
 
 
 def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
-    """Write what happened to each sample, for people: `folder/step_N.parquet`."""
-    prompts, responses = batch.jagged("prompt_ids"), batch.jagged("response_ids")
+    """Write what happened to each sample, for people: `folder/step_N.parquet`. Token columns are read a few rows at a time."""
+    names = [name for name in batch.columns if name not in ("entropys", "ref_log_probs", "response_ids")]
+    lengths = batch.with_columns(response_length=batch.lengths("response_ids"))
+    dump_rollouts(dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in lengths.pieces([*names, "response_length"])))
+
+
+def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The rows of one piece."""
+    prompts = batch.jagged("prompt_ids")
     rows: dict[str, Any] = {
         "step": [step] * len(batch),
         "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
         "data_source": batch["data_source"].tolist(),
-        "prompt_text": [tokenizer.decode(prompts.row(i).tolist()) for i in range(len(batch))],
+        "prompt_text": [tokenizer.decode(row.tolist()) for row in prompts],
         "response_text": batch["response_text"].tolist(),
         "ground_truth": batch["ground_truth"].tolist(),
         "score": batch["scores"].tolist(),
         "prompt_length": prompts.lengths.tolist(),
-        "response_length": responses.lengths.tolist(),
+        "response_length": batch["response_length"].tolist(),
         "finish_reason": batch["finish_reason"].tolist(),
         "weight_version": batch["weight_version"].tolist(),
-        "response_versions": [row.tolist() for row in _rows(batch.jagged("response_versions"))],
+        "response_versions": [row.tolist() for row in batch.jagged("response_versions")],
         "extra_info": batch["extra_info"].tolist(),
     }
     if "advantages" in batch:
-        rows["advantage"] = [_mean(row) for row in _rows(batch.jagged("advantages"))]
+        rows["advantage"] = [_mean(row) for row in batch.jagged("advantages")]
     if "old_log_probs" in batch:
         old, rollout = batch.jagged("old_log_probs"), batch.jagged("rollout_log_probs")
         difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
-        rows["logprob_diff_mean"] = [_mean(row) for row in _rows(difference)]
-        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in _rows(difference)]
-    dump_rollouts(dump_path(folder, step), rows)
-
-
-def _rows(column: Jagged) -> list[np.ndarray]:
-    return [column.row(i) for i in range(len(column))]
+        rows["logprob_diff_mean"] = [_mean(row) for row in difference]
+        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in difference]
+    return rows
 
 
 def _mean(values: np.ndarray) -> float:

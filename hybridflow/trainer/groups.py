@@ -62,9 +62,13 @@ class PolicyGroup:
         """See TrainGroup."""
         self.group.run(PolicyWorker.freeze_reference)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """See TrainGroup."""
-        self.group.run(PolicyWorker.save_checkpoint, folder.resolve())
+        self.group.run(PolicyWorker.save_checkpoint, folder.resolve(), phase, step, background)
+
+    def is_saved(self) -> bool:
+        """See TrainGroup."""
+        return all(self.group.run(PolicyWorker.is_checkpoint_written))
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
         """See TrainGroup."""

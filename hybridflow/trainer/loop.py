@@ -26,9 +26,10 @@ from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.protocol import DataProto
+from hybridflow.single_controller import keep_in_store
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
-from hybridflow.trainer.metrics import batch_metrics, log_prob_difference, spread_over_tokens, update_metrics
+from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference, spread_over_tokens, update_metrics
 from hybridflow.trainer.protocols import RolloutService, SyncReport, TrainGroup, Update, WeightSync
 from hybridflow.trainer.session import Session
 
@@ -50,6 +51,7 @@ class RLTrainer:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
         self.sampler = open_sampler(config.data, dataset, config.seed)
+        self._first_order = self.sampler.state()
         self.step = 0
         self.left_out: set[str] = set()
 
@@ -86,6 +88,7 @@ class RLTrainer:
                         with phase("testing"):
                             self.validate(progress)
                 self.record(batch, updates, synced, progress)
+                self.session.store.check()
                 if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
                     with phase("save_checkpoint", self.step):
                         self.save()
@@ -95,31 +98,28 @@ class RLTrainer:
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
         batch = self.dataset.batch(next(self.sampler))
-        return batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n)
+        return keep_in_store(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
 
     def with_advantages(self, batch: DataProto) -> DataProto:
         """Adds rewards [B] (score less the KL penalty) and advantages (jagged, the sample's value at each token)."""
         rewards = np.asarray(batch["scores"], dtype=np.float32)
         if self.config.algorithm.kl_coef:
-            old, reference = batch.jagged("old_log_probs"), batch.jagged("ref_log_probs")
-            sums = np.concatenate([[0.0], np.cumsum(old.values - reference.values, dtype=np.float64)])
-            rewards = rewards - self.config.algorithm.kl_coef * (sums[old.offsets[1:]] - sums[old.offsets[:-1]]).astype(np.float32)
+            rewards = rewards - self.config.algorithm.kl_coef * kl_sums(batch).astype(np.float32)
         values = grpo_advantages(
             torch.tensor(rewards), torch.tensor(batch["uid"]), norm_by_std=self.config.algorithm.norm_adv_by_std
         ).numpy()
-        return batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, batch.lengths("response_ids")))
+        return keep_in_store(batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, batch.lengths("response_ids"))))
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Stop a run whose engines and trainer disagree: it would train on something else than it samples."""
-        bound, difference = self.config.rollout.logprob_diff_bound, log_prob_difference(batch)
-        mean = float(difference.mean()) if len(difference) else 0.0
+        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
-        self.session.note_max("logprob_diff_max", float(difference.max(initial=0.0)))
+        self.session.note_max("logprob_diff_max", largest)
         # written so that NaN, too, is beyond the bound
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
                 f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same tokens "
-                f"(bound {bound:.2e}, largest {difference.max():.2e}). The weights in the engines are not those of the trainer, or the "
+                f"(bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the trainer, or the "
                 "two compute another model; compare dtype and temperature, or raise rollout.logprob_diff_bound if the difference is "
                 "expected (bfloat16)."
             )
@@ -146,10 +146,11 @@ class RLTrainer:
 
     def record(self, batch: DataProto, updates: Sequence[Update], synced: SyncReport, progress: Progress) -> None:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
-        batch, seconds = batch.fetch(), self.session.timeline.metrics(self.step)
+        seconds = self.session.timeline.metrics(self.step)
         metrics = batch_metrics(batch) | update_metrics(updates) | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
+        metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
         self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
@@ -170,13 +171,26 @@ class RLTrainer:
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
-        return self.session.store.save("rl", self.step, state, self.policy.save)
+        return self.session.store.save("rl", self.step, state, self.policy)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase."""
         self.policy.load(checkpoint.policy, self.config.actor.optim, with_reference=derived.needs_reference(self.config))
         self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
+
+    def go_back(self) -> None:
+        """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where there is none."""
+        checkpoint = self.session.store.latest()
+        if checkpoint is not None and checkpoint.phase != "rl":
+            checkpoint = None
+        self.session.go_back(checkpoint)
+        if checkpoint is not None:
+            self.resume(checkpoint)
+            return
+        self.sampler.restore(self._first_order)
+        self.step = 0
+        self.start_from_present_weights()
 
     def start_from_present_weights(self) -> None:
         """Begin the phase: the present weights are the reference, the optimizer is fresh."""

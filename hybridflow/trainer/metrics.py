@@ -10,31 +10,46 @@ from hybridflow.protocol import DataProto, Jagged
 from hybridflow.trainer.protocols import Update
 
 
-def log_prob_difference(batch: DataProto) -> np.ndarray:
-    """[sum(t)] |engine - trainer| log-probability of each sampled token."""
-    return np.abs(batch.jagged("rollout_log_probs").values - batch.jagged("old_log_probs").values)
+def log_prob_difference(batch: DataProto) -> tuple[float, float]:
+    """Mean and largest |engine - trainer| log-probability of the sampled tokens; NaN where one is NaN, 0 without tokens."""
+    total, count, largest = 0.0, 0, [0.0]
+    for piece in batch.pieces(("rollout_log_probs", "old_log_probs")):
+        difference = np.abs(piece.jagged("rollout_log_probs").values - piece.jagged("old_log_probs").values)
+        total, count = total + float(difference.sum(dtype=np.float64)), count + len(difference)
+        largest.append(float(difference.max(initial=0.0)))
+    return total / max(count, 1), float(np.max(largest))
+
+
+def kl_sums(batch: DataProto) -> np.ndarray:
+    """[B] float64: old less reference log-probability, summed over the tokens of each sample."""
+    found = [np.zeros(0)]
+    for piece in batch.pieces(("old_log_probs", "ref_log_probs")):
+        old = piece.jagged("old_log_probs")
+        sums = np.concatenate([[0.0], np.cumsum(old.values - piece.jagged("ref_log_probs").values, dtype=np.float64)])
+        found.append(sums[old.offsets[1:]] - sums[old.offsets[:-1]])
+    return np.concatenate(found)
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch."""
-    responses, difference = batch.jagged("response_ids").lengths, log_prob_difference(batch)
+    responses, prompts, (difference, largest) = batch.lengths("response_ids"), batch.lengths("prompt_ids"), log_prob_difference(batch)
     metrics = {
         **_spread("critic/score", batch["scores"]),
         **_spread("critic/rewards", batch["rewards"]),
-        **_spread("critic/advantages", batch.jagged("advantages").values),
+        **_token_spread("critic/advantages", batch, "advantages"),
         **_spread("response_length", responses),
         "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
         "response/aborted_ratio": float(np.mean(batch["finish_reason"] == "abort")),
-        **_spread("prompt_length", batch.jagged("prompt_ids").lengths),
-        "actor/entropy": _mean(batch.jagged("entropys").values),
-        "rollout/logprob_diff/mean": _mean(difference),
-        "rollout/logprob_diff/max": float(difference.max(initial=0.0)),
-        "perf/total_num_tokens": float(responses.sum() + batch.jagged("prompt_ids").lengths.sum()),
+        **_spread("prompt_length", prompts),
+        "actor/entropy": _token_spread("", batch, "entropys").get("/mean", 0.0),
+        "rollout/logprob_diff/mean": difference,
+        "rollout/logprob_diff/max": largest,
+        "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
         "critic/solved_groups": _share_of_groups(batch, 1.0),
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
     }
     if "ref_log_probs" in batch:
-        metrics["actor/ref_kl"] = _mean(batch.jagged("old_log_probs").values - batch.jagged("ref_log_probs").values)
+        metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(responses.sum(), 1))
     return metrics
 
 
@@ -61,8 +76,14 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(np.mean(values, dtype=np.float64)) if len(values) else 0.0
+def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
+    """`_spread` over all tokens of a jagged column."""
+    parts = (piece.jagged(column).values for piece in batch.pieces([column]))
+    spreads = [(float(values.sum(dtype=np.float64)), len(values), values.max(), values.min()) for values in parts if len(values)]
+    if not spreads:
+        return {}
+    totals, counts, highest, lowest = zip(*spreads, strict=True)
+    return {f"{name}/mean": sum(totals) / sum(counts), f"{name}/max": float(np.max(highest)), f"{name}/min": float(np.min(lowest))}
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:

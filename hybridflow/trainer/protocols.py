@@ -48,8 +48,12 @@ class TrainGroup(Protocol):
         """The present weights become the reference."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the state to a new folder."""
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        """Write the state to a new folder; in the background, return when it has been copied."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Whether no rank is writing. CheckpointError when the last background save failed."""
         ...
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:

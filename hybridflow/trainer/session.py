@@ -17,7 +17,7 @@ from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Phase, Tracker
 from hybridflow.single_controller import waited_seconds
-from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 
 _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
 
@@ -33,7 +33,12 @@ class Session:
         console = [name for name in config.trainer.loggers if name != "console"]
         self.tracker = Tracker(self.folder, console, console=None)
         self.timeline = Timeline(self.folder / "timeline.jsonl")
-        self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
+        self.store = CheckpointStore(
+            self.folder / "checkpoints",
+            Retention(config.trainer.max_checkpoints_to_keep, config.trainer.keep_checkpoint_every_steps),
+            background=config.trainer.async_checkpoints,
+            timeout_s=config.trainer.checkpoint_timeout_s,
+        )
         self.totals: dict[str, float] = {}
         self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
@@ -72,19 +77,42 @@ class Session:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records."""
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records.
+
+        None: an earlier attempt, if there was one, left no checkpoint; nothing of it counts.
+        """
+        if checkpoint is None:
+            self.tracker.truncate_after("sft", 0)
+            return self._forget_after(0)
         self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
         self._seconds_before = self.totals.get("seconds_total", 0.0)
-        sft = checkpoint.step if checkpoint.phase == "sft" else None
-        step = checkpoint.step if checkpoint.phase == "rl" else -1
-        if sft is not None:
-            self.tracker.truncate_after("sft", sft)
+        if checkpoint.phase == "sft":
+            self.tracker.truncate_after("sft", checkpoint.step)
+        return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
+
+    def go_back(self, checkpoint: Checkpoint | None) -> None:
+        """`resume` inside a session that goes on: time that passed stays counted, and `totals["restarts"]` counts how often.
+
+        None: back to before the first step.
+        """
+        seconds, restarts = self.totals_now()["seconds_total"], self.totals.get("restarts", 0.0)
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        else:
+            self.totals = {}
+            self._forget_after(0)
+        self._seconds_before, self._opened = seconds, time.perf_counter()
+        self.totals["restarts"] = restarts + 1
+
+    def _forget_after(self, step: int) -> None:
+        """Drop records and dumps of the loop after `step`. What was validated before the first step is validated again."""
+        last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
-        self.tracker.truncate_after("val", step)
-        self.timeline.truncate_after(max(step, 0))
+        self.tracker.truncate_after("val", last_validated)
+        self.timeline.truncate_after(step)
         remove_dumps_after(self.folder / "rollouts", step)
-        remove_dumps_after(self.folder / "validation", step)
+        remove_dumps_after(self.folder / "validation", last_validated)
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether something that happens every so many steps happens now (0: never)."""
@@ -99,6 +127,7 @@ class Session:
         return path
 
     def close(self) -> None:
-        """Flush the records."""
+        """Flush the records; a checkpoint that is not whole by now will not count."""
+        self.store.close()
         self.tracker.close()
         self.timeline.close()

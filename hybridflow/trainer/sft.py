@@ -49,10 +49,11 @@ class SftTrainer:
                 session.tracker.log(self.step, metrics | {"timing_s/step": seconds}, phase="sft")
                 progress.update(self.step, {"loss": update.means["loss"]}, {"step": seconds})
                 on_step()
+                session.store.check()
                 if session.is_due(every, self.step) and self.step < self.config.steps:
                     self.save()
 
     def save(self) -> Path:
         """Checkpoint this phase."""
         state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
-        return self.session.store.save("sft", self.step, state, self.policy.save)
+        return self.session.store.save("sft", self.step, state, self.policy)

@@ -51,6 +51,12 @@ class SliceSync:
         self.engines.group.run(RolloutWorker.adopt_plan, self._plan.digest)
         return self._plan.describe()
 
+    def reconnect(self) -> None:
+        """After the policy's ranks were started again: they have a new store, no schedules and no sessions."""
+        self._sessions = [number + 1 for number in self._sessions]
+        self.engines.states(wait_s=self.config.rollout.start_timeout_s)
+        self.prepare()
+
     def sync(self, version: int) -> SyncReport:
         """See WeightSync."""
         if self._plan is None:

@@ -52,7 +52,9 @@ class PolicyWorker:
         else:
             std = float(spec.hf_config.get("initializer_range", 0.02))
             source = RandomWeights(family.tensors(), config.seed, std)
-        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source)
+        rate = config.actor.expert_bias_update_rate
+        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source, expert_bias_update_rate=rate)
+        self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
         self.host, self.sync = context.master_addr, config.rollout.sync
         self._store: TCPStore | None = None
         self._sender = WeightSender(context.rank, self.policy.parameters)
@@ -160,9 +162,14 @@ class PolicyWorker:
     # ---- disk -------------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write model, reference, optimizer and random state."""
-        checkpoint.save(self.policy, folder)
+    def save_checkpoint(self, folder: Path, phase: str, step: int, background: bool) -> None:
+        """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
+        (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def is_checkpoint_written(self) -> bool:
+        """Whether this rank has nothing left to write. CheckpointError when the last background save failed."""
+        return self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:

@@ -34,6 +34,9 @@ class RolloutWorker:
             name=name,
             model_path=str(model_folder),
             tensor=config.tensor,
+            pipeline=config.pipeline,
+            expert=config.expert,
+            data_attention=config.data_parallel_attention,
             dtype=dtype,
             max_running_requests=config.max_running_requests,
             max_total_tokens=config.max_total_tokens,
@@ -121,7 +124,7 @@ class RolloutWorker:
 
     def _describe(self, client: EngineClient) -> EngineLayout:
         host, port = self._sync_store
-        return describe(self._patient(client), self.keeper.spec.name, self.config.tensor, host, port, self.config.sync.timeout_s)
+        return describe(self._patient(client), self.keeper.spec.name, self.keeper.spec.ranks, host, port, self.config.sync.timeout_s)
 
     def _check_layout(self, client: EngineClient) -> None:
         """What a restarted engine must pass: the plan is made for where the weights lay before."""

@@ -29,10 +29,8 @@ def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
     )
 
 
-def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2) -> Any:
-    from hybridflow.mcore import parallel as groups
-    from hybridflow.mcore.policy import Policy
-    from hybridflow.models import family_of
+def weights_of(family: Any, std: float = 0.2) -> Any:
+    """Random weights that do not depend on the layout."""
     from hybridflow.models.weights import RandomWeights
 
     class Shaken(RandomWeights):
@@ -46,10 +44,19 @@ def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2) -> A
             full = torch.randn(self.tensors[name], generator=torch.Generator().manual_seed(digest))
             return values + 0.1 * full[start[0] : start[0] + shape[0]]
 
+    return Shaken(family.tensors(), seed=5, std=std)
+
+
+def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, **options: Any) -> Any:
+    from hybridflow.mcore import parallel as groups
+    from hybridflow.mcore.policy import Policy
+    from hybridflow.models import family_of
+
     config = ParallelConfig(**parallel)
-    groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
+    if not dist.is_initialized():
+        groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(hf)
-    return Policy(family, config, "float32", Shaken(family.tensors(), seed=5, std=std))
+    return Policy(family, config, "float32", weights_of(family, std), **options)
 
 
 def _share(batch: DataProto) -> DataProto:
@@ -97,6 +104,26 @@ def train(parallel: dict[str, Any], hf: dict[str, Any], steps: int, max_tokens: 
     return {"history": history, "digest": digest(policy)}
 
 
+def move_expert_biases(parallel: dict[str, Any], hf: dict[str, Any], before: str, after: str, rate: float) -> Any:
+    """Export, one update with moving expert biases, export; then the frozen reference's log-probs before and after."""
+    from hybridflow.mcore.hf_export import export
+    from hybridflow.workers.losses import sft_loss
+
+    policy = _policy(parallel, hf, expert_bias_update_rate=rate)
+    policy.set_optimizer(OptimConfig(lr=1e-3))
+    policy.freeze_reference()
+    export(policy, Path(before), hf, None)
+    batch, log_probs = batch_of(8, 0), []
+    for _ in range(2):
+        with policy.as_reference():
+            found = policy.log_probs(batch, max_tokens=4096, temperature=1.0, with_entropy=False)
+        log_probs.append(found[0].values.tolist())
+        policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=4096, temperature=1.0, with_entropy=False)
+        if not Path(after).exists():
+            export(policy, Path(after), hf, None)
+    return log_probs
+
+
 def digest(policy: Any) -> dict[str, list[float]]:
     """Every HF tensor reduced to (sum, sum of squares), merged over stages."""
     from hybridflow.mcore.parallel import all_coordinates
@@ -128,62 +155,12 @@ def log_probs_of_checkpoint(
     return [found[0].row(i).tolist() for i in range(len(batch))] if data_parallel_position()[2] else None
 
 
-def _resumable(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
+def unequal_loads(parallel: dict[str, Any], hf: dict[str, Any], rows: list[int], max_tokens: int) -> dict[str, Any]:
+    """Each data-parallel rank gets another number of rows: how many micro-batches it runs, and whether the pass goes through."""
+    from hybridflow.mcore.parallel import data_parallel_position
+
     policy = _policy(parallel, hf)
-    policy.set_optimizer(OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1))
-    policy.freeze_reference()
-    return policy
-
-
-def _steps(policy: Any, steps: range) -> list[list[float]]:
-    """(grad norm, lr) a step of plain cross-entropy."""
-    from hybridflow.workers.losses import sft_loss
-
-    history = []
-    for step in steps:
-        batch = _share(batch_of(8, step))
-        _, info = policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False)
-        history.append([info["grad_norm"], info["lr"]])
-    return history
-
-
-def _state_of(policy: Any) -> dict[str, Any]:
-    """What must be equal after a resume: weights, reference, random state of this rank."""
-    reference = {name: float(tensor.double().sum()) for name, tensor in policy.reference_state().items()}
-    return {"weights": digest(policy), "reference": reference, "random": torch.rand(3).tolist()}
-
-
-def save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str, full_disk_on: int) -> Any:
-    """Two steps, a checkpoint, three more steps; then a save that fails on one rank."""
-    import resource
-
-    from hybridflow.errors import CheckpointError
-    from hybridflow.mcore import checkpoint
-
-    policy = _resumable(parallel, hf)
-    _steps(policy, range(2))
-    checkpoint.save(policy, Path(folder) / "good")
-    result = {"history": _steps(policy, range(2, 5)), **_state_of(policy), "error": ""}
-    if dist.get_rank() == full_disk_on:  # as a full disk: files end after 4 KiB
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    try:
-        checkpoint.save(policy, Path(folder) / "bad")
-    except CheckpointError as error:
-        result["error"] = str(error)
-    return result
-
-
-def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
-    """The same three steps in a new world, from the checkpoint; then what loading each broken one says."""
-    from hybridflow.errors import CheckpointError
-    from hybridflow.mcore import checkpoint
-
-    policy = _resumable(parallel, hf)
-    checkpoint.load(policy, Path(folder) / "good")
-    result = {"history": _steps(policy, range(2, 5)), **_state_of(policy), "errors": {}}
-    for name in ("missing", "torn", "empty"):
-        try:
-            checkpoint.load(policy, Path(folder) / name)
-        except CheckpointError as error:
-            result["errors"][name] = str(error)
-    return result
+    batch = batch_of(rows[data_parallel_position()[0]], 3)
+    count = len(policy._micro_batches(batch, max_tokens, ()))
+    found = policy.log_probs(batch, max_tokens=max_tokens, temperature=1.0, with_entropy=False)
+    return {"micro_batches": count, "rows": len(found[0]) if found else None}

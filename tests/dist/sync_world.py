@@ -144,8 +144,6 @@ class SyncWorld:
         senders: Any = self.senders
         for worker in self.workers:
             worker.config = replace(worker.config, sync=settings)
-            client = worker.keeper.client
-            client.resume()  # a client left paused by a fault has to describe itself
         self.sync = SliceSync(senders, self.engines, config)
         self.plan_line = self.sync.prepare()
 

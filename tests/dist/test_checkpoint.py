@@ -1,4 +1,4 @@
-"""Checkpoints of four ranks: a resumed training is the uninterrupted one bit for bit; broken ones are named, failed saves leave nothing."""
+"""Checkpoints of four ranks: a resumed training is the uninterrupted one, in any layout; broken ones are named, failed saves leave nothing."""
 
 from __future__ import annotations
 
@@ -7,29 +7,48 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hybridflow.manifest import Manifest, problems_of
 from tests.dist.mcore_cases import TINY
 from tests.dist.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+OTHER = {"wider": {"hidden_size": 64}, "foreign": {"model_type": "llama"}}
 Results = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """(folder, by rank: the uninterrupted run, the resumed one)."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """(folder, by rank: the uninterrupted run)."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    whole = run_ranks(4, "tests.dist.mcore_cases:save_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), full_disk_on=3)
-    good = folder / "good"
-    shutil.copytree(good, folder / "torn")
-    files = sorted((folder / "torn").glob("*.distcp"))
-    os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
-    shutil.copytree(good, folder / "empty")
+    return folder, run_ranks(4, "tests.dist.checkpoint_cases:save_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), full_disk_on=3)
+
+
+@pytest.fixture(scope="module")
+def results(saved: tuple[Path, list[dict[str, Any]]]) -> Results:
+    """(folder, by rank: the uninterrupted run, the resumed one)."""
+    folder, whole = saved
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["good"], left  # the failed saves have left nothing
+    largest = max((folder / "good").glob("*.distcp"), key=lambda path: path.stat().st_size).name
+    for name in ("torn", "flipped", "empty", "unmarked"):
+        shutil.copytree(folder / "good", folder / name)
+    os.truncate(folder / "torn" / largest, 100)
+    with (folder / "flipped" / largest).open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 1]))
     for file in (folder / "empty").glob("*.distcp"):
         file.unlink()
-    resumed = run_ranks(4, "tests.dist.mcore_cases:load_and_go_on", parallel=FULL, hf=TINY, folder=str(folder))
+    (folder / "unmarked" / "manifest.json").unlink()
+    broken = ["missing", "torn", "flipped", "empty", "unmarked"]
+    resumed = run_ranks(
+        4, "tests.dist.checkpoint_cases:load_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), broken=broken, other=OTHER
+    )
     return folder, whole, resumed
 
 
@@ -44,16 +63,63 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(results: Result
     assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]  # the schedule went on too
 
 
-def test_a_failed_save_is_reported_on_every_rank_and_leaves_nothing(results: Results) -> None:
-    folder, whole, _ = results
-    assert sorted(path.name for path in folder.iterdir()) == ["empty", "good", "torn"]
-    for rank in whole:
-        assert "bad could not be written" in rank["error"] and "previous checkpoint is untouched" in rank["error"]
-        assert "File too large" in rank["error"]
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"distributed_optimizer": False}),
+        pytest.param(2, {"tensor": 2, "sequence": True}, marks=pytest.mark.full),
+        (4, {"pipeline": 2, "expert": 2}),
+        pytest.param(4, {"tensor": 2, "expert": 2, "sequence": True}, marks=pytest.mark.full),
+    ],
+)
+def test_another_layout_goes_on_as_the_uninterrupted_run(
+    saved: tuple[Path, list[dict[str, Any]]], world: int, parallel: dict[str, Any]
+) -> None:
+    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2, PP2·EP2 and others."""
+    folder, whole = saved
+    resumed = run_ranks(
+        world, "tests.dist.checkpoint_cases:load_and_go_on", parallel=parallel, hf=TINY, folder=str(folder), broken=[], other={}
+    )
+    np.testing.assert_allclose([rank["history"] for rank in resumed], [whole[0]["history"]] * world, rtol=1e-5)
+    for part in ("weights", "reference"):
+        expected, found = merged(whole, part), merged(resumed, part)
+        assert found.keys() == expected.keys() and len(found) > 40
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5, err_msg=f"{part} {name}")
 
 
-def test_missing_and_torn_checkpoints_are_named(results: Results) -> None:
+def merged(ranks: list[dict[str, Any]], part: str) -> dict[str, list[float]]:
+    return {name: values for rank in ranks for name, values in rank[part].items()}
+
+
+def test_a_failed_save_is_reported_on_every_rank(results: Results) -> None:
+    for rank in results[1]:
+        for name in ("bad", "later"):
+            assert f"{name} could not be written" in rank["errors"][name] and "previous checkpoint is untouched" in rank["errors"][name]
+            assert "rank 3: File too large" in rank["errors"][name] and "unexpected pos" not in rank["errors"][name]
+
+
+def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(results: Results) -> None:
     for rank in results[2]:
-        assert "missing is not a whole checkpoint" in rank["errors"]["missing"]
-        assert "empty could not be loaded" in rank["errors"]["empty"]
-    assert any("torn could not be loaded" in rank["errors"].get("torn", "") for rank in results[2])
+        errors = rank["errors"]
+        assert "missing is not a whole checkpoint" in errors["missing"]
+        assert "unmarked is not a whole checkpoint (no manifest.json in it)" in errors["unmarked"]
+        assert "torn" in errors["torn"] and ".distcp has 100 bytes, the manifest says" in errors["torn"]
+        assert ".distcp does not have the content" in errors["flipped"]
+        assert ".distcp cannot be read: No such file" in errors["empty"]
+        assert "hidden_size is 32 there, 64 here" in errors["wider"]
+        assert "a checkpoint of the family qwen3_moe, the model here is llama" in errors["foreign"]
+        assert rank["untouched"]
+
+
+def test_the_manifest_describes_what_was_saved(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder = saved[0] / "good"
+    manifest = Manifest.read(folder)
+    assert (manifest.phase, manifest.step, manifest.family, manifest.dtype) == ("rl", 2, "qwen3_moe", "float32")
+    assert manifest.contains == ("model", "optimizer", "reference", "rng")
+    assert manifest.layout == {"world": 4, "tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1, "context": 1}
+    assert set(manifest.files) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert problems_of(folder, manifest) == []
+    assert set(manifest.versions) == {"hybridflow", "torch", "megatron_core"}

@@ -12,7 +12,7 @@ import pytest
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ModelError, SchemaError, WorkerError
 from hybridflow.protocol import DataProto, Jagged
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
 from tests.dist import sc_workers as sw
 
 pytestmark = pytest.mark.slow
@@ -120,3 +120,34 @@ def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(groups: tuple[Wor
     out = groups[0].run(sw.Tokens.generate, prompts(5))
     out.drop(["weight"]).write_parquet(tmp_path / "a.parquet")
     assert isinstance(DataProto.read_parquet(tmp_path / "a.parquet")["tokens"], Jagged)
+
+
+def test_two_roles_in_one_process_are_called_through_their_own_classes(cluster: Cluster, tmp_path: Path) -> None:
+    pool = ResourcePool.allocate(cluster, 1, 2)
+    both = WorkerGroup(cluster, pool, colocated(sw.Counter, sw.Tokens), role="both", args=((40,), (2,)), log_dir=tmp_path)
+    assert both.run(sw.Counter.next) == [41, 41]
+    assert both.run(sw.Tokens.generate, prompts(5))["uid"].tolist() == list(range(5))
+    assert both.run(sw.Counter.next) == [42, 42]
+    with pytest.raises(TypeError, match=r"Worker\.who is not a method of CounterAndTokens, which both runs"):
+        both.run(sw.Worker.who)
+    both.kill()
+    pool.release()
+
+
+def test_the_parts_of_a_column_are_read_in_place(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    out = groups[0].run(sw.Tokens.generate, prompts(6)).here()
+    assert out.deferred == ()
+    assert [len(block) for block in out.blocks("tokens")] == [3, 3]
+    assert [len(offsets) - 1 for _, offsets in out.torch_blocks("tokens")] == [3, 3]
+    assert out.rows(4).jagged("tokens").row(0)[0] == 4
+    assert out.rows([5, 0, 3]).jagged("tokens").lengths.tolist() == [TOKENS - 5, TOKENS, TOKENS - 3]
+    assert groups[1].run(sw.Tokens.sums, out)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(6)]
+
+
+def test_columns_of_the_driver_are_stored_once_and_sent_by_reference(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    rows = Jagged.from_rows([np.full(TOKENS - uid, uid) for uid in range(8)], np.int64)
+    kept = keep_in_store(prompts(8).with_columns(tokens=rows))
+    assert kept.deferred == ("tokens",) and kept.lengths("tokens").tolist() == rows.lengths.tolist()
+    for group in groups:
+        assert group.run(sw.Tokens.sums, kept)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(8)]
+    assert keep_in_store(kept).fetch()["tokens"].equals(rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -90,6 +92,51 @@ def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(
     assert f"localhost:{port}" in group.log_paths()[0].read_text()  # where the guide tells people to look
     group.kill()
     pool.release()
+
+
+def test_ray_debug_lists_the_worker_that_stopped_and_attaches_to_it(cluster: Cluster, tmp_path: Path) -> None:
+    """The fourth step of docs/debugging.md, from a second terminal that knows the token."""
+    import ray
+
+    pool = ResourcePool.allocate(cluster, 1, 1)
+    group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
+    future = group.submit(sw.Counter.stop_here, 41)
+    _wait_for_breakpoint()
+    command = [Path(sys.executable).with_name("ray"), "debug", "--address", ray.get_runtime_context().gcs_address]
+    env = {**os.environ, "RAY_DEBUG": "legacy", "PYTHONUNBUFFERED": "1"}
+    assert env["RAY_AUTH_MODE"] == "token" and env["RAY_AUTH_TOKEN"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as terminal:
+        try:
+            shown = _read_until(terminal, "to refresh: ")
+            assert "Host.call" in shown and "sc_workers.py:" in shown
+            _type(terminal, "0")
+            _read_until(terminal, "(Pdb) ")
+            _type(terminal, "p 'seen is', seen")
+            assert "('seen is', 42)" in _read_until(terminal, "(Pdb) ")
+            _type(terminal, "continue")
+            assert future.result(timeout=30) == 42
+        finally:
+            terminal.kill()
+    group.kill()
+    pool.release()
+
+
+def _type(terminal: subprocess.Popen[str], line: str) -> None:
+    assert terminal.stdin is not None
+    terminal.stdin.write(line + "\n")
+    terminal.stdin.flush()
+
+
+def _read_until(terminal: subprocess.Popen[str], end: str, seconds: float = 60.0) -> str:
+    """What it prints until `end`, which need not be a whole line."""
+    assert terminal.stdout is not None
+    seen, deadline, out = b"", time.monotonic() + seconds, terminal.stdout.fileno()
+    while end.encode() not in seen:
+        ready, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
+        found = os.read(out, 65536) if ready else b""
+        assert found, f"no {end!r} within {seconds:.0f} s, or it ended: {seen.decode(errors='replace')[-2000:]}"
+        seen += found
+    return seen.decode(errors="replace")
 
 
 def _wait_for_breakpoint() -> dict[str, Any]:

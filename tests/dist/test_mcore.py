@@ -24,6 +24,20 @@ GLM4 = {
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
     "partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True,
 }  # fmt: skip
+# the published shape of a config: yarn, groups of experts, a first dense layer; head widths differ for keys and values
+DEEPSEEK = {
+    **SIZES, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 4, "topk_group": 2,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False,
+    "num_nextn_predict_layers": 1, "hidden_act": "silu", "rope_interleave": True,
+    "rope_scaling": {
+        "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}  # fmt: skip
+del DEEPSEEK["head_dim"]
+MOONLIGHT = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
 
 
 def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -53,6 +67,9 @@ def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray]:
         pytest.param(FULL_DENSE, QWEN2, 60, id="qwen2-tp2-pp2"),
         pytest.param(FULL, {**MIXTRAL, "architectures": ["MixtralForCausalLM"]}, 60, id="mixtral-tp2-pp2-ep2"),
         pytest.param(FULL, {**GLM4, "architectures": ["Glm4MoeForCausalLM"]}, 60, id="glm4-moe-tp2-pp2-ep2"),
+        pytest.param({}, DEEPSEEK, 14, id="deepseek-1-process-about-a-sequence-at-a-time"),
+        pytest.param(FULL, DEEPSEEK, 60, id="deepseek-tp2-pp2-ep2"),
+        pytest.param(FULL, MOONLIGHT, 40, id="moonlight-tp2-pp2-ep2"),
     ],
 )
 def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, max_tokens):
@@ -66,11 +83,18 @@ def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_pat
     assert np.abs(np.array(found["entropy"]) - expected_entropy).max() < 1e-5
 
 
-@pytest.mark.parametrize("parallel", [pytest.param(FULL, id="tp2-pp2-ep2"), pytest.param({"expert": 2}, id="dp2-ep2")])
-def test_training_does_not_depend_on_the_layout(parallel):
+@pytest.mark.parametrize(
+    ("parallel", "hf"),
+    [
+        pytest.param(FULL, TINY, id="tp2-pp2-ep2"),
+        pytest.param({"expert": 2}, TINY, id="dp2-ep2"),
+        pytest.param(FULL, DEEPSEEK, id="deepseek-tp2-pp2-ep2"),
+    ],
+)
+def test_training_does_not_depend_on_the_layout(parallel, hf):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) if "tensor" in parallel else 2
-    [one] = run_ranks(1, "tests.dist.mcore_cases:train", parallel={}, hf=TINY, steps=3, max_tokens=4096)
-    many = run_ranks(world, "tests.dist.mcore_cases:train", parallel=parallel, hf=TINY, steps=3, max_tokens=40)
+    [one] = run_ranks(1, "tests.dist.mcore_cases:train", parallel={}, hf=hf, steps=3, max_tokens=4096)
+    many = run_ranks(world, "tests.dist.mcore_cases:train", parallel=parallel, hf=hf, steps=3, max_tokens=40)
     np.testing.assert_allclose(many[0]["history"], one["history"], rtol=1e-4, atol=1e-5)
     weights: dict[str, list[float]] = {}
     for rank in many:
@@ -78,3 +102,67 @@ def test_training_does_not_depend_on_the_layout(parallel):
     assert weights.keys() == one["digest"].keys()
     for name, expected in one["digest"].items():
         np.testing.assert_allclose(weights[name], expected, rtol=2e-5, atol=1e-4, err_msg=name)
+
+
+def test_a_wrong_map_entry_changes_log_probs():
+    """With the comparison to transformers above: whoever mixes up two tensors of one shape, which no proof can see, is caught."""
+    models = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": DENSE, "qwen3_moe": TINY, "mixtral": MIXTRAL, "glm4_moe": GLM4}
+    models |= {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT}
+    [changes] = run_ranks(1, "tests.dist.mutation_cases:log_prob_changes", models=models)
+    everywhere = {"gate and up exchanged", "norms exchanged", "next layer's output projection"}
+    sparse, grouped = {"one expert off", "router's rows exchanged"}, {"key and value exchanged"}
+    latent = {"rows of the latents' up projection exchanged", "no expert bias"} | sparse
+    expected = {
+        "llama": grouped,
+        "qwen2": grouped | {"no bias"},
+        "qwen3": grouped | {"norms of query and key exchanged"},
+        "qwen3_moe": grouped | sparse | {"norms of query and key exchanged"},
+        "mixtral": grouped | sparse,
+        "glm4_moe": grouped | sparse | {"norms of query and key exchanged", "no bias", "no expert bias"},
+        "deepseek_v3": latent | {"rows of the query's up projection exchanged"},
+        "moonlight": latent,
+    }
+    assert {name: set(found) for name, found in changes.items()} == {name: everywhere | more for name, more in expected.items()}
+    assert {(n, m): c for n, found in changes.items() for m, c in found.items() if c < 1e-3} == {}
+
+
+def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tmp_path):
+    """The oracle counts the tokens of each expert in transformers, on the weights before the update."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    before, after = tmp_path / "before", tmp_path / "after"
+    [log_probs] = run_ranks(
+        1, "tests.dist.mcore_cases:move_expert_biases", parallel={}, hf=DEEPSEEK, before=str(before), after=str(after), rate=0.01
+    )
+    assert log_probs[0] == log_probs[1]
+    model = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32, attn_implementation="eager").eval()
+    counts = {layer: torch.zeros(8) for layer in range(1, 4)}
+
+    def counting(count):
+        def hook(module, args, out):
+            count.add_(torch.bincount(out[2].reshape(-1), minlength=8))
+
+        return hook
+
+    for layer, count in counts.items():
+        model.model.layers[layer].mlp.gate.register_forward_hook(counting(count))
+    batch = batch_of(8, 0)
+    for i in range(len(batch)):
+        ids = np.concatenate([batch["prompt_ids"].row(i), batch["response_ids"].row(i)])
+        with torch.no_grad():
+            model(torch.from_numpy(ids)[None])
+    old, new = (load_file(next(folder.glob("*.safetensors"))) for folder in (before, after))
+    for layer, count in counts.items():
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        expected = old[name] + 0.01 * torch.sign(count.mean() - count)
+        assert len(count.unique()) > 1
+        torch.testing.assert_close(new[name], expected, rtol=0, atol=1e-6)
+
+
+def test_ranks_with_unequal_loads_run_the_same_number_of_micro_batches():
+    """Experts' collectives span data-parallel ranks: a rank with less to do takes part with empty micro-batches."""
+    found = run_ranks(2, "tests.dist.mcore_cases:unequal_loads", parallel={"expert": 2}, hf=TINY, rows=[1, 12], max_tokens=20)
+    counts = [rank["micro_batches"] for rank in found]
+    assert counts[0] == counts[1] > 1
+    assert [rank["rows"] for rank in found] == [1, 12]

@@ -7,34 +7,22 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
 
 import reshard_cases as cases
-import torch
 
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.mcore import bootstrap, cpu_modules, model, parallel
 from hybridflow.models.decoder import Decoder
 
 
-class NoAttention(torch.nn.Module):
-    """Stands for the core attention, which has no parameters."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-
 def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
     """Parameters and persistent buffers of the model that Megatron's own specification builds."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    is_latent = decoder.megatron_config().get("multi_latent_attention", False)
-    model.TransformerConfig = MLATransformerConfig if is_latent else TransformerConfig
     config = model.transformer_config(decoder, ParallelConfig(), "float32")
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if decoder.num_mtp else None
@@ -46,19 +34,12 @@ def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
 
 def main() -> None:
     """Print the JSON as the last line."""
-    from megatron.core.transformer import multi_latent_attention
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     parallel.initialize(ParallelConfig(), 0, "gloo", 60)
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
-        # on one rank a column-parallel linear holds what Transformer Engine's duplicated linear holds, under the same name
-        cpu_modules.TorchSpecProvider.linear = cpu_modules.TorchSpecProvider.column_parallel_linear  # type: ignore[method-assign]
-        cpu_modules.TorchSpecProvider.core_attention = lambda self: NoAttention  # type: ignore[method-assign, assignment, return-value]
         cpu_modules.install()
-        for name in ("TELinear", "TEColumnParallelLinear"):  # latent attention asks isinstance() of what is None without the engine
-            setattr(multi_latent_attention, name, type(name, (), {}))
     found = {}
     for name in cases.MODELS:
         try:

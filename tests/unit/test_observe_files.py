@@ -208,19 +208,25 @@ def test_rollouts_come_back_with_fixed_types(tmp_path: Path) -> None:
     assert (second["ground_truth"], second["weight_version"], second["strange"]) == ('{"answer": [1, 2]}', None, "x")
 
 
-def test_a_dump_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     path = dump_path(tmp_path, 1)
     dump_rollouts(path, {"score": [1.0]})
 
-    def torn(table: object, where: Path, **_: object) -> None:
-        Path(where).write_bytes(b"PAR1")
+    def torn() -> Iterator[dict[str, list[float]]]:
+        yield {"score": [2.0]}
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("hybridflow.observe.rollouts.pq.write_table", torn)
     with pytest.raises(OSError, match="no space"):
-        dump_rollouts(path, {"score": [2.0]})
+        dump_rollouts(path, torn())
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001.parquet"]
     assert read_rollouts(path) == [{"score": 1.0}]
+
+
+def test_pieces_of_a_dump_lie_one_after_another_in_one_file(tmp_path: Path) -> None:
+    path = dump_rollouts(dump_path(tmp_path, 1), ({"score": [i, i + 0.5], "response_text": [None, str(i)]} for i in range(3)))
+    rows = read_rollouts(path)
+    assert [row["score"] for row in rows] == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert [row["response_text"] for row in rows] == [None, "0", None, "1", None, "2"]
 
 
 def test_wrong_rollout_columns_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.reshard.plan import StagePlan, plan_stages
+from tests.unit import reshard_cases
 from tests.unit.test_models import LAYOUTS, MODELS, MOE, coordinates, hf_weights, local_weights
 
 BYTES = 4
@@ -58,6 +59,22 @@ def test_buckets_are_bounded(bucket_bytes: int) -> None:
     assert sum(bucket.numel for bucket in buckets) == sum(prod(shape) for shape in family.tensors().values())
     if bucket_bytes == 1 << 30:
         assert len(buckets) == 2  # one a stage: nothing is split without need
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 14])
+def test_what_an_engine_joins_travels_in_one_bucket(bucket_bytes: int) -> None:
+    """DeepSeek's two down projections: SGLang's loader drops one that comes without the other."""
+    family = family_of(reshard_cases.MODELS["deepseek_v3"])
+    plans = plan_stages(family, coordinates(2, 2, 2, 1), bucket_bytes, BYTES)
+    together = 0
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
+        names = {name for name, _ in bucket.tensors}
+        first = {name.replace("q_a_proj", "kv_a_proj_with_mqa") for name in names if ".q_a_proj." in name}
+        assert first == {name for name in names if "kv_a_proj_with_mqa" in name}
+        together += len(first)
+    assert together == 4
+    planned = [name for plan in plans for bucket in plan.buckets for name, _ in bucket.tensors]
+    assert sorted(planned) == sorted(family.tensors())
 
 
 def test_replicas_are_sent_by_different_ranks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from hybridflow.config.schema import ActorConfig, DataConfig, OptimConfig, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
-from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
+from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError, WorkerError
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.trainer.evaluate import Validator
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import SyncReport, Update
+from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.session import Session
 
 ROWS, PROMPTS, N = 10, 4, 2
@@ -58,11 +60,16 @@ class World:
         assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
         return [Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.calls.append("save")
         if self.fail_save:
             raise OSError(28, "No space left on device")
+        assert background
         folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+
+    def is_saved(self) -> bool:
+        return True
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
         assert folder.is_dir()
@@ -194,6 +201,7 @@ def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, sa
     config = config_of(tmp_path, total_steps=5, save_every_steps=every, max_checkpoints_to_keep=9)
     trainer = trainer_of(config, World())
     trainer.fit()
+    trainer.session.store.wait()
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.glob("global_step_*")) == [f"global_step_{step}" for step in saved]
     assert json.loads((folder / "latest.json").read_text()) == {"folder": "global_step_5"}
@@ -202,6 +210,7 @@ def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, sa
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=5, save_every_steps=1, max_checkpoints_to_keep=2), World())
     trainer.fit()
+    trainer.session.store.wait()
     names = sorted(path.name for path in (trainer.session.folder / "checkpoints").glob("global_step_*"))
     assert names == ["global_step_4", "global_step_5"]
 
@@ -213,6 +222,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     config = config_of(tmp_path / "cut", kl=0.1, total_steps=3, save_every_steps=1)
     first = trainer_of(config, World())
     first.fit()
+    first.session.store.wait()
     first.session.tracker.log(4, {"x": 1.0})  # as if a fourth step had begun when the run was killed
     first.session.close()
     world = World()
@@ -233,6 +243,72 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert prompts[0] == prompts[1], f"step {step} saw other prompts"
     assert second.sampler.state() == whole.sampler.state()
     assert second.session.totals["seconds_grpo"] > latest.state["totals"]["seconds_grpo"]
+
+
+class Breaking(World):
+    """A world whose policy breaks in some updates, and the group that it would be."""
+
+    def __init__(self, breaks_at: Sequence[int]) -> None:
+        super().__init__()
+        self.breaks_at, self.updates, self.alive = list(breaks_at), 0, True
+        self.hooks: list[Callable[[], None]] = []
+
+    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+        self.updates += 1
+        if self.updates in self.breaks_at:
+            self.alive = False
+            raise WorkerError("the worker process died", role="actor", rank=1, node="here", method="update_policy")
+        return super().update(batch, seed)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def restart(self) -> None:
+        self.calls.append("restart")
+        self.alive = True
+        for hook in self.hooks:
+            hook()
+
+
+def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:
+    trainer = trainer_of(config_of(folder, kl=0.1, **settings), world)
+    world.hooks.append(trainer.go_back)
+    trainer.start_from_present_weights()
+    fit_with_restarts(trainer, world, max_restarts, Progress(0, "", enabled=False))
+    return trainer
+
+
+@pytest.mark.parametrize(("every", "breaks_at"), [(1, [3]), (2, [4]), (2, [4, 6]), (0, [2]), (0, [1, 4])])
+def test_a_run_whose_policy_breaks_goes_on_from_its_last_checkpoint(tmp_path: Path, every: int, breaks_at: list[int]) -> None:
+    whole = trainer_of(config_of(tmp_path / "whole", total_steps=5), World())
+    whole.fit()
+    world = Breaking(breaks_at)
+    trainer = broken_run(tmp_path / "broken", world, len(breaks_at), total_steps=5, save_every_steps=every)
+    after = world.calls[world.calls.index("restart") + 1]
+    assert after == ("freeze_reference" if every == 0 else "load reference=True")
+    assert trainer.session.totals["restarts"] == len(breaks_at)
+    assert trainer.session.totals_now()["seconds_total"] < 60
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records(trainer, "val")] == [0, 5]
+    for step in range(1, 6):
+        prompts = [
+            [row["prompt_text"] for row in read_rollouts(run.session.folder / "rollouts" / f"step_{step:06d}.parquet")]
+            for run in (whole, trainer)
+        ]
+        assert prompts[0] == prompts[1], f"step {step} saw other prompts"
+
+
+def test_restarts_are_counted_and_an_error_of_a_whole_group_is_none_of_their_business(tmp_path: Path) -> None:
+    for allowed, breaks_at in ((0, [2]), (1, [2, 4])):
+        world = Breaking(breaks_at)
+        with pytest.raises(WorkerError, match="died"):
+            broken_run(tmp_path / str(allowed), world, allowed, total_steps=5)
+        assert world.calls.count("restart") == allowed
+    world = Breaking([])
+    world.difference = 0.5
+    with pytest.raises(LogprobMismatchError):
+        broken_run(tmp_path / "whole group", world, 3)
+    assert "restart" not in world.calls
 
 
 @pytest.mark.parametrize("difference", [0.02, float("nan")])
@@ -273,8 +349,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> 
     world = World()
     trainer = trainer_of(config_of(tmp_path, total_steps=1), world)
     trainer.fit()
+    trainer.session.store.wait()
     trainer.step, world.fail_save = 2, True
-    with pytest.raises(CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous one is untouched"):
+    with pytest.raises(CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"):
         trainer.save()
     folder = trainer.session.folder / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "latest.json"]

@@ -41,7 +41,7 @@ class Block:
 
         Args:
             query, output: `[tokens, heads, width]`.
-            k_cache, v_cache: `[slots, kv heads, width]`.
+            k_cache, v_cache: `[slots, kv heads, width]`; the values' width may differ from the keys' (latent attention).
             scaling: factor on the scores; None: 1 / sqrt(width).
         """
         n, t = self.rows.shape
@@ -98,6 +98,10 @@ class BatchedAttention(TorchNativeAttnBackend):
     """Drop-in for "torch_native"."""
 
     _blocks: list[Block] | None = None
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Length of the sequences that data-parallel attention pads a batch with, so that all ranks run the same shape."""
+        return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Called once before each forward pass: the blocks of the last one are forgotten, its layers share the new ones."""
@@ -160,7 +164,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         )
 
     def _run_blocks(self, query: Any, output: Any, k_cache: Any, v_cache: Any, options: dict[str, Any]) -> torch.Tensor:
-        for block in self._blocks or ():
+        blocks = self._blocks or []
+        if query.shape[0] > (count := sum(int(block.valid.sum()) for block in blocks)):
+            output[count:].zero_()  # rows that data-parallel attention pads a prompt with belong to no sequence
+        for block in blocks:
             block.attend(query, output, k_cache, v_cache, options.get("scaling"))
         return output
 
@@ -172,4 +179,32 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 def create_batched_attention(runner: Any) -> BatchedAttention:
     """Factory in the form SGLang's registry wants."""
+    if runner.use_mla_backend:
+        use_absorbed_latents()
+    use_host_copies()
     return BatchedAttention(runner)
+
+
+def use_host_copies() -> None:
+    """Data-parallel attention copies by a triton kernel and through pinned memory unless `is_cpu()`, which this platform is not.
+
+    sglang/srt/layers/dp_attention.py:644, sglang/srt/model_executor/forward_batch_info.py:1948 and 2015 (the only readers of the flag).
+    """
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.model_executor import forward_batch_info
+
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    forward_batch_info._is_cpu = True
+
+
+def use_absorbed_latents() -> None:
+    """Let latent attention (DeepSeek) run absorbed, prompts too: one key head of latent + rotary width, values its first columns.
+
+    For a backend that it does not know SGLang takes the rule of "triton" (deepseek_common/attention_backend_handler.py:56): a prompt
+    without cached prefix goes to attention with keys and values of all heads as arguments, which "torch_native" ignores, since it reads
+    the cache, and the cache has latents.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)

@@ -21,6 +21,10 @@ def register() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate_host_buffer
     register_attention_backend("torch_native")(create_batched_attention)
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", skip_foreign_experts, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", plain_rotary, HookType.AROUND)
+    group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+    HookRegistry.register(f"{group}.all_gather_into_tensor", all_gather_into_tensor, HookType.REPLACE)
+    HookRegistry.register(f"{group}.reduce_scatter_tensor", reduce_scatter_tensor, HookType.REPLACE)
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
 
 
@@ -35,6 +39,30 @@ def fork_children(_: Any, server_args: Any) -> None:
 
     if server_args.dp_size == 1:
         multiprocessing.set_start_method("fork", force=True)
+
+
+def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
+    """Data-parallel attention: upstream's custom operator is registered for accelerators (distributed/parallel_state.py:1372)."""
+    group._all_gather_into_tensor(output, input)
+
+
+def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
+    """As above (distributed/parallel_state.py:1151)."""
+    group._reduce_scatter_tensor(output, input)
+
+
+def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Latent attention without scaled rotary embedding (Moonlight).
+
+    sglang/srt/layers/rotary_embedding/factory.py:478 knows only YaRN on CPU; the factory of the other devices has the plain one.
+    Arguments: head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor, device.
+    """
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    arguments = dict(zip(("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling", "dtype"), args, strict=False))
+    if (arguments | kwargs).get("rope_scaling") is not None:
+        return original(*args, **kwargs)
+    return get_rope(*args[:8], **{name: value for name, value in kwargs.items() if name != "device"})
 
 
 def allocate_host_buffer(dims: Any, dtype: Any, device: str, *_: Any, **__: Any) -> Any:

@@ -1,0 +1,55 @@
+"""The shape of one engine against itself and against the model's sizes. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RolloutConfig, RunConfig
+
+
+def shape_problems(config: RunConfig) -> Iterator[str]:
+    """What no model could run with."""
+    rollout = config.rollout
+    for key in ("expert", "data_parallel_attention"):
+        if rollout.tensor % (size := getattr(rollout, key)):
+            yield (
+                f"rollout.{key}={size} does not divide rollout.tensor={rollout.tensor}: it groups an engine's tensor-parallel ranks; "
+                f"choose a divisor of {rollout.tensor}, or raise rollout.tensor"
+            )
+    if rollout.pipeline > 1:
+        yield (
+            f"rollout.pipeline={rollout.pipeline}: an engine of several pipeline stages cannot join the broadcast that brings it weights "
+            "(SGLang numbers its ranks by tensor alone); set it to 1 and raise rollout.tensor"
+        )
+
+
+def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes of the model (its HF config) that the engine's ranks cannot cut evenly. The vocabulary is padded, so it is free."""
+    tensor, expert, experts = rollout.tensor, rollout.expert, derived.num_experts(sizes)
+    attention, text = tensor // rollout.data_parallel_attention, f"rollout.tensor={tensor}"
+    copies = f" / data_parallel_attention={rollout.data_parallel_attention}" if rollout.data_parallel_attention > 1 else ""
+    cuts = [
+        ("num_hidden_layers", rollout.pipeline, f"rollout.pipeline={rollout.pipeline}"),
+        ("num_attention_heads", attention, text + copies),
+    ]
+    if experts:
+        per_expert = text + (f" / expert={expert}" if expert > 1 else "")
+        width = "intermediate_size" if sizes.get("num_local_experts") else "moe_intermediate_size"
+        cuts.append((width, tensor // expert, per_expert))
+        if experts % expert:
+            yield f"the model's {experts} experts cannot be divided evenly by rollout.expert={expert}; choose a divisor of {experts}"
+        if (shared := derived.shared_expert_size(sizes)) % tensor:
+            yield f"the model's shared experts have {shared} columns, which {text} does not divide; choose a divisor of {shared}"
+    elif expert > 1:
+        yield f"rollout.expert={expert} needs a mixture of experts, but the model has none; set it to 1"
+    if not experts or sizes.get("first_k_dense_replace"):
+        cuts.append(("intermediate_size", tensor, text))
+    for name, parts, key in cuts:
+        size = sizes.get(name)
+        if isinstance(size, int) and size % parts:
+            yield f"{name}={size} of the model cannot be cut evenly by {key}; choose a divisor of {size}"
+    heads = sizes.get("num_key_value_heads")
+    if isinstance(heads, int) and not sizes.get("kv_lora_rank") and heads % attention and attention % heads:
+        yield f"num_key_value_heads={heads} of the model and {text}{copies}: one must divide the other"

@@ -1,0 +1,23 @@
+"""Putting the token columns that the driver itself makes into the object store: they are sent once, however many calls read them."""
+
+from __future__ import annotations
+
+from hybridflow.jagged import Jagged
+from hybridflow.protocol import DataProto
+from hybridflow.single_controller.pieces import Header
+from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Part, StoredColumn
+
+
+def keep_in_store(batch: DataProto) -> DataProto:
+    """The batch with its jagged columns above 64 KiB in the object store. Without a running cluster (tests of the loop) as it is."""
+    import ray
+
+    if not ray.is_initialized():
+        return batch
+    large = [name for name, column in batch.items() if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES]
+    kept = {}
+    for name in large:
+        alone = DataProto(dict(batch.select([name]).items()), {}, batch.bfloat16 & {name})
+        origin = Origin(None, {0: Header.of(alone)})
+        kept[name] = StoredColumn.whole(Part(ray.put(alone), len(batch), name, 0, origin))
+    return DataProto({**dict(batch.items()), **kept}, batch.meta, batch.bfloat16 - set(large))

@@ -1,0 +1,106 @@
+"""The driver works through a batch of token columns (metrics, scores, dump) without ever holding one: they stay in the object store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.config.schema import ClusterConfig
+from hybridflow.observe.rollouts import dump_path, read_rollouts
+from hybridflow.protocol import DataProto, Jagged
+from hybridflow.single_controller import Cluster, keep_in_store
+from hybridflow.trainer.evaluate import dump_batch
+from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference
+
+pytestmark = pytest.mark.slow
+ROWS, TOKENS = 512, 12_000
+COLUMNS = ("response_ids", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropys", "advantages")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster.start(ClusterConfig(start_timeout_s=90), tmp_path_factory.mktemp("run"), object_store_bytes=512 << 20) as started:
+        yield started
+
+
+class Peak:
+    """Largest growth of the memory that is this process's own (not the store's, which is mapped) while inside."""
+
+    def __enter__(self) -> Peak:
+        self._start = self.highest = _own_memory()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.highest = max(self.highest, _own_memory())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.growth = max(self.highest, _own_memory()) - self._start
+
+
+def _own_memory() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def objects(value: Any) -> np.ndarray:
+    made = np.empty(ROWS, dtype=object)
+    made[:] = [value] * ROWS
+    return made
+
+
+def finished_batch() -> DataProto:
+    """What a step ends with, token columns in the store."""
+    lengths = np.full(ROWS, TOKENS)
+    values = {name: np.random.default_rng(i).random(ROWS * TOKENS, np.float32) for i, name in enumerate(COLUMNS)}
+    values["response_ids"] = values["response_ids"].astype(np.int64)
+    tokens = {name: Jagged.from_lengths(column, lengths) for name, column in values.items()}
+    plain = {"data_source": objects("toy"), "ground_truth": objects("1"), "extra_info": objects({}), "response_text": objects("x")}
+    plain |= {"finish_reason": objects("stop"), "weight_version": objects("1")}
+    prompts = Jagged.from_lengths(np.zeros(ROWS, np.int64), np.ones(ROWS, np.int64))
+    numbers = {"scores": np.zeros(ROWS, np.float32), "rewards": np.zeros(ROWS, np.float32), "uid": np.arange(ROWS), "prompt_ids": prompts}
+    return keep_in_store(DataProto.from_columns({**tokens, **plain, **numbers}))
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
+
+
+def test_metrics_and_dump_hold_a_small_part_of_the_batch_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
+    batch = finished_batch()
+    assert set(batch.deferred) == set(COLUMNS)
+    shuffled = batch.reorder(np.random.default_rng(0).permutation(ROWS))
+    size = batch.nbytes
+    assert size > 150 << 20
+    letters: Any = Letters()
+    dump_batch(tmp_path, 0, batch.rows(slice(0, 2)), letters)  # imports and allocates what a first dump does
+    with Peak() as peak:
+        for one in (batch, shuffled):
+            log_prob_difference(one)
+            batch_metrics(one)
+            dump_batch(tmp_path, 1, one, letters)
+    assert peak.growth < 0.2 * size, f"{peak.growth >> 20} MiB of {size >> 20} MiB"
+    whole = batch.fetch()
+    difference = np.abs(whole["rollout_log_probs"].values - whole["old_log_probs"].values)
+    mean, largest = log_prob_difference(shuffled)
+    assert mean == pytest.approx(difference.mean(dtype=np.float64), rel=1e-9) and largest == difference.max()
+    metrics = batch_metrics(shuffled)
+    assert metrics["actor/entropy"] == pytest.approx(whole["entropys"].values.mean(dtype=np.float64), rel=1e-9)
+    assert metrics["critic/advantages/max"] == whole["advantages"].values.max()
+    sums = (whole["old_log_probs"].values.astype(np.float64) - whole["ref_log_probs"].values).reshape(ROWS, -1).sum(1)
+    np.testing.assert_allclose(kl_sums(batch), sums, atol=2e-3)
+    rows = read_rollouts(dump_path(tmp_path, 1))
+    assert [row["uid"] for row in rows] == shuffled["uid"].tolist()
+    per_row = difference.reshape(ROWS, -1)[shuffled["uid"]]
+    np.testing.assert_allclose([row["logprob_diff_mean"] for row in rows], per_row.mean(1), rtol=1e-5)

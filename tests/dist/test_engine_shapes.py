@@ -1,0 +1,165 @@
+"""Unmodified SGLang servers of every shape on this machine against transformers, among them DeepSeek's latent attention."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridflow.engines import guard
+from hybridflow.engines.client import Completion, EngineClient, SamplingParams
+from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.errors import EngineError
+from tests.dist.ranks import free_port
+
+pytestmark = pytest.mark.slow
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 1024, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+QWEN = {
+    **SIZES, "model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK = {
+    **SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0, "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+MOONLIGHT = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
+ONLY_PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}  # transformers does not keep these
+PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 90)), [9] * 25, [3, 1, 4, 1, 5]]
+
+
+def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
+    """A random model whose norms and expert biases differ from one and zero, with a config as published checkpoints have it."""
+    torch.manual_seed(seed)
+    sizes = {key: value for key, value in model.items() if key != "model_type"}
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model["model_type"], **sizes)).float()
+    with torch.no_grad():
+        for tensor in (*network.parameters(), *(b for name, b in network.named_buffers() if "correction" in name)):
+            if tensor.ndim == 1:
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    network.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    if model["model_type"] == "deepseek_v3":
+        written.pop("rope_parameters")
+        written |= ONLY_PUBLISHED | {"rope_scaling": model["rope_scaling"], "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+def worst_difference(model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]]) -> float:
+    """Largest |log-prob of the engine - transformers'| over all tokens, prompts included."""
+    reference, worst = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
+    for prompt, completion, given in zip(PROMPTS, completions, prompt_log_probs, strict=True):
+        tokens = torch.tensor([*prompt, *completion.token_ids])
+        with torch.no_grad():
+            rows = torch.log_softmax(reference(tokens[None]).logits[0, :-1], dim=-1)
+        expected = rows.gather(1, tokens[1:, None])[:, 0]
+        found = torch.tensor([*given, *completion.log_probs])
+        worst = max(worst, float((expected - found).abs().max()))
+    return worst
+
+
+def check(server: EngineServer, model: Path) -> None:
+    """Prompt and generated log-probs are transformers', with an empty and with a filled prefix cache."""
+    client = EngineClient(server.url, server.admin_key, 60.0)
+    for _ in range(2):
+        completions = client.generate(PROMPTS, SamplingParams(), 12)
+        assert {len(c.token_ids) for c in completions} == {12}
+        assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= 1e-5
+
+
+def prompt_log_probs(server: EngineServer, prompt: list[int]) -> list[float]:
+    """Of all tokens but the first."""
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+    answer = post(server, "generate", body)
+    return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
+    answer = requests.post(f"{server.url}/{path}", json=body, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
+        pytest.param(DEEPSEEK, {"tensor": 2}, id="deepseek-tp2", marks=pytest.mark.full),
+        pytest.param(QWEN, {"tensor": 2, "expert": 2}, id="qwen3-moe-tp2-ep2", marks=pytest.mark.full),
+        pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
+        pytest.param(QWEN, {"tensor": 2, "data_attention": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, {"tensor": 2, "data_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2-ep2", marks=pytest.mark.full),
+    ],
+)
+def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
+    first, second = (save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second")))
+    with EngineServer(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
+        server.start()
+        server.wait_ready(200.0)
+        check(server, first)
+        assert post(server, "update_weights_from_disk", {"model_path": str(second)})["success"]
+        check(server, second)
+    assert guard.session_members(server.pid) == []
+
+
+def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moonlight (no query latent, plain rotary embedding), updated by a loader of ours."""
+    first, second = (save(tmp_path / name, MOONLIGHT, seed) for seed, name in enumerate(("first", "second")))
+    monkeypatch.setenv("TEST_WEIGHTS", str(second / "model.safetensors"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    loader = "tests.dist.engine_loaders.load_in_place"
+    spec = EngineSpec(name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]})
+    with EngineServer(spec, tmp_path / "engine.log") as server:
+        server.start()
+        server.wait_ready(200.0)
+        check(server, first)
+        post(server, "begin_weight_update", {})
+        nothing = base64.b64encode(pickle.dumps([])).decode()
+        answer = post(server, "update_weights_from_tensor", {"serialized_named_tensors": [nothing], "load_format": loader})
+        assert answer["success"], answer
+        post(server, "end_weight_update", {})
+        check(server, second)
+
+
+def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
+    """Two servers on this machine, one a node, with one rank each."""
+    model = save(tmp_path / "model", DEEPSEEK, 0)
+    spec = EngineSpec(name="first", model_path=str(model), tensor=2, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}")
+    servers = [EngineServer(replace(spec, name=f"node{i}", node_rank=i), tmp_path / f"node{i}.log") for i in range(2)]
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server).start()
+        for server in servers:
+            server.wait_ready(200.0)
+        check(servers[0], model)
+        for server in servers:
+            server.check_alive()
+    assert [guard.session_members(server.pid) for server in servers] == [[], []]
+
+
+def test_several_nodes_need_an_address(tmp_path: Path) -> None:
+    server = EngineServer(EngineSpec(name="lost", model_path=str(tmp_path), tensor=2, nnodes=2), tmp_path / "log")
+    with pytest.raises(EngineError, match=r"nnodes=2 needs dist_init_addr=HOST:PORT"):
+        server.start()

@@ -1,0 +1,104 @@
+"""The engines' real layouts against the hand-written ones and against plans: every family, SGLang's own loaders on every rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece
+from hybridflow.models import family_of
+from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
+from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
+from hybridflow.reshard.planner import make_plan
+from hybridflow.reshard.proof import prove
+from tests.unit import reshard_cases as cases
+
+pytestmark = pytest.mark.slow
+SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+SHAPES = {
+    "tp2": (EngineShape(tensor=2), tuple(cases.MODELS)),
+    "tp2-ep2": (EngineShape(tensor=2, expert=2), SPARSE),
+    "tp2-dpa2": (EngineShape(tensor=2, data_attention=2), ("qwen3_moe", "deepseek_v3")),
+    "pp2": (EngineShape(pipeline=2), ("qwen2", "deepseek_v3")),
+}
+CASES = [(model, shape) for shape, (_, models) in SHAPES.items() for model in models]
+TRAINERS = (ParallelShape(4, tensor=2, pipeline=2, expert=2), ParallelShape(4, tensor=4), ParallelShape(2, pipeline=2, virtual_pipeline=2))
+
+
+def checkpoint_config(model: str) -> dict[str, Any]:
+    """The config as a published checkpoint has it."""
+    published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1} if model in ("deepseek_v3", "moonlight") else {}
+    return {**cases.MODELS[model], **published, "architectures": [family_of(cases.MODELS[model]).architecture]}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[TracedLayout]]:
+    """What each rank's loader did, by (model, shape)."""
+    folder, asked = tmp_path_factory.mktemp("traces"), []
+    for model, name in CASES:
+        (folder / model).mkdir(exist_ok=True)
+        (folder / model / "config.json").write_text(json.dumps(checkpoint_config(model)))
+        shape = SHAPES[name][0]
+        sizes = {key: getattr(shape, key) for key in ("tensor", "expert", "pipeline", "data_attention")}
+        asked.append({"name": f"{model}-{name}", "model": str(folder / model), **sizes})
+    (folder / "cases.json").write_text(json.dumps(asked))
+    command = [sys.executable, "-m", "tests.dist.engine_traces", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2], check=False)
+    errors = {path.name: path.read_text()[-1500:] for path in folder.glob("*.error")}
+    assert run.returncode == 0 and not errors, f"{errors}\n{run.stderr[-2000:]}"
+    return {(model, name): [read_trace(folder / f"{model}-{name}-{rank}.json") for rank in range(2)] for model, name in CASES}
+
+
+def read_trace(path: Path) -> TracedLayout:
+    data = json.loads(path.read_text())
+    buffers = {name: (tuple(shape), dtype) for name, (shape, dtype) in data["buffers"].items()}
+    pieces = tuple(TracedPiece(**{k: tuple(v) if isinstance(v, list) else v for k, v in piece.items()}) for piece in data["pieces"])
+    return TracedLayout(buffers, pieces, tuple(data["untouched"]))
+
+
+def contents(rank: RankLayout, catalog: Catalog, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The rank's buffers, filled."""
+    layout = Layout((rank,), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    [buffers] = cases.engine_buffers(layout, catalog, weights)
+    return buffers
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_engines_hold_what_the_hand_written_layout_says(
+    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
+    decoder = cases.decoder_of(model)
+    catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
+    written = engine_layout(decoder, (SHAPES[name][0],), "float32")
+    for traced, number in zip(traces[model, name], written.rank_class.tolist(), strict=True):
+        real = traced.rank_layout(catalog)
+        expected, found = contents(written.classes[number], catalog, weights), contents(real, catalog, weights)
+        assert sorted(found) == sorted(expected)
+        for buffer, values in expected.items():
+            np.testing.assert_array_equal(found[buffer], values, err_msg=buffer)
+        assert dict(zip(real.names, real.dtypes, strict=True)) == dict(
+            zip(written.classes[number].names, written.classes[number].dtypes, strict=True)
+        )
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_plans_to_the_real_layouts_are_proven_and_execute(
+    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
+    decoder = cases.decoder_of(model)
+    catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
+    ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, name])
+    target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
+    for shape in TRAINERS:
+        plan = make_plan(catalog, megatron_layout(decoder, shape.coordinates(), "float32"), target, 1 << 20)
+        assert prove(plan).unused == ()
+        trainers, engines = cases.trainer_buffers(decoder, shape.coordinates(), weights), cases.engine_buffers(target, catalog, None)
+        cases.execute(plan, trainers, engines)
+        for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
+            assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)

@@ -1,0 +1,66 @@
+"""A policy rank is killed in the middle of a step: the same process starts the ranks again and goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.rollouts import read_rollouts
+from tests.e2e.runs import Run
+
+pytestmark = pytest.mark.slow
+STEPS = 5
+# Scores as the other whole runs do, but stands still in the fourth step until the test has done its deed.
+REWARD = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
+    if os.path.exists(f"{folder}/e2e/rollouts/step_000003.parquet") and not os.path.exists(f"{folder}/killed"):
+        open(f"{folder}/in-step-4", "w").close()
+        while not os.path.exists(f"{folder}/killed"):
+            time.sleep(0.02)
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
+def pid_of(run: Run, log: Path) -> int:
+    """The process that writes this log."""
+    for pid, _ in list(run.seen):
+        try:
+            if any(Path(file.path) == log for file in psutil.Process(pid).open_files()):
+                return pid
+        except psutil.Error:
+            continue  # it ended meanwhile
+    raise AssertionError(f"nobody writes {log}")
+
+
+def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(tmp_path: Path, settings: list[str]) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    words = [*settings, f"output_dir={tmp_path}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=2", "rollout.n=2"]
+    words += [f"reward.path={tmp_path / 'reward.py'}", f"+reward.kwargs.folder={tmp_path}", "sft.steps=1"]
+    folder = tmp_path / "e2e"
+    with Run(tmp_path / "output", "train", *words) as run:
+        run.wait_for((tmp_path / "in-step-4").exists)
+        os.kill(pid_of(run, folder / "logs" / "actor-rank1.log"), signal.SIGKILL)
+        (tmp_path / "killed").touch()
+        exit_code = run.end(300)
+        left = run.left_behind(within_s=3)
+    assert exit_code == 0, run.err
+    assert left == []
+    assert "the worker process died" in run.out and "going on after step 2" in run.out
+    records = list(read_jsonl(folder / "metrics.jsonl"))
+    train = [record for record in records if record["phase"] == "train"]
+    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    assert [record["trainer/restarts"] for record in train] == [0, 0, 1, 1, 1]
+    assert [record["step"] for record in records if record["phase"] == "val"] == [0, STEPS]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["restarts"], summary["steps"]) == (1, STEPS)
+    assert summary["first_ppo_kl_max"] <= 1e-6 and summary["logprob_diff_mean"] <= 1e-4  # the engines have the restored weights
+    for step in range(1, STEPS + 1):
+        assert {row["weight_version"] for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")} == {str(step - 1)}

@@ -1,0 +1,93 @@
+"""Columns in blocks behave as the joined column does, and share memory with their blocks wherever they can."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridflow.blocks import Blocks, for_each
+from hybridflow.errors import SchemaError
+from hybridflow.protocol import DataProto, Jagged
+
+
+def dense(sizes: list[int]) -> list[np.ndarray]:
+    ends = np.cumsum([0, *sizes])
+    return [np.arange(a, b)[:, None] * [1, 10] for a, b in pairwise(ends)]
+
+
+def jagged(sizes: list[int]) -> list[Jagged]:
+    ends = np.cumsum([0, *sizes])
+    return [Jagged.from_rows([np.full(i % 4, i) for i in range(a, b)], np.int64) for a, b in pairwise(ends)]
+
+
+def both(sizes: list[int]) -> tuple[DataProto, DataProto]:
+    """A batch in blocks, and the same joined."""
+    apart = DataProto({"a": Blocks.of(dense(sizes)), "b": Blocks.of(jagged(sizes))}, {})
+    return apart, DataProto.from_columns({"a": np.concatenate(dense(sizes)), "b": Jagged.concat(jagged(sizes))})
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), data=st.data())
+def test_every_operation_on_rows_gives_what_it_gives_on_the_joined_batch(sizes: list[int], data: st.DataObject) -> None:
+    apart, whole = both(sizes)
+    rows = sum(sizes)
+    assert apart.equals(whole) and apart.fetch().equals(whole) and len(apart) == rows
+    assert apart.lengths("b").tolist() == whole.lengths("b").tolist()
+    start = data.draw(st.integers(0, rows))
+    stop = data.draw(st.integers(start, rows))
+    index = data.draw(st.lists(st.integers(0, rows - 1), max_size=40)) if rows else []
+    assert apart.rows(slice(start, stop)).equals(whole.rows(slice(start, stop)))
+    assert apart.rows(index).equals(whole.rows(index))
+    assert DataProto.concat([apart, whole, apart]).equals(DataProto.concat([whole, whole, whole]))
+    assert [part.fetch().equals(other) for part, other in zip(apart.split(3), whole.split(3), strict=True)] == [True] * -(-rows // 3)
+    assert np.array_equal(np.concatenate(apart.blocks("a")), whole["a"])
+    assert np.array_equal(np.concatenate([tensor.numpy() for tensor in apart.torch_blocks("a")]), whole["a"])
+    for i in range(rows):
+        assert apart.rows(i).equals(whole.rows(i))
+
+
+def test_rows_and_pieces_and_tensors_inside_a_block_are_views() -> None:
+    first, second = dense([4, 6])
+    batch = DataProto({"a": Blocks.of([first, second])}, {})
+    assert np.shares_memory(batch.rows(5)["a"], second)
+    assert np.shares_memory(batch.rows(slice(0, 3))["a"], first)
+    tensors = zip(batch.torch_blocks("a"), (first, second), strict=True)
+    assert [np.shares_memory(tensor.numpy(), block) for tensor, block in tensors] == [True, True]
+    across = batch.rows(slice(2, 8)).blocks("a")
+    assert [np.shares_memory(block, source) for block, source in zip(across, (first, second), strict=True)] == [True, True]
+    for block in batch.blocks("a") + batch.rows(slice(2, 8)).blocks("a"):
+        with pytest.raises(ValueError, match="read-only"):
+            block[0] = 1
+
+
+def test_blocks_of_bfloat16_keep_their_tag() -> None:
+    bits = [np.arange(3, dtype=np.uint16), np.arange(2, dtype=np.uint16)]
+    batch = DataProto({"w": Blocks.of(bits)}, {}, ("w",))
+    assert [str(tensor.dtype) for tensor in batch.torch_blocks("w")] == ["torch.bfloat16"] * 2
+    assert batch.fetch().bfloat16 == {"w"}
+
+
+def test_blocks_of_different_types_are_refused() -> None:
+    with pytest.raises(SchemaError, match=r"column 'a' has blocks of different types: dense int64 \[2\], dense int64 \[\]"):
+        DataProto({"a": Blocks.of([dense([2])[0], np.arange(2)])}, {})
+
+
+def test_many_bytes_are_copied_by_threads_with_the_same_result() -> None:
+    columns = {name: np.random.default_rng(i).integers(0, 9, (1000, 700)) for i, name in enumerate("abc")}
+    batch = DataProto.from_columns(columns)
+    order = np.random.default_rng(9).permutation(1000)
+    assert batch.nbytes > 16 << 20
+    moved = batch.reorder(order)
+    assert all(np.array_equal(moved[name], values[order]) for name, values in columns.items())
+    assert DataProto.concat(batch.split(100)).equals(batch)
+
+
+def test_an_error_in_a_thread_is_the_error_of_the_call() -> None:
+    def fail(value: int) -> int:
+        raise SchemaError(f"column {value}")
+
+    with pytest.raises(SchemaError, match="column 1"):
+        for_each(fail, {"a": 1, "b": 2}, 1 << 30)
