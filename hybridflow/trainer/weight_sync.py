@@ -33,6 +33,7 @@ class SliceSync:
         self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
         self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
         self._sessions = [0] * config.rollout.num_engines
+        self._folder = (derived.run_dir(config) / "sync").resolve()
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -44,6 +45,8 @@ class SliceSync:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
+        if self.sync_config.transport == "disk":
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)
         described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
         self._plan = self.policy.run(PolicyWorker.plan_weights, *self._at, described)[0]
@@ -112,7 +115,7 @@ class SliceSync:
             receivers=plan.receivers[number],
             message_bytes=plan.message_bytes[number],
             timeout_s=sync.timeout_s,
-            folder=str((derived.run_dir(self.config) / "sync").resolve()),
+            folder=str(self._folder),
         )
         return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
 

@@ -139,7 +139,7 @@ class SyncWorld:
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
-        settings = replace(SYNC, **sync)
+        self.settings = settings = replace(SYNC, **sync)
         config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
         senders: Any = self.senders
         for worker in self.workers:
@@ -173,14 +173,16 @@ class SyncWorld:
     def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
         return self.workers[number].keeper.client.with_timeout(timeout_s)
 
-    def difference(self, number: int, seed: int) -> float:
+    def difference(self, number: int, seed: int, prompts: Sequence[list[int]] = PROMPTS) -> float:
         """Largest |log-prob of the engine - transformers' under the weights of a seed| over greedy tokens."""
         from transformers import AutoModelForCausalLM
 
-        completions = self.client(number).generate(PROMPTS, SamplingParams(temperature=0.0), 8)
+        completions = self.client(number).generate(prompts, SamplingParams(temperature=0.0), 8)
         model = AutoModelForCausalLM.from_pretrained(self.exported(seed), dtype=torch.float32, attn_implementation="eager").eval()
+        # in a process that has imported Megatron, transformers 5.19 leaves buffers that are not saved uninitialised
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
         worst = 0.0
-        for prompt, completion in zip(PROMPTS, completions, strict=True):
+        for prompt, completion in zip(prompts, completions, strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
