@@ -23,7 +23,7 @@ from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
 from hybridflow.engines.client import EngineClient, SamplingParams
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
-from hybridflow.rendezvous import master_store
+from hybridflow.rendezvous import client_store, master_store
 from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
@@ -201,7 +201,8 @@ class SyncWorld:
             return False
 
     def wait_for_key(self, key: str, wait_s: float = 30.0) -> None:
-        self.senders.store.wait([key], timedelta(seconds=wait_s))
+        # a client of its own: one that waits answers nobody else
+        client_store(HOST, self.senders.store.port, wait_s).wait([key], timedelta(seconds=wait_s))
 
     def close(self) -> None:
         self.senders.close()
