@@ -298,7 +298,8 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
     assert len(errors) == 1 and errors[0].rank == 1
     for number in range(len(TENSORS)):
         assert not world.answers(number)
-        assert f"engine-{number}" in world.engines.stale[number] and "trainer rank 1" in world.engines.stale[number]
+        why = world.engines.stale[number]
+        assert f"engine-{number} rank" in why and "engine rank" in why and "trainer rank" in why and f"{SYNC.timeout_s:g} s" in why, why
     world.senders.start()
     world.configure()
     heal(world, 52)
