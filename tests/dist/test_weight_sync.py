@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ from hybridflow.engines import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
 from hybridflow.trainer.protocols import SyncReport
-from tests.dist.sync_world import PROMPTS, SYNC, SyncWorld
+from tests.dist.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 
 pytestmark = pytest.mark.slow
 MODEL = {
@@ -143,6 +144,28 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
         prompts = [[seed + 100, first, 5] for first in range(4)] if "pause" in settings else PROMPTS
         for number in range(len(TENSORS)):
             assert world.difference(number, seed, prompts) <= CLOSE
+
+
+def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(world: SyncWorld, tmp_path: Path) -> None:
+    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks before."""
+    held, shape = world.senders, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+    megatron = Senders(world.hf_config, shape, "megatron")
+    try:
+        world.senders = megatron
+        world.configure()
+        for seed in (1, 2):
+            assert min(megatron.command("step", seed=seed)) > 0
+            world.version += 1
+            report = world.sync.sync(world.version)
+            assert report.stale == {} and report.nbytes == sum(analytic_bytes(tensors) for tensors in TENSORS)
+            folder = tmp_path / f"export-{seed}"
+            megatron.command("export", folder=str(folder))
+            for number in range(len(TENSORS)):
+                assert world.difference(number, folder) <= CLOSE
+    finally:
+        megatron.close()
+        world.senders = held
+        world.configure()
 
 
 # ---- refusals, before anything is touched ---------------------------------------------------------------------------------------------
