@@ -16,6 +16,7 @@ _KEYS = (  # what the user is shown, in this order
     "data.train_batch_size",
     "rollout.n",
     "rollout.num_engines",
+    "rollout.sync.staging_bytes",
     "actor.ppo_mini_batch_size",
     "actor.ppo_epochs",
     "actor.max_tokens_per_micro_batch",
@@ -60,7 +61,7 @@ class Origins:
 def explain(config: RunConfig, origins: Origins) -> str:
     """The text of `--explain`."""
     given = _given(config, origins)
-    return "\n".join([*given, "", *_rollout(config), "", *_actor(config), "", *_reference(config), "", *_sft(config)])
+    return "\n".join([*given, "", *_rollout(config), "", *_actor(config), "", *_reference(config), "", *_sync(config), "", *_sft(config)])
 
 
 def _given(config: RunConfig, origins: Origins) -> list[str]:
@@ -110,6 +111,17 @@ def _reference(config: RunConfig) -> list[str]:
     if not derived.needs_reference(config):
         return ["Reference: none (actor.kl_loss_coef and algorithm.kl_coef are 0)"]
     return ["Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same size"]
+
+
+def _sync(config: RunConfig) -> list[str]:
+    sync, engines = config.rollout.sync, config.rollout.num_engines
+    return [
+        "Weight sync (one step)",
+        f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x {engines}) "
+        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two on the way to each engine",
+        f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more attempts in the same sync, "
+        "then the engine is left out until the next",
+    ]
 
 
 def _sft(config: RunConfig) -> list[str]:

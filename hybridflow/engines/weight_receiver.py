@@ -153,9 +153,9 @@ class WeightReceiver:
 
     def _after_load(self) -> None:
         """SGLang takes a custom load for a load and leaves this out (sglang/srt/managers/scheduler_components/weight_updater.py:332)."""
-        from sglang.srt.model_loader.loader import post_load_weights
-
-        post_load_weights(self.model)
+        finish = getattr(self.model, "post_load_weights", None)
+        if finish is not None:
+            finish()
 
 
 def problem_of(error: BaseException) -> str:
