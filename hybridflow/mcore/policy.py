@@ -100,12 +100,18 @@ class Policy:
             raise RuntimeError("train_mini_batch before set_optimizer")
         micro_batches = self._micro_batches(batch, max_tokens, columns)
         self.optimizer.zero_grad()
-        watch = Watch(len(micro_batches))
+        watch, biases = Watch(len(micro_batches)), self._expert_biases()
         metrics = metrics_to_floats(backward(self.chunks, micro_batches, loss, self._scoring(temperature, with_entropy), watch))
         if problem := watch.report(self.chunks):
+            for live, before in biases:
+                live.copy_(before)
             return self._not_applied(problem, metrics)
         applied, grad_norm, rate = self.optimizer.step()
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
+
+    def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:466)."""
+        return [(tensor, tensor.clone()) for name, tensor in held_weights(self.stages).items() if name.endswith(".expert_bias")]
 
     def _not_applied(
         self, problem: str, metrics: dict[str, tuple[float, float]]

@@ -70,11 +70,14 @@ def _free_models() -> None:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+    from hybridflow.mcore import exchange
+
     for found in gc.get_objects():
         if isinstance(found, DistributedDataParallel | MegatronOptimizer):
             found.__dict__.clear()
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+    exchange._shared = None  # a group of the world that is gone
     gc.collect()
 
 
