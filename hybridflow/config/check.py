@@ -28,6 +28,7 @@ AT_LEAST_ONE = (
     "actor.ppo_mini_batch_size",
     "actor.ppo_epochs",
     "actor.max_tokens_per_micro_batch",
+    "actor.logits_chunk_tokens",
     "rollout.num_engines",
     "rollout.tensor",
     "rollout.pipeline",
@@ -85,8 +86,10 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
     found = [*_numbers(config), *_names(config)]
     if found:
         return found  # the checks below divide by these numbers
-    checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_layout, _sequence_parallel, _batches, _lengths, _rollout, _model_source)
-    found = [line for one in (*checks, check_engines.shape_problems) for line in one(config)]
+    checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source, check_engines.shape_problems),
+    )
+    found = [line for one in checks for line in one(config)]
     found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim), *_files(config, job)]
     if not any(line.startswith("model.") for line in found):
         found += _model_sizes(config)
@@ -151,12 +154,23 @@ def _layout(config: RunConfig) -> Iterator[str]:
             f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = {expert} "
             f"does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} processes"
         )
-    if parallel.context > 1:
-        yield f"actor.parallel.context={parallel.context}: context parallelism is not supported yet; set it to 1"
-    if parallel.virtual_pipeline is not None and parallel.pipeline > 1:
-        yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline}: virtual stages are not supported yet; set it to null"
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+    if parallel.pipeline == 1 and derived.virtual_pipeline_size(parallel) > 1:
         yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to null"
+
+
+def _overlap(config: RunConfig) -> Iterator[str]:
+    """Data-parallel communication that overlaps with computation."""
+    parallel = config.actor.parallel
+    if parallel.overlap_param_gather and not parallel.distributed_optimizer:
+        yield (
+            "actor.parallel.overlap_param_gather=true needs actor.parallel.distributed_optimizer=true: without it every rank holds all "
+            "weights and nothing is gathered; set distributed_optimizer to true or overlap_param_gather to false"
+        )
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        yield (
+            "actor.parallel.overlap_param_gather=true needs actor.parallel.overlap_grad_reduce=true: without it all weights are in one "
+            "bucket and nothing would overlap; set overlap_grad_reduce to true"
+        )
 
 
 def _sequence_parallel(config: RunConfig) -> Iterator[str]:
@@ -186,6 +200,13 @@ def _batches(config: RunConfig) -> Iterator[str]:
 def _lengths(config: RunConfig) -> Iterator[str]:
     longest, data = derived.max_sequence_length(config), config.data
     total = f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = {longest}"
+    parallel, budget = config.actor.parallel, config.actor.max_tokens_per_micro_batch
+    padded = derived.padded_length(longest, parallel)
+    if budget >= longest and budget < padded:
+        yield (
+            f"actor.max_tokens_per_micro_batch={budget} is less than {padded} tokens: {total}, padded to a multiple of "
+            f"2 x actor.parallel.context={parallel.context}; raise it to at least {padded}"
+        )
     limits = {
         "actor.max_tokens_per_micro_batch": "the longest sample must fit one micro-batch",
         "rollout.max_total_tokens": "the longest sample must fit the KV cache of an engine",
@@ -293,8 +314,14 @@ def _kv_heads(sizes: Any, key: str, parts: int) -> Iterator[str]:
 
 
 def _dense_problems(config: RunConfig) -> Iterator[str]:
-    if (expert := config.actor.parallel.expert) > 1:
+    parallel = config.actor.parallel
+    if (expert := parallel.expert) > 1:
         yield f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no num_experts; set it to 1"
+    if parallel.expert_tensor not in (None, parallel.tensor):
+        yield (
+            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no num_experts; "
+            "set it to null"
+        )
 
 
 def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:

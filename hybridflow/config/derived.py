@@ -21,6 +21,21 @@ def model_parallel_size(parallel: ParallelConfig) -> int:
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
+def virtual_pipeline_size(parallel: ParallelConfig) -> int:
+    """Model chunks a pipeline rank holds; 1 without interleaving."""
+    return parallel.virtual_pipeline or 1
+
+
+def tokens_multiple(parallel: ParallelConfig) -> int:
+    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x context chunks (zigzag)."""
+    return 2 * parallel.context if parallel.context > 1 else 1
+
+
+def padded_length(tokens: int, parallel: ParallelConfig) -> int:
+    """Tokens that a sequence takes in a micro-batch, its padding included."""
+    return -(-tokens // tokens_multiple(parallel)) * tokens_multiple(parallel)
+
+
 def expert_tensor_size(parallel: ParallelConfig) -> int:
     """Tensor parallelism inside an expert, its default filled in."""
     if parallel.expert_tensor is not None:

@@ -60,16 +60,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Megatron parallel sizes (verl's names in brackets)."""
+    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md says which combinations are legal."""
 
     tensor: int = 1  # [tensor_model_parallel_size]
     pipeline: int = 1  # [pipeline_model_parallel_size]
-    virtual_pipeline: int | None = None
-    context: int = 1
+    virtual_pipeline: int | None = None  # model chunks a pipeline rank holds, interleaved; None: 1
+    context: int = 1  # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     expert: int = 1
     expert_tensor: int | None = None  # None: 1 when expert > 1, else `tensor`
     sequence: bool = False  # sequence parallelism; needs tensor > 1
-    distributed_optimizer: bool = True
+    distributed_optimizer: bool = True  # main weights and moments are split over data-parallel ranks
+    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks during the backward pass
+    overlap_param_gather: bool = False  # gather updated weights during the next forward pass; needs distributed_optimizer
+    moe_dispatcher: str = "alltoall"  # alltoall | allgather: how tokens reach their experts
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = 64  # prompts an optimizer update (x rollout.n samples)
     ppo_epochs: int = 1
-    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
+    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank (all its context ranks together)
+    logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time, forward and backward
+    recompute: str = "none"  # none | selective | full: activations computed again in the backward pass (attention's core, or whole layers)
+    on_nonfinite: str = "stop"  # stop | skip: what to do with an update whose loss or gradient is NaN or infinite
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float | None = 3.0  # dual clip; None switches it off

@@ -154,13 +154,14 @@ class RLTrainer:
         self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
-        shown = {"reward": metrics["critic/score/mean"], "kl": metrics["actor/ppo_kl"], "length": metrics["response_length/mean"]}
+        kl = metrics.get("actor/ppo_kl", float("nan"))
+        shown = {"reward": metrics["critic/score/mean"], "kl": kl, "length": metrics["response_length/mean"]}
         if "accuracy_after" in self.session.totals:
             shown["accuracy"] = self.session.totals["accuracy_after"]
         progress.update(self.step, shown, seconds)
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step):
             dump_batch(self.session.folder / "rollouts", self.step, batch, self.scorer.tokenizer)
-        if not all(update.applied for update in updates):
+        if self.config.actor.on_nonfinite == "stop" and not all(update.applied for update in updates):
             raise HybridFlowError(
                 f"step {self.step}: a gradient is not finite (norms {[update.grad_norm for update in updates]}); that update was not "
                 "applied. Lower actor.optim.lr and run the same command again to resume from the last checkpoint."

@@ -59,7 +59,8 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     metrics = {name: float(np.mean([u.means[name] for u in updates if name in u.means])) for name in names}
     metrics["actor/loss"] = metrics.pop("loss", float("nan"))
     metrics["actor/first_ppo_kl"] = updates[0].means.get("actor/ppo_kl", float("nan"))
-    metrics["actor/grad_norm"] = float(np.mean([update.grad_norm for update in updates]))
+    norms = [update.grad_norm for update in updates if update.applied]
+    metrics["actor/grad_norm"] = float(np.mean(norms)) if norms else float("nan")
     metrics["actor/lr"] = updates[-1].lr
     metrics["actor/skipped_updates"] = float(sum(not update.applied for update in updates))
     return metrics
