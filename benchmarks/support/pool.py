@@ -23,7 +23,7 @@ def free_port() -> int:
 class Pool:
     """One process a rank, each with a `module:class` made as `cls(rank, **arguments)`; its methods are the jobs."""
 
-    def __init__(self, world: int, target: str, **arguments: Any) -> None:
+    def __init__(self, world: int, target: str, /, **arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.ends, self.processes = [], []
         for rank in range(world):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,23 @@ TRANSPORTS = ("p2p", "shared_memory", "disk")
 Facts = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def good(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Facts]]:
-    """One start of seven processes goes through all layouts."""
-    folder = tmp_path_factory.mktemp("good")
-    yield request.param, run_ranks(7, "tests.dist.transport_cases:good_syncs", transport=request.param, folder=str(folder))
-    assert list(folder.iterdir()) == []
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, Path]:
+    """One start of seven processes goes through all layouts and all faults of all transports."""
+    folder = tmp_path_factory.mktemp("transports")
+    return run_ranks(7, "tests.dist.transport_cases:all_syncs", timeout_s=500, transports=TRANSPORTS, folder=str(folder)), folder
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def bad(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Facts, Path]:
-    """One start of six processes goes through all faults."""
-    folder = tmp_path_factory.mktemp("bad")
-    return request.param, run_ranks(6, "tests.dist.transport_cases:bad_syncs", transport=request.param, folder=str(folder)), folder
+@pytest.fixture(params=TRANSPORTS)
+def good(request: pytest.FixtureRequest, everything: tuple[Facts, Path]) -> tuple[str, Facts]:
+    """What each rank saw in good syncs."""
+    return request.param, [rank[request.param]["good"] for rank in everything[0]]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def bad(request: pytest.FixtureRequest, everything: tuple[Facts, Path]) -> tuple[str, Facts, Path]:
+    """What each of the first six ranks saw of faults."""
+    return request.param, [rank[request.param]["bad"] for rank in everything[0][:6]], everything[1]
 
 
 def engines_of(facts: Facts, name: str) -> Facts:
@@ -121,8 +124,8 @@ def test_a_rank_that_does_not_come_is_named(bad: tuple[str, Facts, Path]) -> Non
 
 
 def test_after_every_fault_a_new_session_works_and_nothing_is_left(bad: tuple[str, Facts, Path]) -> None:
-    _, facts, folder = bad
+    transport, facts, folder = bad
     assert [rank["after"]["error"] for rank in facts] == [""] * 6
     assert [rank["after"]["right"] for rank in facts[cases.TRAINERS :]] == [True, True]
     assert [rank["left"] for rank in facts] == [[]] * 6
-    assert list(folder.iterdir()) == []
+    assert list((folder / f"{transport}-good").iterdir()) == list((folder / f"{transport}-bad").iterdir()) == []

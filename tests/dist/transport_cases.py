@@ -45,13 +45,13 @@ def rank_and_store() -> tuple[int, str, int]:
     return rank, host, port
 
 
-def line_up(name: str) -> None:
+def line_up(name: str, world: int = TRAINERS + 3) -> None:
     """Wait until every process of the test is here: a fault before has let them drift apart by its deadline."""
     from hybridflow.rendezvous import client_store
 
-    store, world = client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60), int(os.environ["WORLD_SIZE"])
+    store = client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60)
     store.set(f"line up/{name}/{os.environ['RANK']}", "")
-    store.wait([f"line up/{name}/{rank}" for rank in range(world)], timedelta(seconds=60))
+    store.wait([f"line up/{name}/{rank}" for rank in range(world)], timedelta(seconds=120))
 
 
 class Case:
@@ -109,9 +109,23 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def good_syncs(transport: str, folder: str) -> Any:
-    """Every layout and dtype, staged and in place, three versions on one session."""
+def all_syncs(transports: list[str], folder: str) -> Any:
+    """Everything, transport after transport, in one start of seven processes."""
     rank, host, port = rank_and_store()
+    facts: dict[str, Any] = {}
+    for transport in transports:
+        good, bad = Path(folder) / f"{transport}-good", Path(folder) / f"{transport}-bad"
+        for path in (good, bad):
+            path.mkdir(exist_ok=True)
+        line_up(f"{transport}, good")
+        facts[transport] = {"good": _good_syncs(transport, str(good), rank, host, port)}
+        if rank < TRAINERS + 2:
+            facts[transport]["bad"] = _bad_syncs(transport, str(bad), rank, host, port)
+    return facts
+
+
+def _good_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
+    """Every layout and dtype, staged and in place, four versions on one session."""
     facts: dict[str, Any] = {}
     for name, engines, dtypes in (
         ("TP2", [EngineShape(tensor=2)], ("float32", "float32")),
@@ -122,7 +136,7 @@ def good_syncs(transport: str, folder: str) -> Any:
         receivers = tuple(range(case.plan.target.num_ranks))
         if rank >= TRAINERS + len(receivers):
             continue
-        endpoint = Endpoint(transport, name, host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder)
+        endpoint = Endpoint(transport, f"{transport}, {name}", host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder)
         facts[name] = _send_all(case, endpoint, rank) if rank < TRAINERS else _receive_all(case, endpoint, rank - TRAINERS)
     gc.collect()
     facts["left"] = _left_behind(folder)
@@ -223,13 +237,12 @@ DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall",
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
 
-def bad_syncs(transport: str, folder: str) -> Any:
+def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
     """Each deed in a session of its own, then a good sync in another."""
-    rank, host, port = rank_and_store()
     case, facts = Case([EngineShape(tensor=2)], staging=1 << 16), {}
     for deed, side in DEEDS:
-        endpoint = Endpoint(transport, f"{deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder)
-        line_up(endpoint.session)
+        endpoint = Endpoint(transport, f"{transport}, {deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder)
+        line_up(endpoint.session, TRAINERS + 2)
         is_bad = rank == (BAD_TRAINER if side == "trainer" else TRAINERS + BAD_ENGINE)
         if is_bad and deed == "kill":
             child = os.fork()
@@ -239,8 +252,8 @@ def bad_syncs(transport: str, folder: str) -> Any:
             facts[f"{deed} {side}"] = {"ended_by": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
         else:
             facts[f"{deed} {side}"] = _take_part(case, endpoint, rank, deed, is_bad)
-    line_up("after")
-    endpoint = Endpoint(transport, "after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0, folder)
+    line_up(f"{transport}, after", TRAINERS + 2)
+    endpoint = Endpoint(transport, f"{transport}, after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0, folder)
     facts["after"] = _take_part(case, endpoint, rank, "", False)
     facts["absent"] = _absent(transport, folder, rank, host, port)
     gc.collect()
@@ -281,7 +294,7 @@ def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: boo
 def _absent(transport: str, folder: str, rank: int, host: str, port: int) -> str:
     if rank not in (0, TRAINERS):
         return ""
-    endpoint = Endpoint(transport, "absent", host, port, (0, 9), (0,), 1 << 10, 1.0, folder)
+    endpoint = Endpoint(transport, f"{transport}, absent", host, port, (0, 9), (0,), 1 << 10, 1.0, folder)
     try:
         (open_sender if rank == 0 else open_receiver)(endpoint, 0)
     except WeightSyncError as error:
