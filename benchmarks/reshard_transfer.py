@@ -47,6 +47,7 @@ def gloo() -> list[Figure]:
 
     try:
         for method, values in (("open", ("gloo",)), ("open_bare", ()), ("join", ()), ("gather_and_broadcast", ())):
+            print(f"{method} ...", file=sys.stderr, flush=True)
             pool.run(method, *values)
         by_gather = pool.run("check")
         pool.run("forget")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PATIENCE_S = 300
+_PATIENCE_S = 100
 
 
 def free_port() -> int:
@@ -30,6 +31,7 @@ class Pool:
             end, far = context.Pipe()
             process = context.Process(target=_serve, args=(far, target, rank, arguments), daemon=True)
             process.start()
+            far.close()  # so that a rank's death ends the wait for it
             self.ends.append(end)
             self.processes.append(process)
         self._answers()
@@ -46,7 +48,10 @@ class Pool:
             if not end.poll(max(deadline - time.monotonic(), 0)):
                 self.stop()
                 raise TimeoutError(f"rank {rank} did not answer within {_PATIENCE_S} s")
-            answers.append(end.recv())
+            try:
+                answers.append(end.recv())
+            except EOFError:
+                answers.append(RuntimeError("its process has ended"))
         if failed := [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, Exception)]:
             self.stop()
             raise RuntimeError("; ".join(failed))
@@ -71,6 +76,8 @@ def _serve(end: Connection, target: str, rank: int, arguments: dict[str, Any]) -
             else:
                 answer = getattr(made, job[0])(*job[1])
         except Exception as error:
-            answer = error
+            answer = RuntimeError(f"{type(error).__name__}: {error}")
+        faulthandler.cancel_dump_traceback_later()
         end.send(answer)
         job = end.recv()
+        faulthandler.dump_traceback_later(_PATIENCE_S - 10)  # a rank that hangs says where
