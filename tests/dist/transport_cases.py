@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def rank_and_store() -> tuple[int, str, int]:
     if rank == 0:
         globals()["_store"] = master_store(host, port, 60)  # as long as the process
     return rank, host, port
+
+
+def line_up(name: str, world: int = TRAINERS + 3) -> None:
+    """Wait until every process of the test is here: a fault before has let them drift apart by its deadline."""
+    from hybridflow.rendezvous import client_store
+
+    store = client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60)
+    store.set(f"line up/{name}/{os.environ['RANK']}", "")
+    store.wait([f"line up/{name}/{rank}" for rank in range(world)], timedelta(seconds=120))
 
 
 class Case:
@@ -99,9 +109,23 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def good_syncs(transport: str, folder: str) -> Any:
-    """Every layout and dtype, staged and in place, three versions on one session."""
+def all_syncs(transports: list[str], folder: str) -> Any:
+    """Everything, transport after transport, in one start of seven processes."""
     rank, host, port = rank_and_store()
+    facts: dict[str, Any] = {}
+    for transport in transports:
+        good, bad = Path(folder) / f"{transport}-good", Path(folder) / f"{transport}-bad"
+        for path in (good, bad):
+            path.mkdir(exist_ok=True)
+        line_up(f"{transport}, good")
+        facts[transport] = {"good": _good_syncs(transport, str(good), rank, host, port)}
+        if rank < TRAINERS + 2:
+            facts[transport]["bad"] = _bad_syncs(transport, str(bad), rank, host, port)
+    return facts
+
+
+def _good_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
+    """Every layout and dtype, staged and in place, four versions on one session."""
     facts: dict[str, Any] = {}
     for name, engines, dtypes in (
         ("TP2", [EngineShape(tensor=2)], ("float32", "float32")),
@@ -112,7 +136,7 @@ def good_syncs(transport: str, folder: str) -> Any:
         receivers = tuple(range(case.plan.target.num_ranks))
         if rank >= TRAINERS + len(receivers):
             continue
-        endpoint = Endpoint(transport, name, host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder)
+        endpoint = Endpoint(transport, f"{transport}, {name}", host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder)
         facts[name] = _send_all(case, endpoint, rank) if rank < TRAINERS else _receive_all(case, endpoint, rank - TRAINERS)
     gc.collect()
     facts["left"] = _left_behind(folder)
@@ -123,6 +147,7 @@ STAGED = (True, False, False, True)
 
 
 def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
+    gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     channel, staging, found = open_sender(endpoint, rank), SendStaging(rank), []
     messages, live = case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 0)
@@ -140,6 +165,7 @@ def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
 
 
 def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
+    gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     channel, staging, found = open_receiver(endpoint, rank), ReceiveStaging(rank), []
     messages, live = case.messages.incoming(rank), case.buffers(case.plan.target, rank, None)
@@ -206,17 +232,17 @@ class MeddlingReceiver:
         return self.meddler.send(peer, tag, into)
 
 
-DEADLINE = 3.0
+DEADLINE = 4.0
 DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
 
-def bad_syncs(transport: str, folder: str) -> Any:
+def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
     """Each deed in a session of its own, then a good sync in another."""
-    rank, host, port = rank_and_store()
     case, facts = Case([EngineShape(tensor=2)], staging=1 << 16), {}
     for deed, side in DEEDS:
-        endpoint = Endpoint(transport, f"{deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder)
+        endpoint = Endpoint(transport, f"{transport}, {deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder)
+        line_up(endpoint.session, TRAINERS + 2)
         is_bad = rank == (BAD_TRAINER if side == "trainer" else TRAINERS + BAD_ENGINE)
         if is_bad and deed == "kill":
             child = os.fork()
@@ -226,7 +252,8 @@ def bad_syncs(transport: str, folder: str) -> Any:
             facts[f"{deed} {side}"] = {"ended_by": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
         else:
             facts[f"{deed} {side}"] = _take_part(case, endpoint, rank, deed, is_bad)
-    endpoint = Endpoint(transport, "after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0, folder)
+    line_up(f"{transport}, after", TRAINERS + 2)
+    endpoint = Endpoint(transport, f"{transport}, after", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, 30.0, folder)
     facts["after"] = _take_part(case, endpoint, rank, "", False)
     facts["absent"] = _absent(transport, folder, rank, host, port)
     gc.collect()
@@ -267,7 +294,7 @@ def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: boo
 def _absent(transport: str, folder: str, rank: int, host: str, port: int) -> str:
     if rank not in (0, TRAINERS):
         return ""
-    endpoint = Endpoint(transport, "absent", host, port, (0, 9), (0,), 1 << 10, 1.0, folder)
+    endpoint = Endpoint(transport, f"{transport}, absent", host, port, (0, 9), (0,), 1 << 10, 1.0, folder)
     try:
         (open_sender if rank == 0 else open_receiver)(endpoint, 0)
     except WeightSyncError as error:

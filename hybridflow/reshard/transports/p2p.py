@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.platform import Platform
 from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.meeting import Meeting, Seat, meet
 
@@ -87,7 +88,7 @@ def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device
 
     store = dist.PrefixStore("group", meeting.store)
     size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
-    if device.type == "cuda":
+    if Platform(device.type).collective_backend == "nccl":  # type: ignore[arg-type]
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)

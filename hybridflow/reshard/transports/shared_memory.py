@@ -28,7 +28,8 @@ _PAGE = 4096
 _ROOM = 64  # beyond the endpoint's message_bytes, for a checksum
 # int64 places in the header, a cache line apart: each is written by one side
 _WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
-_SLEEP_S, _LONGEST_SLEEP_S, _LOOK_S = 2e-5, 5e-4, 0.05
+# A sleep is a sixteenth of the wait so far: it costs little beside packing a slot, and a long wait little of a processor.
+_SLEEP_S, _LONGEST_SLEEP_S, _SHARE, _LOOK_S = 2e-5, 1e-3, 1 / 16, 0.05
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Sender:
@@ -91,11 +92,10 @@ class _Segment:
     def _wait(self, tag: int, is_ready: Callable[[], bool]) -> None:
         if is_ready():
             return
-        deadline = time.monotonic() + self._seat.endpoint.timeout_s
-        pause, look = _SLEEP_S, time.monotonic() + _LOOK_S
+        start = now = time.monotonic()
+        deadline, look = start + self._seat.endpoint.timeout_s, start + _LOOK_S
         while not is_ready():
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_SLEEP_S)
+            time.sleep(min(max(_SLEEP_S, (now - start) * _SHARE), _LONGEST_SLEEP_S))
             now = time.monotonic()
             if now < look:
                 continue
