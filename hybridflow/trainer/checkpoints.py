@@ -117,6 +117,13 @@ class CheckpointStore:
                 )
             time.sleep(_POLL_S / 5)
 
+    def settle(self) -> None:
+        """After the ranks have ended, early: commit a save under way if they had written all of it, else drop it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+            shutil.rmtree(pending.partial, ignore_errors=True)
+
     def close(self) -> None:
         """Commit nothing from here on."""
         if self._pending is not None:
@@ -206,6 +213,12 @@ class _Pending:
     def stop(self) -> None:
         """Commit no more."""
         self._stopped.set()
+        self._thread.join()
+
+    def settle(self) -> None:
+        """Nobody writes any more: end as soon as what is whole has been committed. A failure leaves the previous checkpoint in force."""
+        if not (self.partial / "policy" / MANIFEST).exists():
+            self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
