@@ -181,6 +181,7 @@ class RLTrainer:
 
     def go_back(self) -> None:
         """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where there is none."""
+        self.session.store.settle()
         checkpoint = self.session.store.latest()
         if checkpoint is not None and checkpoint.phase != "rl":
             checkpoint = None
