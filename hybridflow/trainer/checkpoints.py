@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,17 +118,13 @@ class CheckpointStore:
             time.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
-        """After the ranks have ended, early: commit a save under way if they had written all of it, else drop it."""
+        """The ranks are gone, or about to go: a save under way counts if it is whole by now, and never otherwise."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.settle()
-            shutil.rmtree(pending.partial, ignore_errors=True)
-
-    def close(self) -> None:
-        """Commit nothing from here on."""
-        if self._pending is not None:
-            self._pending.stop()
-        self._pending = None
+            pending.stop()
+            with suppress(OSError):  # the checkpoint before it is in force then
+                if (pending.partial / "policy" / MANIFEST).exists():
+                    self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
         """The last whole checkpoint, or None in a fresh run.
@@ -161,8 +157,9 @@ class CheckpointStore:
             if old.folder != final:
                 dropped = old.folder.with_name(old.folder.name + _DROPPED)  # never half a checkpoint under a good name
                 os.replace(old.folder, dropped)
-        for dropped in self.folder.glob(f"*{_DROPPED}"):
-            shutil.rmtree(dropped, ignore_errors=True)
+        for pattern in (f"*{_DROPPED}", "*.partial"):  # of saves that were cut short, too: no other is under way
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
         return final
 
     def _points_to(self, folder: Path) -> bool:
@@ -213,12 +210,6 @@ class _Pending:
     def stop(self) -> None:
         """Commit no more."""
         self._stopped.set()
-        self._thread.join()
-
-    def settle(self) -> None:
-        """Nobody writes any more: end as soon as what is whole has been committed. A failure leaves the previous checkpoint in force."""
-        if not (self.partial / "policy" / MANIFEST).exists():
-            self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:

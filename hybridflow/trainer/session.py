@@ -128,6 +128,6 @@ class Session:
 
     def close(self) -> None:
         """Flush the records; a checkpoint that is not whole by now will not count."""
-        self.store.close()
+        self.store.settle()
         self.tracker.close()
         self.timeline.close()

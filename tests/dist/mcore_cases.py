@@ -107,18 +107,21 @@ def move_expert_biases(parallel: dict[str, Any], hf: dict[str, Any], before: str
 
 
 def digest(policy: Any) -> dict[str, list[float]]:
-    """Every HF tensor reduced to (sum, sum of squares), merged over stages."""
+    """Every HF tensor reduced to (sum, sum of squares), each element counted once; the same on all ranks."""
     from hybridflow.mcore.parallel import all_coordinates
-    from hybridflow.reshard.gather import gather_stage
     from hybridflow.reshard.plan import plan_stages
 
-    ranks = all_coordinates()
-    found = {}
-    for plan in plan_stages(policy.family, ranks, 1 << 16, 4):
-        if plan.stage == ranks[dist.get_rank()].pp_rank:
-            for tensors in gather_stage(plan, policy.parameters(), torch.float32):
-                found |= {n: [float(t.double().sum()), float((t.double() ** 2).sum())] for n, t in tensors.items()}
-    return found
+    shares: dict[str, Any] = {}
+    parameters = policy.parameters()
+    for plan in plan_stages(policy.family, all_coordinates(), 1 << 16, 4):
+        for owned in (piece for bucket in plan.buckets for piece in bucket.pieces):
+            share = shares.setdefault(owned.piece.source, torch.zeros(2, dtype=torch.float64))
+            if owned.rank == dist.get_rank():
+                values = parameters[owned.parameter][owned.piece.slices()].double()
+                share += torch.stack([values.sum(), (values**2).sum()])
+    stacked = torch.stack([shares[name] for name in sorted(shares)])
+    dist.all_reduce(stacked)
+    return dict(zip(sorted(shares), stacked.tolist(), strict=True))
 
 
 def log_probs_of_checkpoint(
