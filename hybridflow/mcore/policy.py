@@ -48,6 +48,8 @@ class Policy:
 
         Args:
             expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0: not at all.
+                The padding at the end of packed micro-batches counts as tokens: Megatron's mask for it does not reach later pipeline
+                stages (gpt_model.py:308) and has the wrong shape where it is used (router.py:542).
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
