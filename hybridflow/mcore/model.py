@@ -16,8 +16,10 @@ from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.parallel import coordinates
+from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor, padded_vocab_size
+from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -70,7 +72,7 @@ def build_model(family: Family, parallel: ParallelConfig, dtype: str) -> GPTMode
         cpu_modules.install()
     config = transformer_config(family, parallel, dtype)
     at = coordinates()
-    return GPTModel(
+    model = GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=True),
         vocab_size=padded_vocab_size(family.vocab_size, at.tp_size),
@@ -79,6 +81,9 @@ def build_model(family: Family, parallel: ParallelConfig, dtype: str) -> GPTMode
         parallel_output=True,
         **family.gpt_model_kwargs(),
     )
+    if isinstance(family, ScalarHead):
+        replace_output_layer(model, family.hidden, family.bias)
+    return model
 
 
 def wrap_for_training(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:

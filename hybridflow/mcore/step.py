@@ -19,6 +19,8 @@ from hybridflow.mcore.vocab_parallel import log_probs_and_entropy
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
 LossFunction = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
+# (micro-batch, the model's output [1, t, ...]) -> the same
+OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
 def forward(
@@ -30,8 +32,7 @@ def forward(
         log_probs, entropy = _response_log_probs(logits, micro, vocab_size, temperature, with_entropy)
         return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
 
-    with torch.no_grad():
-        results = _run(model, micro_batches, collect, forward_only=True)
+    results = forward_outputs(model, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
 
 
@@ -46,7 +47,22 @@ def backward(
 
     def loss(micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         log_probs, entropy = _response_log_probs(logits, micro, vocab_size, temperature, with_entropy)
-        total, count, metrics = loss_function(log_probs, entropy, micro)
+        return loss_function(log_probs, entropy, micro)
+
+    return backward_outputs(model, micro_batches, loss)
+
+
+def forward_outputs(model: Any, micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]) -> list[Any]:
+    """What `collect` makes of the model's output [1, t, ...] for each micro-batch, without gradient, on the last stage; else empty."""
+    with torch.no_grad():
+        return _run(model, micro_batches, collect, forward_only=True)
+
+
+def backward_outputs(model: Any, micro_batches: Sequence[MicroBatch], loss_function: OutputLoss) -> Metrics:
+    """`backward` for a loss of the model's whole output."""
+
+    def loss(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        total, count, metrics = loss_function(micro, output)
         # a clone: the schedule scales the loss it is given in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
         return total, count.to(total.device, torch.int), metrics
