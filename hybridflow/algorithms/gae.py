@@ -87,12 +87,12 @@ def _discounted_sums(deltas_T: torch.Tensor, lengths_S: torch.Tensor, ends_S: to
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
     """[T] (x - mean) / sqrt(variance + 1e-8) over the tokens of the mask, with the unbiased variance; 0 elsewhere.
 
-    One token alone has no variance and becomes 0.
+    One token alone has no variance and becomes 0. In fp64: of equal values, fp32 would leave rounding errors times 1e4.
     """
-    chosen = values_T if mask_T is None else values_T[mask_T]
+    chosen = (values_T if mask_T is None else values_T[mask_T]).double()
     centred = chosen - chosen.mean() if len(chosen) else chosen
     variance = (centred**2).sum() / max(len(chosen) - 1, 1)
-    whitened = centred * torch.rsqrt(variance + 1e-8)
+    whitened = (centred * torch.rsqrt(variance + 1e-8)).to(values_T.dtype)
     if mask_T is None:
         return whitened
     out = torch.zeros_like(values_T)

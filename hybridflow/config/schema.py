@@ -108,6 +108,17 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """The model that KL terms compare the policy with, where one of them is in use."""
+
+    placement: str = "colocated"  # colocated: the actor's processes, weights swapped in | own: processes of its own
+    path: str | None = None  # own: HF folder of another model of the same vocabulary (a teacher); None: the policy as RL begins
+    procs: int = 1  # own: processes, in all
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
+    max_tokens_per_micro_batch: int = 4096
+
+
+@dataclass(frozen=True)
 class CriticConfig:
     """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
 
@@ -270,6 +281,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hybridflow.config.schema import ParallelConfig
-from hybridflow.data.packing import pack
+from hybridflow.data.packing import pack_alike
 from hybridflow.mcore import parallel
 from hybridflow.mcore.model import load_weights
 from hybridflow.mcore.packed import MicroBatch, build_micro_batches, sequence_lengths, unpack
@@ -98,13 +98,8 @@ class ValueModel(Policy):
         return metrics_to_floats(metrics), {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _paired_micro_batches(self, batch: DataProto, max_tokens: int) -> list[MicroBatch]:
-        lengths = sequence_lengths(batch).reshape(-1, 2).sum(1)
-        bins = pack(lengths, max_tokens)
-        wanted = all_ranks_max(len(bins))
-        if len(bins) < wanted:
-            bins = pack(lengths, max_tokens, min_bins=wanted)
+        bins = pack_alike(sequence_lengths(batch).reshape(-1, 2).sum(1), max_tokens, all_ranks_max)
         rows = [np.stack([2 * pairs, 2 * pairs + 1], 1).reshape(-1) for pairs in bins]
-        rows += [np.zeros(0, np.int64)] * (wanted - len(rows))
         return build_micro_batches(batch, rows, (), multiple_of=self.config.tensor if self.config.sequence else 1)
 
 
