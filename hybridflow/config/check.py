@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import check_engines, derived
+from hybridflow.config import check_engines, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 
@@ -29,6 +29,16 @@ AT_LEAST_ONE = (
     "actor.ppo_epochs",
     "actor.max_tokens_per_micro_batch",
     "actor.logits_chunk_tokens",
+    "critic.procs",
+    "reference.procs",
+    "reference.max_tokens_per_micro_batch",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_epochs",
+    "critic.max_tokens_per_micro_batch",
+    "reward_model.procs",
+    "reward_model.max_tokens_per_micro_batch",
+    "reward_training.batch_size",
+    "algorithm.kl_horizon",
     "rollout.num_engines",
     "rollout.tensor",
     "rollout.pipeline",
@@ -53,6 +63,8 @@ NOT_NEGATIVE = (
     "algorithm.kl_coef",
     "rollout.sync.max_retries",
     "sft.steps",
+    "reward_training.steps",
+    "trainer.critic_warmup",
     "trainer.test_every_steps",
     "trainer.save_every_steps",
     "trainer.keep_checkpoint_every_steps",
@@ -60,6 +72,8 @@ NOT_NEGATIVE = (
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (
+    "critic.cliprange_value",
+    "algorithm.kl_target",
     "rollout.sampling.temperature",
     "rollout.mem_fraction_static",
     "rollout.start_timeout_s",
@@ -73,7 +87,7 @@ ABOVE_ZERO = (
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise one ConfigError that lists every problem of `config` for `hybridflow train` or `hybridflow sft`."""
+    """Raise one ConfigError that lists every problem of `config` for `hybridflow train`, `sft` or `train-reward`."""
     found = problems(config, job)
     if len(found) == 1:
         raise ConfigError(found[0])
@@ -90,7 +104,10 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source, check_engines.shape_problems),
     )
     found = [line for one in checks for line in one(config)]
-    found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim), *_files(config, job)]
+    found += roles.problems(config, job)
+    found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim)]
+    found += [*_optim("critic.optim", config.critic.optim), *_optim("reward_training.optim", config.reward_training.optim)]
+    found += [*_files(config, job)]
     if not any(line.startswith("model.") for line in found):
         found += _model_sizes(config)
     return found
@@ -341,6 +358,13 @@ def _files(config: RunConfig, job: str) -> Iterator[str]:
         wanted["data.val_files"] = config.data.val_files
         if not config.data.train_files:
             yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
+    if job == "train-reward":
+        wanted["reward_training.train_files"] = config.reward_training.train_files
+        wanted["reward_training.val_files"] = config.reward_training.val_files
+        if not config.reward_training.steps:
+            yield "reward_training.steps=0: nothing to train; give reward_training.steps=N"
+        if not config.reward_training.train_files:
+            yield "reward_training.train_files is empty; give files of pairs, for example reward_training.train_files=[pairs.parquet]"
     if job == "sft" and not config.sft.steps:
         yield "sft.steps=0: nothing to train; give sft.steps=N"
     if config.sft.steps:
@@ -365,6 +389,12 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
         yield (
             f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
             "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
+        )
+    pairs = [file for file in config.reward_training.train_files if _available(config, file) and not Path(file).exists()]
+    if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
+        yield (
+            f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
+            "give the number of pairs, for example data.prepare.options.num_pairs=9500"
         )
     missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
     if prepare.task == "gsm8k" and prepare.source is None and missing:

@@ -19,8 +19,10 @@ from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.parallel import coordinates
+from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
+from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import rank_tensors
 
@@ -104,7 +106,9 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         vp_stage=stage,
         **family.gpt_model_kwargs(),
     )
-    if at.is_last_stage:
+    if isinstance(family, ScalarHead):
+        replace_output_layer(model, family.hidden, family.bias)
+    elif at.is_last_stage:
         # `vocab_parallel` applies the output layer chunk by chunk; called as a module still, so that hooks on its weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model

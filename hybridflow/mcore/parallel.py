@@ -42,6 +42,11 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def is_initialized() -> bool:
+    """Whether this process has its groups."""
+    return bool(parallel_state.model_parallel_is_initialized())
+
+
 def device() -> torch.device:
     """Where this rank computes: the current CUDA device, or (through `cpu_compat`) the CPU."""
     return torch.device(torch.cuda.current_device())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weigh
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches, sequence_lengths, unpack
-from hybridflow.mcore.step import LossFunction, all_ranks_max, backward, forward, forward_top, metrics_to_floats
+from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward, forward, forward_top, metrics_to_floats
 from hybridflow.mcore.vocab_parallel import Scoring
 from hybridflow.models import Family
 from hybridflow.models.weights import WeightSource
@@ -98,12 +98,16 @@ class Policy:
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight was changed.
         """
+        micro_batches, scoring = self._micro_batches(batch, max_tokens, columns), self._scoring(temperature, with_entropy)
+        return self._update(len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch))
+
+    def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
+        """One optimizer update on the gradients that `accumulate` leaves in the buffers; see `train_mini_batch`."""
         if self.optimizer is None:
-            raise RuntimeError("train_mini_batch before set_optimizer")
-        micro_batches = self._micro_batches(batch, max_tokens, columns)
+            raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
-        watch, biases = Watch(len(micro_batches)), self._expert_biases()
-        metrics = metrics_to_floats(backward(self.chunks, micro_batches, loss, self._scoring(temperature, with_entropy), watch))
+        watch, biases = Watch(num_micro_batches), self._expert_biases()
+        metrics = metrics_to_floats(accumulate(watch))
         if problem := watch.report(self.chunks):
             for live, before in biases:
                 live.copy_(before)
@@ -120,8 +124,8 @@ class Policy:
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         if self.on_nonfinite == "stop" or self.optimizer is None:
             raise NonFiniteError(
-                f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, sft.optim.lr) and run the same command "
-                "again to resume from the last checkpoint, or leave such updates out with actor.on_nonfinite=skip"
+                f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, sft.optim.lr) and run "
+                "the same command again to resume from the last checkpoint, or leave such updates out with actor.on_nonfinite=skip"
             )
         logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
         finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}
@@ -142,11 +146,14 @@ class Policy:
         for chunk in self.chunks:
             chunk.train()
 
-    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
+    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str], together: int = 1) -> list[MicroBatch]:
+        """`together`: so many rows in turn stay in one micro-batch, in their order."""
         cut, lengths = self._cut(), sequence_lengths(batch)
         # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
         group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1
-        bins = pack_alike(cut.padded(lengths), max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group)
+        costs = cut.padded(lengths).reshape(-1, together).sum(1)
+        bins = pack_alike(costs, max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group)
+        bins = [(rows[:, None] * together + np.arange(together)).reshape(-1) for rows in bins]
         total = cut.total(lengths, bins)
         if self.config.moe_dispatcher == "allgather":  # it gathers equally many tokens from every rank (token_dispatcher.py:264)
             total = all_ranks_max(total)

@@ -23,6 +23,8 @@ from hybridflow.mcore.vocab_parallel import Scoring, log_probs_and_entropy, top_
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
 LossFunction = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
+# (micro-batch, the model's output [1, t, ...]) -> the same
+OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
 def forward(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -62,9 +64,26 @@ def backward(
         Metric sums and counts over this data-parallel rank's micro-batches, on the last stage; empty elsewhere.
     """
 
-    def loss(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         log_probs, entropy = response_log_probs(chunks, hidden, micro, scoring)
-        total, count, metrics = loss_function(log_probs, entropy, micro)
+        return loss_function(log_probs, entropy, micro)
+
+    return backward_outputs(chunks, micro_batches, loss, watch)
+
+
+def forward_outputs(
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]
+) -> list[Any]:
+    """What `collect` makes of the model's output [1, t', ...] for each micro-batch, without gradient, on the last stage; else empty."""
+    with torch.no_grad():
+        return run(chunks, micro_batches, lambda _, micro, output: collect(micro, output))
+
+
+def backward_outputs(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: OutputLoss, watch: Watch) -> Metrics:
+    """`backward` for a loss of the model's whole output."""
+
+    def loss(number: int, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        total, count, metrics = loss_function(micro, output)
         watch.loss(number, total.detach())
         # a clone: the schedule scales the loss it is given in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
