@@ -89,6 +89,10 @@ class LogprobMismatchError(HybridFlowError):
     """Rollout and trainer disagree on the log-probabilities of the same tokens beyond the configured bound."""
 
 
+class NonFiniteError(HybridFlowError):
+    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the weights are as they were."""
+
+
 class CheckpointError(HybridFlowError):
     """A checkpoint cannot be written or read. The previous one is still whole."""
 

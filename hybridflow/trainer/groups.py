@@ -20,7 +20,9 @@ from hybridflow.protocol import DataProto
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
 _log = logging.getLogger(__name__)
 
@@ -145,13 +147,19 @@ def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the column."""
     with_reference = derived.needs_reference(config)
     written = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
+    critic, model = derived.has_critic(config), derived.has_reward_model(config)
+    reference = ReferenceWorker.compute_ref_log_probs if derived.has_own_reference(config) else PolicyWorker.compute_ref_log_probs
+    inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
     check_dataflow(
         [
             RolloutWorker.generate,
             DataflowStep("reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")),
+            *([RewardModelWorker.compute_scores] if model else []),
             PolicyWorker.compute_log_probs,
-            *([PolicyWorker.compute_ref_log_probs] if with_reference else []),
-            DataflowStep("advantages", ("scores", "uid", *written), ("rewards", "advantages")),
+            *([reference] if with_reference else []),
+            *([CriticWorker.compute_values] if critic else []),
+            DataflowStep("advantages", (*inputs, *written), ("rewards", "advantages", *(["returns"] if critic else []))),
+            *([CriticWorker.update_critic] if critic else []),
             DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written)),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),

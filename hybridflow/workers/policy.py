@@ -52,8 +52,16 @@ class PolicyWorker:
         else:
             std = float(spec.hf_config.get("initializer_range", 0.02))
             source = RandomWeights(family.tensors(), config.seed, std)
-        rate = config.actor.expert_bias_update_rate
-        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source, expert_bias_update_rate=rate)
+        self.policy = Policy(
+            family,
+            config.actor.parallel,
+            config.model.dtype,
+            source,
+            expert_bias_update_rate=config.actor.expert_bias_update_rate,
+            recompute=config.actor.recompute,
+            logits_chunk_tokens=config.actor.logits_chunk_tokens,
+            on_nonfinite=config.actor.on_nonfinite,
+        )
         self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
         self.host, self.sync = context.master_addr, config.rollout.sync
         self._store: TCPStore | None = None

@@ -329,7 +329,7 @@ def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None
 def test_a_gradient_that_is_not_finite_stops_the_run_without_a_checkpoint(tmp_path: Path) -> None:
     world = World(applied=(True, False))
     trainer = trainer_of(config_of(tmp_path, save_every_steps=1), world)
-    with pytest.raises(HybridFlowError, match=r"step 1: a gradient is not finite"):
+    with pytest.raises(HybridFlowError, match=r"step 1: a gradient of the actor is not finite"):
         trainer.fit()
     assert "save" not in world.calls
     [record] = records(trainer, "train")  # what happened can be read
