@@ -33,6 +33,7 @@ class SliceSync:
         self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
         self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
         self._sessions = [0] * config.rollout.num_engines
+        self._lives = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
         self._attempts = 0
         self._at = ("", 0)
@@ -80,6 +81,10 @@ class SliceSync:
         """Attempts at all engines that are up. Returns why engines did not take the weights, and bytes that reached those that did."""
         states = self.engines.states()
         stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
+        for number, state in enumerate(states):
+            if state.life != self._lives[number]:  # the session's other end died with the engine's processes
+                self._lives[number] = state.life
+                self._sessions[number] += 1
         pending, nbytes = [number for number in range(len(states)) if number not in stale], 0
         for _ in range(1 + self.sync_config.max_retries):
             outcomes = self._attempt(pending, version) if pending else []

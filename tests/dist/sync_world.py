@@ -18,7 +18,7 @@ import requests
 import torch
 from safetensors.torch import save_file
 
-from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
+from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SyncConfig
 from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
 from hybridflow.engines.client import EngineClient, SamplingParams
 from hybridflow.errors import WorkerError
@@ -111,7 +111,7 @@ class Senders:
 
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
         if self.kind == "megatron":
-            ranks = [Coordinates(*at) for at in self.command("coordinates")[0]]
+            ranks = [Coordinates(*at) for at in self.command("coordinates", wait_s=240.0)[0]]  # the ranks are still starting
         else:
             ranks = ParallelShape(**self.shape).coordinates()
         self.facts = make_weight_plan(self.store, family_of(self.model), ranks, "float32", engines, SYNC.staging_bytes, 20.0)
@@ -141,7 +141,7 @@ class SyncWorld:
         contexts = [WorkerContext(r, len(tensors), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(tensors))]
         self.workers = [RolloutWorker(c, config, engine_folder, "float32", 1) for c, config in zip(contexts, self.configs, strict=True)]
         self.group: Any = Threads(self.workers)
-        config = RunConfig(output_dir=str(folder), rollout=self.configs[0])
+        config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
         self.engines = EngineGroup(self.group, config, [])
         self.engines.wait_ready()
         self.version, self.seed = 0, -1

@@ -29,7 +29,7 @@ class Ends:
         self.fates, self.state_names, self.sender_dies = list(fates), list(states), sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
-        self.waited, self.senders_fail = 0.0, False
+        self.waited, self.senders_fail, self.lives = 0.0, False, [0, 0]
 
     @property
     def group(self) -> Ends:
@@ -39,7 +39,8 @@ class Ends:
         self.waited += wait_s
         if wait_s:
             self.state_names = ["up" if name == "starting" else name for name in self.state_names]
-        return [EngineState(f"engine-{n}", name, 0, "" if name == "up" else "it died") for n, name in enumerate(self.state_names)]
+        named = enumerate(self.state_names)
+        return [EngineState(f"engine-{n}", name, self.lives[n], "" if name == "up" else "it died") for n, name in named]
 
     def quarantine(self, stale: dict[int, str]) -> None:
         self.stale = dict(stale)
@@ -127,6 +128,16 @@ def test_an_engine_that_is_being_started_is_left_alone() -> None:
     ends = Ends([{0: "served"}], states=("up", "starting"))
     report = sync_of(ends).sync(1)
     assert report.stale == {"engine-1": "engine-1 is starting: it died"} and ends.waited == 0
+
+
+def test_an_engine_that_was_started_again_gets_a_new_session() -> None:
+    ends = Ends([{0: "served", 1: "served"}] * 2)
+    sync = sync_of(ends)
+    sync.sync(1)
+    ends.lives[1] = 1  # died and came back between the syncs: nothing failed
+    sync.sync(2)
+    first, second = ([order.endpoint.session for order in orders] for orders in ends.orders)
+    assert first[0] == second[0] and first[1] != second[1]
 
 
 def test_without_any_engine_the_sync_waits_for_one_to_start() -> None:
