@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridflow.config.schema import ActorConfig
 from hybridflow.protocol import DataProto, Jagged
-from tests.dist.mcore_cases import TINY, batch_of, _policy, _share
+from tests.dist.mcore_cases import TINY, _policy, _share, batch_of
 
 ROWS = 12
 _POLICY = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5)

@@ -1,4 +1,4 @@
-"""Checkpoints of four ranks: a resumed training is the uninterrupted one, in any layout; broken ones are named, failed saves leave nothing."""
+"""Checkpoints of four ranks: training resumed in any layout is the uninterrupted one; broken ones are named, failed saves leave nothing."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import base64
 import json
 import pickle
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import requests
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.engines import guard

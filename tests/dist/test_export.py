@@ -22,7 +22,15 @@ from tests.dist.ranks import run_ranks
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 SHARD = 40_000  # bytes
-BIG = {**TINY, "model_type": "qwen3", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048, "head_dim": 64}
+BIG = {
+    **TINY,
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 2048,
+    "head_dim": 64,
+}
 BIG = {key: value for key, value in BIG.items() if "expert" not in key} | {"num_attention_heads": 8, "num_key_value_heads": 4}
 MIB = 1 << 20
 
