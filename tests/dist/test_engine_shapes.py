@@ -21,6 +21,7 @@ from hybridflow.engines.client import Completion, EngineClient, SamplingParams
 from hybridflow.engines.server import EngineServer, EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.ranks import free_port
+from tests.dist.sync_world import SyncWorld
 
 pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {
@@ -120,6 +121,25 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
         assert post(server, "update_weights_from_disk", {"model_path": str(second)})["success"]
         check(server, second)
     assert guard.session_members(server.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
+        pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2", marks=pytest.mark.full),
+    ],
+)
+def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
+    """From two pipeline stages of a trainer; the engine starts without weights."""
+    world = SyncWorld({**model, **ONLY_PUBLISHED}, {"ranks": 2, "pipeline": 2}, [shape], tmp_path)
+    try:
+        for seed in (1, 2):
+            assert world.sync.sync(world.train(seed)).stale == {}
+            assert world.difference(0, seed) <= 1e-5
+    finally:
+        world.close()
 
 
 def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
