@@ -116,7 +116,7 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
     first, second = (save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second")))
     with EngineServer(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
         server.start()
-        server.wait_ready(200.0)
+        server.wait_ready(400.0)
         check(server, first)
         assert post(server, "update_weights_from_disk", {"model_path": str(second)})["success"]
         check(server, second)
@@ -151,7 +151,7 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
     spec = EngineSpec(name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]})
     with EngineServer(spec, tmp_path / "engine.log") as server:
         server.start()
-        server.wait_ready(200.0)
+        server.wait_ready(400.0)
         check(server, first)
         post(server, "begin_weight_update", {})
         nothing = base64.b64encode(pickle.dumps([])).decode()
@@ -170,7 +170,7 @@ def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
         for server in servers:
             stack.enter_context(server).start()
         for server in servers:
-            server.wait_ready(200.0)
+            server.wait_ready(400.0)
         check(servers[0], model)
         for server in servers:
             server.check_alive()
