@@ -115,7 +115,11 @@ def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.Capture
     err = capsys.readouterr().err
     assert f"{largest} does not have the content" in err and "stray does not belong" in err and err.count("hybridflow: ") == 2
     assert main(["checkpoint", "verify", str(copy), "--json"]) == 1
-    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+    [report] = json.loads(capsys.readouterr().out)
+    assert len(report["problems"]) == 2
+    shutil.copytree(folder / "checkpoint", copy / "critic")  # of two roles, each is looked at
+    assert main(["checkpoint", "verify", str(copy)]) == 1
+    assert f"{copy / 'critic'}: " in capsys.readouterr().out
     (copy / "policy" / "manifest.json").unlink()
     assert main(["checkpoint", "inspect", str(copy)]) == 1
     assert "is not a whole checkpoint" in capsys.readouterr().err
