@@ -89,6 +89,10 @@ class LogprobMismatchError(HybridFlowError):
     """Rollout and trainer disagree on the log-probabilities of the same tokens beyond the configured bound."""
 
 
+class RouterReplayError(HybridFlowError):
+    """Router replay is not live: a router did not use the experts it was given, or the routes do not fit the batch or the model."""
+
+
 class CheckpointError(HybridFlowError):
     """A checkpoint cannot be written or read. The previous one is still whole."""
 

@@ -13,6 +13,7 @@ from hybridflow.mcore import parallel
 from hybridflow.mcore.model import DTYPES, build_model, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.mcore.packed import MicroBatch, build_micro_batches, sequence_lengths, unpack
+from hybridflow.mcore.router_replay import RouterReplay
 from hybridflow.mcore.step import LossFunction, all_ranks_max, backward, forward, metrics_to_floats
 from hybridflow.models import Family
 from hybridflow.models.weights import WeightSource
@@ -34,6 +35,7 @@ class Policy:
         self.stage = build_model(family, parallel_config, dtype)
         load_weights(self.stage, family, source)
         self.stage.config.moe_router_bias_update_rate = expert_bias_update_rate
+        self.replay = RouterReplay([self.stage])
         self.model = wrap_for_training(self.stage, parallel_config.distributed_optimizer)
         self.optimizer: Optimizer | None = None
         self._reference: dict[str, torch.Tensor] | None = None
@@ -80,7 +82,8 @@ class Policy:
 
     def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
         bins = pack_alike(sequence_lengths(batch), max_tokens, all_ranks_max)
-        return build_micro_batches(batch, bins, columns, multiple_of=self.config.tensor if self.config.sequence else 1)
+        multiple = self.config.tensor if self.config.sequence else 1
+        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, multiple_of=multiple))
 
     # ---- reference --------------------------------------------------------------------------------------------------------------------
 
