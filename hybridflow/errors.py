@@ -42,6 +42,10 @@ class ResourceError(HybridFlowError):
     """The cluster cannot hold what was asked for. Says what is free where."""
 
 
+class MemoryExhaustedError(ResourceError):
+    """A device, or the machine, ran out of memory. Says in which phase, how much was held, and which keys lower it."""
+
+
 class WorkerError(HybridFlowError):
     """A worker died, hung or raised.
 

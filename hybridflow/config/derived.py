@@ -90,6 +90,16 @@ def needs_reference(config: RunConfig) -> bool:
     return config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0
 
 
+def needs_engine_routes(config: RunConfig) -> bool:
+    """Whether engines must return the experts of every token."""
+    return config.actor.router_replay in ("compare", "r3")
+
+
+def replays_routes(config: RunConfig) -> bool:
+    """Whether updates go along recorded experts."""
+    return config.actor.router_replay in ("r2", "r3")
+
+
 def run_dir(config: RunConfig) -> Path:
     """The folder that holds everything the run writes."""
     return Path(config.output_dir) / config.name

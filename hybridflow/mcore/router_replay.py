@@ -8,7 +8,7 @@ How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py
 choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at a time and takes a recomputation for a second list that
 somebody must switch to; under 1F1B, forwards of later micro-batches and recomputations of earlier ones alternate. Ours finds the routes
 through the micro-batch itself: they hang on its `PackedSeqParams`, a forward hook of the model says which is being computed, and a
-recomputation (a router called outside any forward) takes the oldest micro-batch that was run without gradient, which is the schedules' order.
+recomputation (a router called outside any forward) takes the oldest micro-batch that was run without gradient: the order of the schedules.
 
 What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias (`local_tokens_per_expert`). What keeps
 to the live choice: the auxiliary balancing losses (moe_utils.py:788), since they teach the router itself.
@@ -146,9 +146,8 @@ class RouterReplay:
         routes, lengths = batch.jagged(ROUTES), sequence_lengths(batch)
         wanted = (self.config.num_layers, self.config.moe_router_topk)
         if routes.values.shape[1:] != wanted:
-            raise RouterReplayError(
-                f"{ROUTES} has shape {list(routes.values.shape[1:])} a token; the model has {wanted[0]} layers with {wanted[1]} experts a token"
-            )
+            found = list(routes.values.shape[1:])
+            raise RouterReplayError(f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and {wanted[1]} experts a token")
         if not np.array_equal(routes.lengths, lengths):
             row = int(np.argmax(routes.lengths != lengths))
             raise RouterReplayError(f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have {lengths[row]}")
@@ -163,9 +162,9 @@ class RouterReplay:
         waiting = sum(len(router.pending) for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
-                f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given experts {used} were routed, "
-                f"{mismatched} of them to other experts; {waiting} recomputations did not happen. The gradient is that of other experts "
-                "than those that were sampled from; nothing was applied after this pass."
+                f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given experts {used} were "
+                f"routed, {mismatched} of them to other experts; {waiting} recomputations did not happen. This pass computed another "
+                "function than the one that was sampled from. Set actor.router_replay=none to train without replay."
             )
         for name, count in zip(self._taken, (sent, used, mismatched, differing), strict=True):
             self._taken[name] += count
@@ -286,7 +285,8 @@ class _Tally:
 
     def numbers(self) -> tuple[int, int, int, int]:
         """sent, used, mismatched, differing."""
-        return self.sent, *(int(self._sums.get(name, torch.zeros(()))) for name in ("used", "mismatched", "differing"))
+        used, mismatched, differing = (int(self._sums.get(name, torch.zeros(()))) for name in ("used", "mismatched", "differing"))
+        return self.sent, used, mismatched, differing
 
 
 def _packed_routes(routes: Jagged, micro: MicroBatch) -> torch.Tensor:

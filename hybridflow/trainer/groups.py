@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow
 from hybridflow.errors import WeightSyncError
+from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
+from hybridflow.routes import ROUTES
 from hybridflow.single_controller import Future, WorkerGroup
+from hybridflow.trainer.observations import memory_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
@@ -39,7 +42,7 @@ class PolicyGroup:
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
-        return self._balanced(PolicyWorker.compute_log_probs, batch)
+        return self._balanced(_log_prob_method(self.config), batch)
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
@@ -51,9 +54,20 @@ class PolicyGroup:
         columns = ["prompt_ids", "response_ids", "old_log_probs", "advantages"]
         if "ref_log_probs" in batch:
             columns.append("ref_log_probs")
+        if derived.replays_routes(self.config):
+            columns.append(ROUTES)
         share = batch.select(columns).reorder(self._order(batch))
         reports = self.group.run(PolicyWorker.update_policy, share, rows, seed)
-        return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+        observed = self._observed(batch)
+        return [merge(rank_reports, observed) for rank_reports in zip(*reports, strict=True)]
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.sleep, parts)
+
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.wake, parts)
 
     def freeze_reference(self) -> None:
         """See TrainGroup."""
@@ -74,6 +88,12 @@ class PolicyGroup:
     def export(self, folder: Path) -> None:
         """See TrainGroup."""
         self.group.run(PolicyWorker.export_hf, folder.resolve())
+
+    def _observed(self, batch: DataProto) -> dict[str, float]:
+        """Peaks of memory and the replayed routes of the step that `batch` went through. Raises when replay was not live."""
+        observations = self.group.run(PolicyWorker.take_observations)
+        lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
+        return memory_metrics(observations) | replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
 
     def _order(self, batch: DataProto) -> np.ndarray:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
@@ -108,7 +128,17 @@ class EngineGroup:
         """See RolloutService."""
         limit = self.config.data.max_response_length
         timeout = self.config.rollout.request_timeout_s + 30
-        return _batch(self.group.run(RolloutWorker.generate, prompts, sampling, limit, self.stop_ids, timeout=timeout))
+        # only of samples that are trained on: routes are large, and validation has no use for them
+        training = sampling == self.config.rollout.sampling
+        return _batch(self.group.run(_generate_method(self.config, training), prompts, sampling, limit, self.stop_ids, timeout=timeout))
+
+    def sleep(self) -> None:
+        """See RolloutService."""
+        self.group.run(RolloutWorker.sleep)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See RolloutService."""
+        self.group.run(RolloutWorker.wake, list(tags))
 
     def stop(self) -> None:
         """End the engines."""
@@ -157,21 +187,35 @@ def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the column."""
     with_reference = derived.needs_reference(config)
     written = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
+    routes = (ROUTES,) if derived.replays_routes(config) else ()
     check_dataflow(
         [
-            RolloutWorker.generate,
+            _generate_method(config),
             DataflowStep("reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")),
-            PolicyWorker.compute_log_probs,
+            _log_prob_method(config),
             *([PolicyWorker.compute_ref_log_probs] if with_reference else []),
             DataflowStep("advantages", ("scores", "uid", *written), ("rewards", "advantages")),
-            DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written)),
+            DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written, *routes)),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
     )
 
 
-def merge(reports: Sequence[dict[str, Any]]) -> Update:
-    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts)."""
+def _generate_method(config: RunConfig, training: bool = True) -> Callable[..., Any]:
+    return RolloutWorker.generate_with_routes if training and derived.needs_engine_routes(config) else RolloutWorker.generate
+
+
+def _log_prob_method(config: RunConfig) -> Callable[..., Any]:
+    if config.actor.router_replay == "r2":
+        return PolicyWorker.compute_log_probs_and_routes
+    return PolicyWorker.compute_log_probs_along_routes if derived.needs_engine_routes(config) else PolicyWorker.compute_log_probs
+
+
+def merge(reports: Sequence[dict[str, Any]], observed: Mapping[str, float] | None = None) -> Update:
+    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts).
+
+    `observed` holds for the whole step and is added to each of its updates.
+    """
     totals: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report["sums"].items():
@@ -179,7 +223,7 @@ def merge(reports: Sequence[dict[str, Any]]) -> Update:
             seen[0] += total
             seen[1] += count
     info = reports[0]["info"]
-    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()}
+    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()} | dict(observed or {})
     return Update(means, info["grad_norm"], info["lr"], bool(info["applied"]))
 
 

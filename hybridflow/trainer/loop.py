@@ -30,6 +30,7 @@ from hybridflow.single_controller import keep_in_store
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
 from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference, spread_over_tokens, update_metrics
+from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import RolloutService, TrainGroup, Update, WeightSync
 from hybridflow.trainer.session import Session
 
@@ -50,6 +51,7 @@ class RLTrainer:
     ) -> None:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
+        self.phases = Phases(config, policy, engines)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
@@ -60,7 +62,7 @@ class RLTrainer:
         """Run all remaining steps, with validation before, during and after."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.session.progress(trainer.total_steps, "GRPO", self.step) as progress:
-            self.weights.sync(self.step)
+            self.sync()
             if self.step == 0 and trainer.val_before_train:
                 self.validate(progress)
             while self.step < trainer.total_steps:
@@ -71,18 +73,19 @@ class RLTrainer:
                         batch = batch.union(self.engines.generate(batch, self.config.rollout.sampling))
                     with phase("reward"):
                         batch = batch.union(self.scorer.score(batch))
-                    with phase("old_log_prob"):
-                        batch = batch.union(self.policy.log_probs(batch))
-                    if derived.needs_reference(self.config):
-                        with phase("ref"):
-                            batch = batch.union(self.policy.ref_log_probs(batch))
-                    with phase("adv"):
-                        batch = self.with_advantages(batch)
-                    self.check_log_probs(batch)
-                    with phase("update_actor"):
-                        updates = self.policy.update(batch, seed=self.config.seed * 1_000_003 + self.step)
+                    with self.phases.training():
+                        with phase("old_log_prob"):
+                            batch = batch.union(self.policy.log_probs(batch))
+                        if derived.needs_reference(self.config):
+                            with phase("ref"):
+                                batch = batch.union(self.policy.ref_log_probs(batch))
+                        with phase("adv"):
+                            batch = self.with_advantages(batch)
+                        self.check_log_probs(batch)
+                        with phase("update_actor"):
+                            updates = self.policy.update(batch, seed=self.config.seed * 1_000_003 + self.step)
                     with phase("update_weights"):
-                        self.weights.sync(self.step)
+                        self.sync()
                     if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
                         with phase("testing"):
                             self.validate(progress)
@@ -93,6 +96,11 @@ class RLTrainer:
                         self.save()
 
     # ---- parts of a step --------------------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """The policy's weights of now to every engine."""
+        with self.phases.sync():
+            self.weights.sync(self.step)
 
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""

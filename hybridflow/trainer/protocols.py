@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridflow.config.schema import OptimConfig, SamplingConfig
+from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
 
 
@@ -48,6 +49,14 @@ class TrainGroup(Protocol):
         """The present weights become the reference."""
         ...
 
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """Those of weights, gradients, optimizer and reference that `actor.offload` names leave the device."""
+        ...
+
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """They come back, and stay until `sleep`."""
+        ...
+
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write the state to a new folder; in the background, return when it has been copied."""
         ...
@@ -69,7 +78,15 @@ class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, finish_reason, weight_version."""
+        """response_ids, rollout_log_probs, finish_reason, weight_version; routed_experts when they are replayed."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device memory away."""
+        ...
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take that of `weights` or `kv_cache` again; weights come with the next sync."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
+from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
+from hybridflow.mcore.residency import PARTS, Part, Residency
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
+from hybridflow.routes import ROUTES
 from hybridflow.workers.losses import PolicyLoss, sft_loss
+from hybridflow.workers.memory import RoleMemory, needs
 from hybridflow.workers.weights import WeightSender
 from hybridflow.workers.weights_offer import WeightsOffer
 
@@ -49,6 +54,7 @@ class PolicyWorker:
         rate = config.actor.expert_bias_update_rate
         self.policy = Policy(family, config.actor.parallel, config.model.dtype, source, expert_bias_update_rate=rate)
         self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
+        self.memory = RoleMemory(Residency(model_parts(self.policy), self.platform), self.platform, config.actor.offload)
         self._sender = WeightSender(self.policy, config, context.master_addr)
 
     def mesh_position(self) -> MeshPosition:
@@ -63,11 +69,13 @@ class PolicyWorker:
     # ---- training ---------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
     def set_optimizer(self, config: OptimConfig) -> None:
         """Start a phase with a fresh optimizer."""
         self.policy.set_optimizer(config)
 
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"))
+    @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> Report:
         """One supervised update. Returns {sums: {loss: (sum, count)}, info: {grad_norm, lr, applied}}."""
         sums, info = self.policy.train_mini_batch(
@@ -76,13 +84,18 @@ class PolicyWorker:
         return {"sums": sums, "info": info}
 
     @register(Dispatch.DP_METRIC)
+    @needs("weights", "gradients", "optimizer")
     def update_policy(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
         """PPO epochs over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update, in order.
 
-        Reads prompt_ids, response_ids, old_log_probs, advantages and, with a KL loss, ref_log_probs.
+        Reads prompt_ids, response_ids, old_log_probs, advantages, with a KL loss ref_log_probs, and replays routed_experts if it is there.
         """
+        with self.policy.replay.during("replay") if ROUTES in batch else nullcontext():
+            return self._update(_own_rows(batch), rows_per_update, seed)
+
+    def _update(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
         loss, reports = PolicyLoss(self.actor), []
-        for mini_batch in _own_rows(batch).mini_batches(rows_per_update, epochs=self.actor.ppo_epochs, seed=seed):
+        for mini_batch in batch.mini_batches(rows_per_update, epochs=self.actor.ppo_epochs, seed=seed):
             sums, info = self.policy.train_mini_batch(
                 mini_batch,
                 loss,
@@ -97,17 +110,36 @@ class PolicyWorker:
     # ---- log-probs --------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"))
+    @needs("weights")
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probs and entropies of the response tokens under the present weights."""
         return self._log_probs(batch, "old_log_probs", "entropys")
 
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys", ROUTES))
+    @needs("weights")
+    def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
+        """The same, and the experts that each token went through (R2)."""
+        with self.policy.replay.during("record"):
+            found = self._log_probs(batch, "old_log_probs", "entropys")
+            routes = self.policy.replay.recorded()
+        return None if found is None else found.with_columns(**{ROUTES: routes})
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids", ROUTES), writes=("old_log_probs", "entropys"))
+    @needs("weights")
+    def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
+        """The same along the engine's experts (R3), or, with `actor.router_replay=compare`, compared with them."""
+        with self.policy.replay.during("compare" if self.actor.router_replay == "compare" else "replay"):
+            return self._log_probs(batch, "old_log_probs", "entropys")
+
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
+    @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Log-probs of the response tokens under the reference weights."""
+        """Log-probs of the response tokens under the reference weights, which choose experts for themselves."""
         with self.policy.as_reference():
             return self._log_probs(batch, "ref_log_probs", None)
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "reference")
     def freeze_reference(self) -> None:
         """The present weights become the reference."""
         self.policy.freeze_reference()
@@ -126,6 +158,23 @@ class PolicyWorker:
             columns[entropy_name] = found[1]
         return DataProto.from_columns(columns)
 
+    # ---- memory ----------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Those of `parts` that `actor.offload` names leave the device, until a method needs them or `wake`. Returns the bytes freed."""
+        return self.memory.sleep(parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """These parts come back and stay: for several methods in a row."""
+        self.memory.residency.wake(*parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_observations(self) -> dict[str, Mapping[str, int]]:
+        """Since the last call: {memory: peak bytes by method, routes: `RouterReplay.take_counts`}."""
+        return {"memory": self.memory.take_peaks(), "routes": self.policy.replay.take_counts()}
+
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
@@ -139,6 +188,7 @@ class PolicyWorker:
         self._sender.join()
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
     def send_weights(self) -> int:
         """Gather whole tensors to the stage leaders and broadcast them to the engines. Returns bytes broadcast by this rank."""
         return self._sender.send()
@@ -146,6 +196,7 @@ class PolicyWorker:
     # ---- disk -------------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def save_checkpoint(self, folder: Path, phase: str, step: int, background: bool) -> None:
         """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
@@ -156,6 +207,7 @@ class PolicyWorker:
         return self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def load_checkpoint(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
         """Restore what `save_checkpoint` wrote in the same phase (`optim` and `with_reference` as they were then)."""
         self.policy.set_optimizer(optim)
@@ -164,6 +216,7 @@ class PolicyWorker:
         checkpoint.load(self.policy, folder)
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
         hf_export.export(self.policy, folder, self.spec.hf_config, self.spec.tokenizer)

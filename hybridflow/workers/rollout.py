@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from hybridflow.engines.client import Completion, EngineClient, SamplingParams
 from hybridflow.engines.server import EngineServer, EngineSpec
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto, Jagged
+from hybridflow.routes import ROUTES, unknown, with_free_end
 from hybridflow.workers.weights_offer import WeightsOffer
 
 
 class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
-    def __init__(self, context: WorkerContext, config: RolloutConfig, model_folder: Path, dtype: str, seed: int) -> None:
+    def __init__(
+        self, context: WorkerContext, config: RolloutConfig, model_folder: Path, dtype: str, seed: int, with_routes: bool = False
+    ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
         name = f"engine-{context.rank}"
@@ -40,7 +44,10 @@ class RolloutWorker:
             request_timeout_s=config.request_timeout_s,
             seed=seed + context.rank,
             device=Platform.detect().kind,
+            return_routed_experts=with_routes,
+            memory_saver=config.sleep_while_training,
         )
+        self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self.server = EngineServer(spec, context.log_path.with_name(f"{name}.log"))
         self.server.start()
         self.client = EngineClient(self.server.url, self.server.admin_key, config.request_timeout_s, name=name)
@@ -58,11 +65,45 @@ class RolloutWorker:
     @register(Dispatch.DP, reads=("prompt_ids",), writes=("response_ids", "rollout_log_probs", "finish_reason", "weight_version"))
     def generate(self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]) -> DataProto:
         """One response a row. The stop token is part of the response."""
+        return _columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
+
+    @register(Dispatch.DP, reads=("prompt_ids",), writes=("response_ids", "rollout_log_probs", "finish_reason", "weight_version", ROUTES))
+    def generate_with_routes(
+        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> DataProto:
+        """The same, with the experts that each token of prompt and response went through (`hybridflow.routes`)."""
+        completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
+        tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
+        rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
+        return _columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+
+    def _generate(
+        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int], with_routes: bool = False
+    ) -> list[Completion]:
         self.server.check_alive()
         prompts = batch.jagged("prompt_ids")
         params = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
         rows = [prompts.row(i).tolist() for i in range(len(prompts))]
-        return _columns(self.client.generate(rows, params, max_new_tokens, list(stop_token_ids)))
+        return self.client.generate(rows, params, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
+
+    def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
+        layers = int(self._hf_config["num_hidden_layers"])
+        if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
+            return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
+        return with_free_end(completion.routes, tokens, layers, f"engine {self.client.name}")
+
+    # ---- memory -----------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them."""
+        self.client.flush_cache()
+        self.client.release_memory()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take the memory of these parts again. Weights are then empty until the next sync."""
+        self.client.resume_memory(tags)
 
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_replayed_is_an_error_that_says_why() -> None:
     [said] = run_ranks(1, "tests.dist.replay_cases:broken", parallel={}, hf=TINY)
     assert said["fine"] == said["fine again"] == "nothing"
     assert "has no column 'routed_experts'" in said["no column"]
-    assert "shape [3, 2] a token; the model has 4 layers with 2 experts" in said["other layers"]
+    assert "shape [3, 2] a token; the model has 4 layers and 2 experts" in said["other layers"]
     assert "names expert 7" in said["other expert"]
     assert "of row 0 has" in said["other lengths"]
     assert "router replay is not live" in said["twice"]
