@@ -64,7 +64,11 @@ def render(run: RunFolder) -> str:
 
 def facts(run: RunFolder) -> list[Fact]:
     """The tiles at the head of the page."""
-    return [fact for fact in (_accuracy(run), _reward(run), _steps(run), _time(run), _throughput(run), _layout(run), _model(run)) if fact]
+    return [
+        fact
+        for fact in (_accuracy(run), _reward(run), _steps(run), _time(run), _throughput(run), _layout(run), _model(run), _routes(run))
+        if fact
+    ]
 
 
 def missing(run: RunFolder) -> list[str]:
@@ -144,6 +148,15 @@ def _time(run: RunFolder) -> Fact | None:
 def _throughput(run: RunFolder) -> Fact | None:
     values = [value for _, value in run.points("train", "perf/throughput") if value is not None]
     return ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps") if values else None
+
+
+def _routes(run: RunFolder) -> Fact | None:
+    shares = [value for _, value in run.points("train", "actor/router_replay/differing") if value is not None]
+    if not shares:
+        return None
+    kind = run.setting("actor.router_replay")
+    what = "not replayed: the trainer used its own experts" if kind == "compare" else f"replayed ({kind}): the recorded experts were used"
+    return "Router choices that differ", f"{sum(shares) / len(shares) * 100:.2f} %", what
 
 
 def _layout(run: RunFolder) -> Fact | None:

@@ -34,8 +34,8 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
     return [
         ("Learning", [_accuracy(run), _reward(run), _sft_loss(run)]),
         ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
-        ("Generation", [_lengths(run), _clip_ratio(run), _difference(run)]),
-        ("Time", [_step_time(run), _throughput(run), _tokens(run)]),
+        ("Generation", [_lengths(run), _clip_ratio(run), _difference(run), _routes(run)]),
+        ("Time", [_step_time(run), _throughput(run), _tokens(run), _memory(run)]),
     ]
 
 
@@ -136,6 +136,16 @@ def _difference(run: RunFolder) -> Chart:
     lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return Chart("Log-probability difference", _series(run, names), "nats", about, log=True, lines=lines)
+
+
+def _routes(run: RunFolder) -> Chart:
+    names = {"compare": "Router choices unlike the engines' (not replayed)", "none": "Router choices unlike the engines'"}
+    title = names.get(str(run.setting("actor.router_replay")), "Router choices unlike the replayed ones")
+    return _one(run, title, "actor/router_replay/differing", "tokens x layers", percent=True, include=(0.0,))
+
+
+def _memory(run: RunFolder) -> Chart:
+    return _one(run, "Peak memory of a trainer rank", "perf/max_memory_allocated_gb", "GB", include=(0.0,))
 
 
 def _step_time(run: RunFolder) -> Chart:

@@ -50,12 +50,9 @@ class RoleMemory:
         """
         self.platform.reset_peak_memory()
         try:
-            with self.residency.resident(**dict.fromkeys(parts, True)):
+            # translated twice: inside, while what the method needs is still resident and counts; outside, for bringing it in
+            with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
                 yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._exhausted(name, error) from error
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0), self.platform.peak_memory_bytes())
 
@@ -67,6 +64,15 @@ class RoleMemory:
         """The largest number of bytes held in each phase since the last call."""
         peaks, self._peaks = self._peaks, {}
         return peaks
+
+    @contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._exhausted(name, error) from error
 
     def _exhausted(self, name: str, error: BaseException) -> MemoryExhaustedError:
         held = ", ".join(f"{part} {_gib(size)}" for part, size in self.residency.resident_bytes().items() if size)

@@ -114,7 +114,7 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
     moved = sum(a != b.data_ptr() for a, b in zip(pointers, policy.stage.parameters(), strict=True))
     same = _same(before, _everything(parts))
     return {"held": held, "left": left, "freed": freed, "fell": awake - asleep, "same": same, "seen": seen, "moved": moved,
-            "zero_gradients": sum(not bool(t.any()) for t in parts["gradients"]())}  # fmt: skip
+            "gradient": max(float(t.abs().max()) for t in parts["gradients"]())}  # fmt: skip
 
 
 def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:

@@ -31,7 +31,7 @@ def test_everything_sleeps_and_comes_back_exactly(parallel: dict[str, Any], dtyp
         assert left < 0.05 * held and rank["freed"] == held - left
         # the process itself, as the kernel counts it
         assert rank["fell"] > 0.95 * held, rank
-        assert rank["same"] and rank["moved"] and not rank["zero_gradients"]
+        assert rank["same"] and rank["moved"] and rank["gradient"] > 1e-3
         without_weights = ["gradients", "optimizer", "reference"]
         assert rank["seen"] == [without_weights, ["gradients", "reference"], ["gradients", "reference"], without_weights, ALL]
         assert rank["history"][0] == rank["history"][1] and rank["same_end"] and rank["tensors"] > 50
