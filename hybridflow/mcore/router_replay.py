@@ -103,7 +103,7 @@ class RouterReplay:
         routes = None if self._action == "record" else self._checked(batch)
         lengths = sequence_lengths(batch)
         for micro in micro_batches:
-            given = None if routes is None else self._share(_packed_routes(routes, micro))
+            given = None if routes is None else self._given(routes, micro)
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
                 self.tally.sent += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
@@ -117,9 +117,9 @@ class RouterReplay:
         """
         rows: list[np.ndarray] = [np.zeros(0)] * len(self._lengths)
         for micro in self._micro_batches:
-            parts = np.split(self._gathered(micro), np.cumsum(self._lengths[micro.samples]))
-            for sample, part in zip(micro.samples.tolist(), parts, strict=False):  # the last part is padding
-                rows[sample] = part
+            whole = self._gathered(micro)
+            for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
+                rows[sample] = whole[start : start + self._lengths[sample]]
         return Jagged.from_rows(rows, np.int16)
 
     def take_counts(self) -> Mapping[str, int]:
@@ -171,21 +171,31 @@ class RouterReplay:
 
     # ---- which tokens are this rank's -------------------------------------------------------------------------------------------------
 
-    def _share(self, values: torch.Tensor) -> torch.Tensor:
-        """[t, ...] of the whole micro-batch -> this rank's tokens: sequence parallelism cuts them evenly over tensor-parallel ranks."""
+    def _rows(self, micro: MicroBatch) -> np.ndarray:
+        """Packed rows whose tokens this rank routes, in its order: sequence parallelism cuts them evenly over tensor-parallel ranks."""
+        rows = np.arange(int(_segment_bounds(micro)[-1]))
         if not self.config.sequence_parallel:
-            return values
+            return rows
         size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-        return values.chunk(size)[rank]
+        return rows.reshape(size, -1)[rank]
+
+    def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
+        """[t, layers, k] of this rank's tokens; padding is free."""
+        bounds = _segment_bounds(micro)
+        whole = np.full((int(bounds[-1]), *routes.values.shape[1:]), FREE, dtype=np.int16)
+        for sample, start in zip(micro.samples.tolist(), bounds.tolist(), strict=False):
+            row = routes.row(sample)
+            whole[start : start + len(row)] = row
+        return torch.from_numpy(whole[self._rows(micro)]).to(micro.tokens.device)
 
     def _gathered(self, micro: MicroBatch) -> np.ndarray:
         """[t, layers, k] of all stages and token shards. Summed: each (token, layer) is on one rank, the others hold zero."""
-        total, topk = micro.tokens.shape[1], self.config.moe_router_topk
+        shape = (int(_segment_bounds(micro)[-1]), self.config.num_layers, self.config.moe_router_topk)
         # int32: NCCL has no int16
-        whole = torch.zeros(total, self.config.num_layers, topk, dtype=torch.int32, device=micro.tokens.device)
-        mine = self._share(whole)
+        whole = torch.zeros(shape, dtype=torch.int32, device=micro.tokens.device)
+        mine = torch.from_numpy(self._rows(micro)).to(whole.device)
         for layer, experts in micro.packed.routes.recorded.items():
-            mine[:, layer] = experts.to(torch.int32) - FREE
+            whole[mine, layer] = experts.to(torch.int32) - FREE
         if self.config.sequence_parallel:
             dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
         dist.all_reduce(whole, group=parallel_state.get_pipeline_model_parallel_group())
@@ -289,10 +299,7 @@ class _Tally:
         return self.sent, used, mismatched, differing
 
 
-def _packed_routes(routes: Jagged, micro: MicroBatch) -> torch.Tensor:
-    """[t, layers, k] in packed order; the padding tail is free."""
-    total = micro.tokens.shape[1]
-    values = np.full((total, *routes.values.shape[1:]), FREE, dtype=np.int16)
-    mine = routes.take(micro.samples).values
-    values[: len(mine)] = mine
-    return torch.from_numpy(values).to(micro.tokens.device)
+def _segment_bounds(micro: MicroBatch) -> np.ndarray:
+    """[segments + 1] packed rows where the samples, in order, and the padding tail begin; the last is the length."""
+    bounds: np.ndarray = micro.packed.cu_seqlens_q.cpu().numpy()
+    return bounds
