@@ -19,7 +19,10 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float
         for phase, peak in observed["memory"].items():
             phases[phase] = max(phases.get(phase, 0.0), peak / _GB)
     metrics = {f"perf/max_memory_allocated_gb/{phase}": peak for phase, peak in phases.items()}
-    return metrics | ({"perf/max_memory_allocated_gb": max(phases.values())} if phases else {})
+    if phases:
+        metrics["perf/max_memory_allocated_gb"] = max(phases.values())
+        metrics["perf/max_memory_reserved_gb"] = max(observed["reserved"] for observed in observations) / _GB
+    return metrics
 
 
 def expected_token_layers(prompts: np.ndarray, responses: np.ndarray, routers: int, kind: str, ppo_epochs: int) -> int:

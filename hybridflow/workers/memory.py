@@ -40,6 +40,7 @@ class RoleMemory:
         self._offloads = {"weights": offload.weights, "gradients": offload.gradients, "optimizer": offload.optimizer}
         self._offloads["reference"] = offload.weights
         self._peaks: dict[str, int] = {}
+        self._reserved = 0
 
     @contextmanager
     def phase(self, name: str, parts: tuple[Part, ...]) -> Iterator[None]:
@@ -55,6 +56,7 @@ class RoleMemory:
                 yield
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0), self.platform.peak_memory_bytes())
+            self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
         """Those of `parts` that the configuration offloads leave the device. Returns the bytes freed."""
@@ -64,6 +66,11 @@ class RoleMemory:
         """The largest number of bytes held in each phase since the last call."""
         peaks, self._peaks = self._peaks, {}
         return peaks
+
+    def take_reserved(self) -> int:
+        """The largest number of bytes that the allocator has reserved since the last call."""
+        reserved, self._reserved = self._reserved, 0
+        return reserved
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:

@@ -171,9 +171,10 @@ class PolicyWorker:
         self.memory.residency.wake(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
-    def take_observations(self) -> dict[str, Mapping[str, int]]:
-        """Since the last call: {memory: peak bytes by method, routes: `RouterReplay.take_counts`}."""
-        return {"memory": self.memory.take_peaks(), "routes": self.policy.replay.take_counts()}
+    def take_observations(self) -> dict[str, Any]:
+        """Since the last call: {memory: peak bytes by method, reserved: bytes, routes: `RouterReplay.take_counts`}."""
+        memory, replay = self.memory, self.policy.replay
+        return {"memory": memory.take_peaks(), "reserved": memory.take_reserved(), "routes": replay.take_counts()}
 
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 

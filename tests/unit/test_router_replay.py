@@ -96,10 +96,11 @@ def test_without_replay_there_is_no_metric_of_it() -> None:
 
 
 def test_peaks_are_those_of_the_worst_rank() -> None:
-    ranks = [{"memory": {"a": 10**9, "b": 2 * 10**9}}, {"memory": {"a": 4 * 10**9}}]
+    ranks = [{"memory": {"a": 10**9, "b": 2 * 10**9}, "reserved": 9 * 10**9}, {"memory": {"a": 4 * 10**9}, "reserved": 5 * 10**9}]
     expected = {"perf/max_memory_allocated_gb/a": 4.0, "perf/max_memory_allocated_gb/b": 2.0, "perf/max_memory_allocated_gb": 4.0}
+    expected["perf/max_memory_reserved_gb"] = 9.0
     assert memory_metrics(ranks) == expected
-    assert memory_metrics([{"memory": {}}]) == {}
+    assert memory_metrics([{"memory": {}, "reserved": 0}]) == {}
 
 
 def test_a_dense_model_has_nothing_to_replay() -> None:
