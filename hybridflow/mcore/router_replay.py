@@ -70,7 +70,7 @@ class RouterReplay:
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
         self.tally = _Tally()
-        self._taken = dict.fromkeys(("sent", "used", "mismatched", "differing"), 0)
+        self._taken = dict.fromkeys(_Tally.NAMES, 0)
 
     # ---- one pass ---------------------------------------------------------------------------------------------------------------------
 
@@ -123,8 +123,9 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was raised), and
-        differing (the live choice is another); `routers` of this rank. Zeros on ranks that repeat another rank's tokens.
+        """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was raised);
+        those whose live choice was another: differing in passes without gradient, drifted in training passes, where earlier updates
+        have moved the weights; `routers` of this rank. Zeros on ranks that repeat another rank's tokens.
         """
         once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         taken = {name: count * once for name, count in self._taken.items()}
@@ -158,7 +159,8 @@ class RouterReplay:
         return routes
 
     def _check(self) -> None:
-        sent, used, mismatched, differing = self.tally.numbers()
+        found = self.tally.numbers()
+        sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
         waiting = sum(len(router.pending) for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
@@ -166,8 +168,7 @@ class RouterReplay:
                 f"routed, {mismatched} of them to other experts; {waiting} recomputations did not happen. This pass computed another "
                 "function than the one that was sampled from. Set actor.router_replay=none to train without replay."
             )
-        for name, count in zip(self._taken, (sent, used, mismatched, differing), strict=True):
-            self._taken[name] += count
+        self._taken = {name: count + found[name] for name, count in self._taken.items()}
 
     # ---- which tokens are this rank's -------------------------------------------------------------------------------------------------
 
@@ -276,13 +277,16 @@ class _RouterHook:
             tally.add(used=wanted, differing=wanted & ~same)
         elif self._counts:
             other = (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
-            tally.add(used=wanted, mismatched=wanted & ~same, differing=wanted & other)
+            tally.add(used=wanted, mismatched=wanted & ~same)
+            tally.add(**{"drifted" if self.replay.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
             tally.add(mismatched=wanted & ~same)
 
 
 class _Tally:
     """Counts of one pass; sums stay on the device until they are read once."""
+
+    NAMES = ("sent", "used", "mismatched", "differing", "drifted")
 
     def __init__(self) -> None:
         self.sent = 0
@@ -293,10 +297,9 @@ class _Tally:
         for name, mask in masks.items():
             self._sums[name] = self._sums[name] + mask.sum() if name in self._sums else mask.sum()
 
-    def numbers(self) -> tuple[int, int, int, int]:
-        """sent, used, mismatched, differing."""
-        used, mismatched, differing = (int(self._sums.get(name, torch.zeros(()))) for name in ("used", "mismatched", "differing"))
-        return self.sent, used, mismatched, differing
+    def numbers(self) -> dict[str, int]:
+        """Every count by name."""
+        return {name: self.sent if name == "sent" else int(self._sums.get(name, torch.zeros(()))) for name in self.NAMES}
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:

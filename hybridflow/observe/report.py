@@ -151,12 +151,14 @@ def _throughput(run: RunFolder) -> Fact | None:
 
 
 def _routes(run: RunFolder) -> Fact | None:
-    shares = [value for _, value in run.points("train", "actor/router_replay/differing") if value is not None]
+    kind = run.setting("actor.router_replay")
+    name = "actor/router_replay/drifted" if kind == "r2" else "actor/router_replay/differing"
+    shares = [value for _, value in run.points("train", name) if value is not None]
     if not shares:
         return None
-    kind = run.setting("actor.router_replay")
-    what = "not replayed: the trainer used its own experts" if kind == "compare" else f"replayed ({kind}): the recorded experts were used"
-    return "Router choices that differ", f"{sum(shares) / len(shares) * 100:.2f} %", what
+    whose = "its record" if kind == "r2" else "the engines"
+    what = "not replayed: the trainer used its own" if kind == "compare" else f"replayed ({kind})"
+    return f"Router choices unlike {whose}", f"{sum(shares) / len(shares) * 100:.2f} %", what
 
 
 def _layout(run: RunFolder) -> Fact | None:

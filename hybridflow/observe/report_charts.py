@@ -139,9 +139,11 @@ def _difference(run: RunFolder) -> Chart:
 
 
 def _routes(run: RunFolder) -> Chart:
-    names = {"compare": "Router choices unlike the engines' (not replayed)", "none": "Router choices unlike the engines'"}
-    title = names.get(str(run.setting("actor.router_replay")), "Router choices unlike the replayed ones")
-    return _one(run, title, "actor/router_replay/differing", "tokens x layers", percent=True, include=(0.0,))
+    names = [("trainer, where the engine chose otherwise", "differing", 0), ("updates, where the record is otherwise", "drifted", 1)]
+    series = _series(run, [(label, f"actor/router_replay/{name}", color) for label, name, color in names])
+    note = " (not replayed)" if run.setting("actor.router_replay") == "compare" else " (replayed)"
+    about = "actor/router_replay/differing, drifted"
+    return Chart("Router choices that differ" + note, series, "tokens x layers", about, percent=True, include=(0.0,))
 
 
 def _memory(run: RunFolder) -> Chart:

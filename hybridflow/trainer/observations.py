@@ -25,28 +25,33 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float
     return metrics
 
 
-def expected_token_layers(prompts: np.ndarray, responses: np.ndarray, routers: int, kind: str, ppo_epochs: int) -> int:
-    """Token-layers that a step sends to routers.
+def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
+    """(passes without gradient, passes of updates) that see recorded experts, for a value of `actor.router_replay`."""
+    return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
+
+
+def token_layers(prompts: np.ndarray, responses: np.ndarray, routers: int, kind: str) -> int:
+    """Token-layers with recorded experts in one pass over a batch.
 
     Args:
         prompts, responses: [B] tokens of each sample.
         routers: layers with experts.
         kind: `actor.router_replay`. r3 and compare: an engine does not route the last token of a sample, and none of an empty response.
-        ppo_epochs: updates replay the batch so often, and r3's old-log-prob pass once more.
     """
     tokens = int((prompts + responses).sum()) if kind == "r2" else int((prompts + responses - 1)[responses > 0].sum())
-    passes = {"none": 0, "compare": 1, "r2": ppo_epochs, "r3": 1 + ppo_epochs}[kind]
-    return tokens * routers * passes
+    return tokens * routers
 
 
 def replay_metrics(
     observations: Sequence[Mapping[str, Any]], prompts: np.ndarray, responses: np.ndarray, kind: str, ppo_epochs: int
 ) -> dict[str, float]:
-    """Token-layers replayed over all ranks, and the share of them for which the live router would have chosen otherwise.
+    """Token-layers replayed over all ranks, and the shares of them for which the live router would have chosen otherwise: `differing` from
+    the engine at the same weights, `drifted` during updates.
 
     Args:
         observations: `PolicyWorker.take_observations` of every rank.
-        prompts, responses, kind, ppo_epochs: see `expected_token_layers`.
+        prompts, responses, kind: see `token_layers`.
+        ppo_epochs: updates go over the batch so often.
 
     Raises:
         RouterReplayError: the ranks' routers used another number of token-layers than were sampled.
@@ -54,14 +59,16 @@ def replay_metrics(
     if kind == "none":
         return {}
     counts = {name: sum(observed["routes"][name] for observed in observations) for name in observations[0]["routes"]}
-    expected = expected_token_layers(prompts, responses, counts["routers"], kind, ppo_epochs)
+    once, (scored, trained) = token_layers(prompts, responses, counts["routers"], kind), replayed_passes(kind, ppo_epochs)
+    expected = once * (scored + trained)
     if not counts["sent"] == counts["used"] == expected or counts["mismatched"]:
         raise RouterReplayError(
             f"actor.router_replay={kind}: {expected} token-layers have recorded experts ({counts['routers']} layers with experts), "
             f"{counts['sent']} reached the routers, {counts['used']} were used, {counts['mismatched']} with other experts"
         )
-    return {
-        "actor/router_replay/tokens": float(counts["used"]),
-        "actor/router_replay/mismatches": float(counts["mismatched"]),
-        "actor/router_replay/differing": counts["differing"] / max(counts["used"], 1),
-    }
+    metrics = {"tokens": float(counts["used"] if kind != "compare" else 0), "mismatches": float(counts["mismatched"])}
+    if scored:
+        metrics["differing"] = counts["differing"] / max(once * scored, 1)
+    if trained:
+        metrics["drifted"] = counts["drifted"] / max(once * trained, 1)
+    return {f"actor/router_replay/{name}": value for name, value in metrics.items()}

@@ -72,20 +72,29 @@ def test_engine_options_follow_the_spec() -> None:
 
 
 def observed(routers: int, **counts: int) -> dict[str, Any]:
-    zeros = dict.fromkeys(("sent", "used", "mismatched", "differing"), 0)
+    zeros = dict.fromkeys(("sent", "used", "mismatched", "differing", "drifted"), 0)
     return {"memory": {"update_policy": 3 * 10**9}, "routes": zeros | {"routers": routers} | counts}
 
 
 PROMPTS, RESPONSES = np.array([3, 4, 2]), np.array([2, 0, 4])
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("compare", 4 + 5), ("r3", 3 * (4 + 5)), ("r2", 2 * (5 + 4 + 6))])
-def test_a_step_must_have_replayed_every_token_in_every_layer(kind: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tokens", "shares"),
+    [
+        ("compare", 4 + 5, {"differing": 3 / 27}),
+        ("r3", 3 * (4 + 5), {"differing": 3 / 27, "drifted": 6 / 54}),
+        ("r2", 2 * (5 + 4 + 6), {"drifted": 6 / 90}),
+    ],
+)
+def test_a_step_must_have_replayed_every_token_in_every_layer(kind: str, tokens: int, shares: dict[str, float]) -> None:
     first, second = tokens * 3 - 4, 4  # two ranks that share the tokens, each with its stage's routers
-    ranks = [observed(2, sent=first, used=first, differing=3), observed(1, sent=second, used=second)]
+    ranks = [observed(2, sent=first, used=first, differing=3, drifted=6), observed(1, sent=second, used=second)]
     metrics = replay_metrics(ranks, PROMPTS, RESPONSES, kind, ppo_epochs=2)
-    assert metrics["actor/router_replay/tokens"] == tokens * 3 and metrics["actor/router_replay/mismatches"] == 0
-    assert metrics["actor/router_replay/differing"] == pytest.approx(3 / (tokens * 3))
+    replayed = 0 if kind == "compare" else tokens * 3
+    assert metrics == pytest.approx(
+        {f"actor/router_replay/{name}": value for name, value in {"tokens": replayed, "mismatches": 0, **shares}.items()}
+    )
     for broken in ({"sent": second, "used": second - 1}, {"sent": 3, "used": 3}, {"sent": second, "used": second, "mismatched": 1}):
         with pytest.raises(RouterReplayError, match=f"actor.router_replay={kind}: {tokens * 3} token-layers"):
             replay_metrics([ranks[0], observed(1, **broken)], PROMPTS, RESPONSES, kind, ppo_epochs=2)
