@@ -97,6 +97,20 @@ class Mesh:
         """Number of data-parallel groups."""
         return self.positions[0].dp_size
 
+    def of(self, ranks: Sequence[int]) -> Mesh:
+        """The mesh of these ranks alone, renumbered from 0 in the given order; whole data-parallel groups must be kept or left out.
+
+        Raises:
+            MeshError: a group is cut.
+        """
+        groups = sorted({self.positions[rank].dp_rank for rank in ranks})
+        cut = [dp for dp in groups if any(p.dp_rank == dp and rank not in ranks for rank, p in enumerate(self.positions))]
+        if cut or not ranks:
+            raise MeshError(f"ranks {list(ranks)} hold parts of data-parallel groups {cut}" if cut else "a call needs at least one rank")
+        new = {dp: number for number, dp in enumerate(groups)}
+        chosen = [self.positions[rank] for rank in ranks]
+        return Mesh(tuple(MeshPosition(new[p.dp_rank], len(groups), p.collects) for p in chosen))
+
     @property
     def collectors(self) -> tuple[int, ...]:
         """Global rank of the collecting rank of each group, in dp order."""
@@ -119,6 +133,12 @@ class CallPlan:
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
     chunk_rows: int = 0  # rows that each data-parallel group gets and returns
+
+    def on(self, ranks: Sequence[int]) -> CallPlan:
+        """The same call with rank `ranks[i]` in the place of rank i."""
+        calls = {ranks[i]: call for i, call in self.calls.items()}
+        place = {rank: i for i, rank in enumerate(ranks)}
+        return CallPlan(calls, lambda results: self.collect({place[rank]: value for rank, value in results.items()}), self.chunk_rows)
 
 
 @dataclass(frozen=True)

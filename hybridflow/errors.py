@@ -97,6 +97,10 @@ class RouterReplayError(HybridFlowError):
     """Router replay is not live: a router did not use the experts it was given, or the routes do not fit the batch or the model."""
 
 
+class NonFiniteError(HybridFlowError):
+    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the weights are as they were."""
+
+
 class CheckpointError(HybridFlowError):
     """A checkpoint cannot be written or read. The previous one is still whole."""
 

@@ -19,7 +19,7 @@ import xxhash
 
 from hybridflow.errors import CheckpointError
 
-MANIFEST = "manifest.json"
+MANIFEST, INDEX = "manifest.json", "index.json"
 FORMAT = 1
 _BLOCK = 4 << 20
 # keys of a Hugging Face config that say nothing about the weights or what is computed with them
@@ -135,6 +135,16 @@ def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = 
         except OSError as error:
             found.append(f"{file} cannot be read: {error.strerror}")
     return found
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}. CheckpointError when it is torn."""
+    file = folder / INDEX
+    try:
+        value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {"chunks": value["chunks"], "hf": value["hf"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""`hybridflow train | sft | prepare | report | reshard | checkpoint | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are broken.
 """
@@ -110,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_job(commands, "train", "train a policy with reinforcement learning", run_train)
     _add_job(commands, "sft", "supervised training alone, on the recipe's sft section", run_sft)
+    _add_job(commands, "train-reward", "train a reward model on pairs, the recipe's reward_training section", run_train_reward)
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASKS.items())
     prepare = _add(commands, "prepare", "make the parquet files and the tokenizer of a task", PREPARE.format(tasks=tasks), run_prepare)
@@ -135,6 +136,11 @@ def run_train(args: argparse.Namespace) -> int:
 def run_sft(args: argparse.Namespace) -> int:
     """`hybridflow sft`."""
     return _run_job(args, "sft")
+
+
+def run_train_reward(args: argparse.Namespace) -> int:
+    """`hybridflow train-reward`."""
+    return _run_job(args, "train-reward")
 
 
 def run_prepare(args: argparse.Namespace) -> int:
@@ -209,7 +215,7 @@ def _run_job(args: argparse.Namespace, job: str) -> int:
         return 0
     from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
 
-    (app.train if job == "train" else app.sft)(config)
+    getattr(app, job.replace("-", "_"))(config)
     return 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import check_engines, derived
+from hybridflow.config import check_engines, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 from hybridflow.routes import num_experts
@@ -29,6 +29,17 @@ AT_LEAST_ONE = (
     "actor.ppo_mini_batch_size",
     "actor.ppo_epochs",
     "actor.max_tokens_per_micro_batch",
+    "actor.logits_chunk_tokens",
+    "critic.procs",
+    "reference.procs",
+    "reference.max_tokens_per_micro_batch",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_epochs",
+    "critic.max_tokens_per_micro_batch",
+    "reward_model.procs",
+    "reward_model.max_tokens_per_micro_batch",
+    "reward_training.batch_size",
+    "algorithm.kl_horizon",
     "rollout.num_engines",
     "rollout.tensor",
     "rollout.pipeline",
@@ -37,6 +48,7 @@ AT_LEAST_ONE = (
     "rollout.n",
     "rollout.max_running_requests",
     "rollout.max_total_tokens",
+    "rollout.sync.staging_bytes",
     "sft.batch_size",
     "cluster.nodes",
     "cluster.procs_per_node",
@@ -50,7 +62,10 @@ NOT_NEGATIVE = (
     "actor.expert_bias_update_rate",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
+    "rollout.sync.max_retries",
     "sft.steps",
+    "reward_training.steps",
+    "trainer.critic_warmup",
     "trainer.test_every_steps",
     "trainer.save_every_steps",
     "trainer.keep_checkpoint_every_steps",
@@ -58,11 +73,13 @@ NOT_NEGATIVE = (
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (
+    "critic.cliprange_value",
+    "algorithm.kl_target",
     "rollout.sampling.temperature",
     "rollout.mem_fraction_static",
     "rollout.start_timeout_s",
     "rollout.request_timeout_s",
-    "rollout.sync_timeout_s",
+    "rollout.sync.timeout_s",
     "rollout.logprob_diff_bound",
     "cluster.start_timeout_s",
     "cluster.call_timeout_s",
@@ -71,7 +88,7 @@ ABOVE_ZERO = (
 
 
 def check(config: RunConfig, job: str = "train") -> None:
-    """Raise one ConfigError that lists every problem of `config` for `hybridflow train` or `hybridflow sft`."""
+    """Raise one ConfigError that lists every problem of `config` for `hybridflow train`, `sft` or `train-reward`."""
     found = problems(config, job)
     if len(found) == 1:
         raise ConfigError(found[0])
@@ -84,9 +101,14 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
     found = [*_numbers(config), *_names(config)]
     if found:
         return found  # the checks below divide by these numbers
-    checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_layout, _sequence_parallel, _batches, _lengths, _rollout, _model_source)
-    found = [line for one in (*checks, check_engines.shape_problems) for line in one(config)]
-    found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim), *_files(config, job)]
+    checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source, check_engines.shape_problems),
+    )
+    found = [line for one in checks for line in one(config)]
+    found += roles.problems(config, job)
+    found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim)]
+    found += [*_optim("critic.optim", config.critic.optim), *_optim("reward_training.optim", config.reward_training.optim)]
+    found += [*_files(config, job)]
     if not any(line.startswith("model.") for line in found):
         found += [*_model_sizes(config), *_router_replay(config)]
     return found
@@ -150,12 +172,23 @@ def _layout(config: RunConfig) -> Iterator[str]:
             f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = {expert} "
             f"does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} processes"
         )
-    if parallel.context > 1:
-        yield f"actor.parallel.context={parallel.context}: context parallelism is not supported yet; set it to 1"
-    if parallel.virtual_pipeline is not None and parallel.pipeline > 1:
-        yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline}: virtual stages are not supported yet; set it to null"
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+    if parallel.pipeline == 1 and derived.virtual_pipeline_size(parallel) > 1:
         yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to null"
+
+
+def _overlap(config: RunConfig) -> Iterator[str]:
+    """Data-parallel communication that overlaps with computation."""
+    parallel = config.actor.parallel
+    if parallel.overlap_param_gather and not parallel.distributed_optimizer:
+        yield (
+            "actor.parallel.overlap_param_gather=true needs actor.parallel.distributed_optimizer=true: without it every rank holds all "
+            "weights and nothing is gathered; set distributed_optimizer to true or overlap_param_gather to false"
+        )
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        yield (
+            "actor.parallel.overlap_param_gather=true needs actor.parallel.overlap_grad_reduce=true: without it all weights are in one "
+            "bucket and nothing would overlap; set overlap_grad_reduce to true"
+        )
 
 
 def _sequence_parallel(config: RunConfig) -> Iterator[str]:
@@ -185,6 +218,13 @@ def _batches(config: RunConfig) -> Iterator[str]:
 def _lengths(config: RunConfig) -> Iterator[str]:
     longest, data = derived.max_sequence_length(config), config.data
     total = f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = {longest}"
+    parallel, budget = config.actor.parallel, config.actor.max_tokens_per_micro_batch
+    padded = derived.padded_length(longest, parallel)
+    if budget >= longest and budget < padded:
+        yield (
+            f"actor.max_tokens_per_micro_batch={budget} is less than {padded} tokens: {total}, padded to a multiple of "
+            f"2 x actor.parallel.context={parallel.context}; raise it to at least {padded}"
+        )
     limits = {
         "actor.max_tokens_per_micro_batch": "the longest sample must fit one micro-batch",
         "rollout.max_total_tokens": "the longest sample must fit the KV cache of an engine",
@@ -196,6 +236,11 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
+    if config.rollout.sync.transport == "shared_memory" and config.cluster.nodes > 1:
+        yield (
+            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but cluster.nodes={config.cluster.nodes}; "
+            "use auto, p2p or disk"
+        )
     if config.rollout.logprob_diff_bound is None:
         return
     sampling = config.rollout.sampling
@@ -287,8 +332,14 @@ def _kv_heads(sizes: Any, key: str, parts: int) -> Iterator[str]:
 
 
 def _dense_problems(config: RunConfig) -> Iterator[str]:
-    if (expert := config.actor.parallel.expert) > 1:
+    parallel = config.actor.parallel
+    if (expert := parallel.expert) > 1:
         yield f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no num_experts; set it to 1"
+    if parallel.expert_tensor not in (None, parallel.tensor):
+        yield (
+            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no num_experts; "
+            "set it to null"
+        )
 
 
 def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
@@ -324,6 +375,13 @@ def _files(config: RunConfig, job: str) -> Iterator[str]:
         wanted["data.val_files"] = config.data.val_files
         if not config.data.train_files:
             yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
+    if job == "train-reward":
+        wanted["reward_training.train_files"] = config.reward_training.train_files
+        wanted["reward_training.val_files"] = config.reward_training.val_files
+        if not config.reward_training.steps:
+            yield "reward_training.steps=0: nothing to train; give reward_training.steps=N"
+        if not config.reward_training.train_files:
+            yield "reward_training.train_files is empty; give files of pairs, for example reward_training.train_files=[pairs.parquet]"
     if job == "sft" and not config.sft.steps:
         yield "sft.steps=0: nothing to train; give sft.steps=N"
     if config.sft.steps:
@@ -348,6 +406,12 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
         yield (
             f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
             "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
+        )
+    pairs = [file for file in config.reward_training.train_files if _available(config, file) and not Path(file).exists()]
+    if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
+        yield (
+            f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
+            "give the number of pairs, for example data.prepare.options.num_pairs=9500"
         )
     missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
     if prepare.task == "gsm8k" and prepare.source is None and missing:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
+from hybridflow.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig, RunConfig
 from hybridflow.errors import ConfigError
+
+Role = CriticConfig | ReferenceConfig | RewardModelConfig
 
 
 def world_size(config: RunConfig) -> int:
@@ -19,6 +21,21 @@ def world_size(config: RunConfig) -> int:
 def model_parallel_size(parallel: ParallelConfig) -> int:
     """Processes that hold one copy of the non-expert weights."""
     return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def virtual_pipeline_size(parallel: ParallelConfig) -> int:
+    """Model chunks a pipeline rank holds; 1 without interleaving."""
+    return parallel.virtual_pipeline or 1
+
+
+def tokens_multiple(parallel: ParallelConfig) -> int:
+    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x context chunks (zigzag)."""
+    return 2 * parallel.context if parallel.context > 1 else 1
+
+
+def padded_length(tokens: int, parallel: ParallelConfig) -> int:
+    """Tokens that a sequence takes in a micro-batch, its padding included."""
+    return -(-tokens // tokens_multiple(parallel)) * tokens_multiple(parallel)
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
@@ -98,6 +115,59 @@ def needs_engine_routes(config: RunConfig) -> bool:
 def replays_routes(config: RunConfig) -> bool:
     """Whether updates go along recorded experts."""
     return config.actor.router_replay in ("r2", "r3")
+
+
+def has_own_reference(config: RunConfig) -> bool:
+    """Whether a reference is asked for and lives in processes of its own."""
+    return needs_reference(config) and not is_colocated(config, "reference")
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether advantages are measured against the values of a critic."""
+    return config.algorithm.adv_estimator == "gae"
+
+
+def has_reward_model(config: RunConfig) -> bool:
+    """Whether a trained model scores responses."""
+    return config.reward_model.path is not None
+
+
+def is_colocated(config: RunConfig, role: str) -> bool:
+    """Whether `critic`, `reference` or `reward_model` lives in the actor's processes."""
+    section: Role = getattr(config, role)
+    return section.placement == "colocated"
+
+
+def role_layout(config: RunConfig, role: str) -> ParallelConfig:
+    """The layout of `critic`, `reference` or `reward_model`: its own, or the actor's where it lives in the actor's processes."""
+    section: Role = getattr(config, role)
+    return section.parallel if section.placement == "own" else config.actor.parallel
+
+
+def role_world_size(config: RunConfig, role: str) -> int:
+    """Processes of `critic`, `reference` or `reward_model`."""
+    section: Role = getattr(config, role)
+    return section.procs if section.placement == "own" else world_size(config)
+
+
+def role_data_parallel_size(config: RunConfig, role: str) -> int:
+    """Copies of its model that share a batch."""
+    return role_world_size(config, role) // model_parallel_size(role_layout(config, role))
+
+
+def critic_mini_batch_size(config: RunConfig) -> int:
+    """Prompts an optimizer update of the critic sees."""
+    return config.critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
+
+
+def critic_samples_per_mini_batch(config: RunConfig) -> int:
+    """Responses an optimizer update of the critic sees, over all its data-parallel ranks."""
+    return critic_mini_batch_size(config) * config.rollout.n
+
+
+def critic_updates_per_step(config: RunConfig) -> int:
+    """Optimizer updates of the critic in one step."""
+    return config.data.train_batch_size // critic_mini_batch_size(config) * config.critic.ppo_epochs
 
 
 def run_dir(config: RunConfig) -> Path:

@@ -16,6 +16,7 @@ _KEYS = (  # what the user is shown, in this order
     "data.train_batch_size",
     "rollout.n",
     "rollout.num_engines",
+    "rollout.sync.staging_bytes",
     "actor.ppo_mini_batch_size",
     "actor.ppo_epochs",
     "actor.max_tokens_per_micro_batch",
@@ -60,7 +61,8 @@ class Origins:
 def explain(config: RunConfig, origins: Origins) -> str:
     """The text of `--explain`."""
     given = _given(config, origins)
-    return "\n".join([*given, "", *_rollout(config), "", *_actor(config), "", *_reference(config), "", *_sft(config)])
+    parts = (_rollout, _actor, _reference, _critic, _sync, _sft)
+    return "\n".join([*given, *(line for part in parts for line in ("", *part(config)))])
 
 
 def _given(config: RunConfig, origins: Origins) -> list[str]:
@@ -109,7 +111,50 @@ def _actor(config: RunConfig) -> list[str]:
 def _reference(config: RunConfig) -> list[str]:
     if not derived.needs_reference(config):
         return ["Reference: none (actor.kl_loss_coef and algorithm.kl_coef are 0)"]
+    if derived.has_own_reference(config):
+        model = config.reference.path or "the policy as reinforcement learning begins"
+        return [f"Reference: {model}; one forward pass over the samples of a step, in {_place(config, 'reference')}"]
     return ["Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same size"]
+
+
+def _sync(config: RunConfig) -> list[str]:
+    sync, engines = config.rollout.sync, config.rollout.num_engines
+    return [
+        "Weight sync (one step)",
+        f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x {engines}) "
+        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two on the way to each engine",
+        f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more attempts in the same "
+        "sync, then the engine is left out until the next",
+    ]
+
+
+def _critic(config: RunConfig) -> list[str]:
+    model = "Reward model: none (reward_model.path is null)"
+    if derived.has_reward_model(config):
+        model = (
+            f"Reward model: {config.reward_model.path}, {_place(config, 'reward_model')}; reward = reward.weight {config.reward.weight:g} "
+            f"x score + reward_model.weight {config.reward_model.weight:g} x its score"
+        )
+    if not derived.has_critic(config):
+        return ["Critic: none (algorithm.adv_estimator is not gae)", model]
+    mini, n, dp = derived.critic_mini_batch_size(config), config.rollout.n, derived.role_data_parallel_size(config, "critic")
+    return [
+        f"Critic: {_place(config, 'critic')}",
+        f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} samples an optimizer update",
+        f"  updates            = data.train_batch_size / critic.ppo_mini_batch_size x critic.ppo_epochs = {config.data.train_batch_size} / "
+        f"{mini} x {config.critic.ppo_epochs} = {derived.critic_updates_per_step(config)} a step; alone for the first "
+        f"trainer.critic_warmup = {config.trainer.critic_warmup} steps",
+        f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} samples an update",
+        model,
+    ]
+
+
+def _place(config: RunConfig, role: str) -> str:
+    if derived.is_colocated(config, role):
+        return "in the actor's processes, in its layout"
+    layout = derived.role_layout(config, role)
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x expert {layout.expert}"
+    return f"{derived.role_world_size(config, role)} processes of its own ({sizes})"
 
 
 def _sft(config: RunConfig) -> list[str]:

@@ -60,16 +60,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Megatron parallel sizes (verl's names in brackets)."""
+    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md says which combinations are legal."""
 
     tensor: int = 1  # [tensor_model_parallel_size]
     pipeline: int = 1  # [pipeline_model_parallel_size]
-    virtual_pipeline: int | None = None
-    context: int = 1
+    virtual_pipeline: int | None = None  # model chunks a pipeline rank holds, interleaved; None: 1
+    context: int = 1  # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     expert: int = 1
     expert_tensor: int | None = None  # None: 1 when expert > 1, else `tensor`
     sequence: bool = False  # sequence parallelism; needs tensor > 1
-    distributed_optimizer: bool = True
+    distributed_optimizer: bool = True  # main weights and moments are split over data-parallel ranks
+    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks during the backward pass
+    overlap_param_gather: bool = False  # gather updated weights during the next forward pass; needs distributed_optimizer
+    moe_dispatcher: str = "alltoall"  # alltoall | allgather: how tokens reach their experts
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,10 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = 64  # prompts an optimizer update (x rollout.n samples)
     ppo_epochs: int = 1
-    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
+    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank (all its context ranks together)
+    logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time, forward and backward
+    recompute: str = "none"  # none | selective | full: activations computed again in the backward pass (attention's core, or whole layers)
+    on_nonfinite: str = "stop"  # stop | skip: what to do with an update whose loss or gradient is NaN or infinite
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float | None = 3.0  # dual clip; None switches it off
@@ -119,12 +125,70 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """The model that KL terms compare the policy with, where one of them is in use."""
+
+    placement: str = "colocated"  # colocated: the actor's processes, weights swapped in | own: processes of its own
+    path: str | None = None  # own: HF folder of another model of the same vocabulary (a teacher); None: the policy as RL begins
+    procs: int = 1  # own: processes, in all
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
+    max_tokens_per_micro_batch: int = 4096
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
+
+    path: str | None = None  # HF folder (*ForTokenClassification, or a causal model: fresh head); None: the policy as RL begins
+    placement: str = "colocated"  # colocated: in the actor's processes, in its layout | own: processes of its own
+    procs: int = 1  # own: processes, in all
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    ppo_mini_batch_size: int | None = None  # prompts an optimizer update (x rollout.n samples); None: actor.ppo_mini_batch_size
+    ppo_epochs: int = 1
+    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
+    cliprange_value: float | None = 0.5  # how far an update may move a value; None: anywhere
+    loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A trained model that scores prompt and response, added to the verifier's score. `path: null`: none."""
+
+    path: str | None = None  # HF folder (*ForSequenceClassification), as `hybridflow train-reward` exports it
+    placement: str = "colocated"  # colocated: in the actor's processes, in its layout | own: processes of its own
+    procs: int = 1  # own: processes, in all
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
+    max_tokens_per_micro_batch: int = 4096
+    weight: float = 1.0  # of its score in the reward
+    squash: str = "none"  # none | sigmoid: what is done to the score before it is weighted
+
+
+@dataclass(frozen=True)
+class RewardTrainingConfig:
+    """`hybridflow train-reward`: a reward model from preference pairs, parquet rows {prompt, chosen, rejected}."""
+
+    steps: int = 0
+    train_files: tuple[str, ...] = ()
+    val_files: tuple[str, ...] = ()  # held-out pairs, for the accuracy at the end
+    batch_size: int = 64  # pairs a step
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """How rewards become advantages."""
 
-    adv_estimator: str = "grpo"
-    norm_adv_by_std: bool = True  # False: Dr.GRPO
+    adv_estimator: str = "grpo"  # grpo: compared within a prompt's samples | gae: against the critic's values (PPO)
+    norm_adv_by_std: bool = True  # grpo; False: Dr.GRPO
+    gamma: float = 1.0  # gae: discount of a token
+    lam: float = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
     kl_coef: float = 0.0  # KL penalty inside the reward
+    kl_penalty: str = "k1"  # k1 | abs | k2 | k3: its estimate at each token
+    kl_target: float | None = None  # steer kl_coef towards this mean KL of a token; None: kl_coef is fixed
+    kl_horizon: int = 10000  # samples over which the steering takes effect
 
 
 @dataclass(frozen=True)
@@ -134,6 +198,18 @@ class SamplingConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1  # -1: off
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one transaction an engine."""
+
+    transport: str = "auto"  # auto | p2p | shared_memory | disk; auto: shared_memory on one machine without GPUs, else p2p
+    commit: str = "staged"  # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
+    pause: str = "retract"  # requests under way: retract (wait, KV cache made anew) | abort (end) | in_place (wait, keep the old KV cache)
+    staging_bytes: int = 256 << 20  # memory of a rank for messages under way, shared by the engines it serves; two buckets an engine
+    timeout_s: float = 120.0  # deadline of any one wait: for a peer, a message, an answer of an engine
+    max_retries: int = 1  # further attempts within one sync at an engine whose transfer failed; 0: none until the next sync
 
 
 @dataclass(frozen=True)
@@ -153,7 +229,7 @@ class RolloutConfig:
     mem_fraction_static: float = 0.1
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
-    sync_timeout_s: float = 120.0
+    sync: SyncConfig = field(default_factory=SyncConfig)
     logprob_diff_bound: float | None = 0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
     sleep_while_training: bool = False  # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     extra_args: dict[str, Any] = field(default_factory=dict)  # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
@@ -166,6 +242,7 @@ class RewardConfig:
     path: str | None = None  # python file; None: built-in verifiers
     name: str = "compute_score"  # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict
     kwargs: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0  # of this score in the reward; validation counts the score itself
 
 
 @dataclass(frozen=True)
@@ -195,6 +272,7 @@ class TrainerConfig:
     """The loop."""
 
     total_steps: int = 1
+    critic_warmup: int = 0  # first steps in which the critic alone is trained
     val_before_train: bool = True
     test_every_steps: int = 0  # 0: only before and after
     save_every_steps: int = 0  # 0: only at the end
@@ -220,8 +298,12 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_training: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

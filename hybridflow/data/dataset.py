@@ -128,6 +128,61 @@ class SftDataset:
         return _take(self._rows, indices)
 
 
+class PreferenceDataset:
+    """Pairs of answers to one prompt: rows {prompt: chat messages, chosen: string, rejected: string}, as ids that end with eos.
+
+    Lengths are treated as by `SftDataset`, each answer as a response there.
+
+    Args:
+        files: parquet files, read in order.
+        tokenizer: its chat template renders the prompts; answers are encoded as plain text.
+        config: the `data` section.
+        chosen_key, rejected_key: columns of the better and the worse answer.
+
+    Raises:
+        DataError: a file, column or row is missing or malformed, the two answers of a row are equal (also: after they were cut), or no
+            row is left.
+        ConfigError: `data.truncation` is unknown.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        chosen_key: str = "chosen",
+        rejected_key: str = "rejected",
+    ) -> None:
+        _check_truncation(config)
+        keys, filtered, truncated = {"chosen_ids": chosen_key, "rejected_ids": rejected_key}, 0, 0
+        columns: dict[str, list[Any]] = {"prompt_ids": [], **{name: [] for name in keys}}
+        for row in _rows(files, (config.prompt_key, chosen_key, rejected_key)):
+            ids = {name: [*tokenizer.encode(row.text(key)), tokenizer.eos_id] for name, key in keys.items()}
+            ids["prompt_ids"] = _prompt_ids(row, tokenizer, config)
+            if len(ids["prompt_ids"]) > config.max_prompt_length or any(len(ids[name]) > config.max_response_length for name in keys):
+                if config.filter_overlong_prompts:
+                    filtered += 1
+                    continue
+                ids = {name: (_shorten_response if name in keys else _shorten)(found, row, config) for name, found in ids.items()}
+                truncated += 1
+            if ids["chosen_ids"] == ids["rejected_ids"]:
+                raise DataError(
+                    f"{row.path}, row {row.number}: columns {chosen_key!r} and {rejected_key!r} hold the same answer "
+                    f"{row.text(chosen_key)[:60]!r}{' (after cutting it)' if truncated else ''}; a pair must differ: remove the row"
+                )
+            for name, found in ids.items():
+                columns[name].append(found)
+        _report(files, len(columns["prompt_ids"]), filtered, truncated)
+        self._rows = _batch(columns, ragged=tuple(columns))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
+        """The rows at `indices` [B]: prompt_ids, chosen_ids, rejected_ids (jagged int64), index (int64 [B]). IndexError as above."""
+        return _take(self._rows, indices)
+
+
 def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     if not files:
         raise DataError("no dataset files are given: set data.train_files, data.val_files or sft.train_files, or data.prepare.task")

@@ -17,10 +17,15 @@ from typing import Any, Literal
 import numpy as np
 import requests
 
+from hybridflow.engines.weight_control import LOADER, Control, payload
 from hybridflow.errors import EngineError
 
 PauseMode = Literal["abort", "retract", "in_place"]
 FINISH_REASONS = ("stop", "length", "abort")
+
+
+class EngineSilent(EngineError):
+    """The engine could not be reached, or did not answer by the deadline: nobody knows what it is doing."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class EngineClient:
         self.url, self.name, self.request_timeout_s, self.batch_size = url.rstrip("/"), name or url, request_timeout_s, batch_size
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._local = threading.local()
+
+    def with_timeout(self, request_timeout_s: float) -> EngineClient:
+        """The same engine with another deadline."""
+        key = self._headers["Authorization"].removeprefix("Bearer ")
+        return EngineClient(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
 
     # -- generation -------------------------------------------------------------------------------------------------------------
 
@@ -164,59 +174,30 @@ class EngineClient:
         self._post("/continue_generation", {})
 
     def begin_weight_update(self) -> None:
-        """Open the session that `receive_weights` needs. Pause first: otherwise it waits for the requests in flight."""
+        """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the requests in flight."""
         self._post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
         """Close the session. A session left open refuses the next `begin_weight_update`."""
         self._post("/end_weight_update", {})
 
-    def init_weights_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, *, backend: str = "gloo"
-    ) -> None:
-        """Join a weights group whose rank 0 is the sender; returns when all members have joined.
+    def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
+        """Bring a message to our code in every tensor-parallel rank and wait until all have dealt with it; they report elsewhere.
 
-        Every engine must be asked to join several groups in the same order: each blocks in one group until it is complete.
+        Needs an open session.
 
         Args:
-            master_address, master_port: the sender's store, `WeightsGroup.endpoint`.
-            rank_offset: rank of this engine's first tensor-parallel process, 1 or more.
-            world_size: 1 + the tensor-parallel processes of all engines.
-            group_name: unique in the engine.
-            backend: gloo | nccl.
-        """
-        body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
-        self._post("/init_weights_update_group", body | {"world_size": world_size, "group_name": group_name, "backend": backend})
-
-    def destroy_weights_group(self, group_name: str) -> None:
-        """Leave a weights group."""
-        self._post("/destroy_weights_update_group", {"group_name": group_name})
-
-    def receive_weights(
-        self,
-        group: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        flattened: bool = True,
-        flush_cache: bool = True,
-    ) -> None:
-        """Receive one bucket that the sender of `group` broadcasts, and load it. All engines of the group must be asked at once.
-
-        Args:
-            group: name given to `init_weights_group`.
-            names, dtypes, shapes: what the bucket holds, in order (`Bucket.names` and so on); dtypes as torch names without `torch.`.
-            flattened: one broadcast of the whole bucket (`WeightsGroup.send`), else one a tensor.
+            control: the message.
             flush_cache: forget cached prefixes, which belong to the old weights. Fails with requests held by `pause("in_place")`.
 
-        SGLang reports success for names it does not know (transformers' fused expert names, for one): compare `weights_checksum`.
+        `weight_version` is left out: SGLang would take the new name on even when the loader has failed.
         """
-        body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
-        body |= {"group_name": group, "flush_cache": flush_cache}
-        if flattened:
-            body["load_format"] = "flattened_bucket"
-        self._post("/update_weights_from_distributed", body)
+        body = {"serialized_named_tensors": payload(control), "load_format": LOADER, "flush_cache": flush_cache}
+        self._post("/update_weights_from_tensor", body)
+
+    def load_weights_from_disk(self, folder: str) -> None:
+        """Load a Hugging Face folder, as a cold start would."""
+        self._post("/update_weights_from_disk", {"model_path": folder, "load_format": "auto"})  # not the server's, which may be dummy
 
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
@@ -263,9 +244,9 @@ class EngineClient:
                 method, self.url + path, json=body, headers=self._headers, timeout=self.request_timeout_s, allow_redirects=False
             )
         except requests.Timeout as error:
-            raise EngineError(f"{path} not answered within {self.request_timeout_s:.0f} s", engine=self.name) from error
+            raise EngineSilent(f"{path} not answered within {self.request_timeout_s:g} s", engine=self.name) from error
         except requests.RequestException as error:
-            raise EngineError(f"{path}: no connection: {error}", engine=self.name) from error
+            raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
 
     def _session(self) -> requests.Session:
         session = getattr(self._local, "session", None)

@@ -70,6 +70,10 @@ class TracedLayout:
                 rest: list[Box] = [(piece.local_start, piece.local_shape)]
                 for cut in written[piece.buffer]:
                     rest = [part for box in rest for part in subtract(box, cut)]
+                if rest and piece.fill:
+                    raise WeightSyncError(
+                        f"the loader fills a part of {piece.buffer} with {piece.fill} and nothing else; only zero is planned"
+                    )
                 written[piece.buffer] += rest
                 for start, size in rest:
                     rows.append((PADDING, *padded(start, 0), *padded(size, 1), number[piece.buffer], *padded(start, 0)))

@@ -21,6 +21,7 @@ from typing import Any
 import requests
 
 from hybridflow.engines import guard
+from hybridflow.engines.weight_control import LOADER
 from hybridflow.errors import EngineError
 from hybridflow.rendezvous import master_store
 
@@ -109,10 +110,11 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "skip-server-warmup": True,  # wait_ready makes its own one-token request
         "grammar-backend": "none",
         "log-level-http": "warning",
+        "custom-weight-loader": [LOADER],
+        "sleep-on-idle": True,  # an idle scheduler polls in a busy loop otherwise and takes a core from the trainer
     }
     if spec.device == "cpu":
-        # Without sleep-on-idle an idle scheduler polls in a busy loop and takes a core from the trainer.
-        arguments |= {"device": "cpu", "sleep-on-idle": True}
+        arguments["device"] = "cpu"
     if spec.return_routed_experts:
         arguments["enable-return-routed-experts"] = True
     if spec.memory_saver and spec.device == "cuda":

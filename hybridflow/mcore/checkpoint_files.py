@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hybridflow.errors import CheckpointError
-from hybridflow.manifest import FileRecord, digest_of, sync_folder, write_json
-from hybridflow.models.checkpoint_source import INDEX
+from hybridflow.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
 
 Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset, length
 

@@ -96,9 +96,6 @@ class GroupedLinear(nn.Module):
             if config.perform_initialization:
                 init_method(weight.data)
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
-            # tensor_parallel/layers.py:829, 1149 mark experts so only when EP > 1; with ETP != TP and EP == 1 their gradients would
-            # be reduced over the dense data-parallel group, which is silently wrong
-            weight.allreduce = False  # type: ignore[attr-defined]
             setattr(self, f"weight{index}", weight)
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,21 +11,39 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from hybridflow.config.derived import expert_tensor_size
+from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.parallel import coordinates
+from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
-from hybridflow.models.layout import LocalTensor, padded_vocab_size
+from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
+from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import WeightSource
+from hybridflow.reshard.layout import rank_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(family: Family, parallel: ParallelConfig, dtype: str) -> TransformerConfig:
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    """How pipeline stages talk. Interleaved over two stages, a rank's previous and next neighbour are one rank: batched operations
+    (p2p_communication.py:27-46, no tags) then match "to the previous" with "from the previous", and the gradients are silently wrong.
+    """
+    return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline_size(parallel) > 1 else {}
+
+
+def transformer_config(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> TransformerConfig:
     """Megatron's config: what the family says, the layout, and no fusion that needs a CUDA extension."""
     is_cuda, params_dtype = torch.cuda.is_available(), DTYPES[dtype]
     settings: dict[str, Any] = {
@@ -36,7 +56,7 @@ def transformer_config(family: Family, parallel: ParallelConfig, dtype: str) -> 
         "bf16": params_dtype is torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if virtual_pipeline_size(parallel) > 1 else None,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
@@ -52,54 +72,118 @@ def transformer_config(family: Family, parallel: ParallelConfig, dtype: str) -> 
         "persist_layer_norm": is_cuda,
         "apply_rope_fusion": False,
         "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": parallel.moe_dispatcher,
         "deallocate_pipeline_outputs": False,
         # losses return (sum, count); gradients are divided once, by the global count
         "calculate_per_token_loss": True,
+        **schedule_settings(parallel),
+        **RECOMPUTE[recompute],
     }
     settings |= family.megatron_config()
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     return kind(**settings)
 
 
-def build_model(family: Family, parallel: ParallelConfig, dtype: str) -> GPTModel:
-    """This rank's stage, uninitialised weights."""
+def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> list[GPTModel]:
+    """This rank's stage, uninitialised weights: one model, or with virtual stages one for each."""
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import cpu_modules
 
         cpu_modules.install()
-    config = transformer_config(family, parallel, dtype)
-    at = coordinates()
-    return GPTModel(
+    config = transformer_config(family, parallel, dtype, recompute)
+    return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
+
+
+def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:
+    stage = at.vpp_rank if at.vpp_size > 1 else None
+    model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
         vocab_size=padded_vocab_size(family.vocab_size, at.tp_size),
         pre_process=at.is_first_stage,
         post_process=at.is_last_stage,
         parallel_output=True,
+        vp_stage=stage,
         **family.gpt_model_kwargs(),
     )
+    if isinstance(family, ScalarHead):
+        replace_output_layer(model, family.hidden, family.bias)
+    elif at.is_last_stage:
+        # `vocab_parallel` applies the output layer chunk by chunk; called as a module still, so that hooks on its weight run
+        model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
+    return model
 
 
-def wrap_for_training(model: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Gradient buffers and data-parallel reduction."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False, check_for_nan_in_grad=False
+def _hidden_states(layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
+    """What stands before the matrix product of a ColumnParallelLinear: hidden [s, b, h] of all tokens; in the backward pass the tensor
+    ranks' shares of its gradient are summed.
+    """
+    if layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group), None
+    return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
+
+
+def output_weight(model: GPTModel) -> torch.Tensor:
+    """[v, h] this rank's rows of the output layer of a last stage; tied to the embedding or not."""
+    weight: torch.Tensor = (
+        model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
     )
-    wrapped = DistributedDataParallel(model.config, config, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
+    return weight
+
+
+def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """Gradient buffers and data-parallel reduction, for each virtual stage."""
+    mark_experts(models)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        check_for_nan_in_grad=False,
+    )
+    wrapped = [DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0) for chunk, model in enumerate(models)]
+    settings = models[0].config  # one object for all virtual stages
+    settings.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap_grad_reduce:  # nothing is reduced before the last micro-batch
+        settings.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 
-def local_parameters(model: torch.nn.Module, family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+def mark_experts(models: Sequence[torch.nn.Module]) -> None:
+    """Experts' gradients are reduced over the experts' data-parallel group. tensor_parallel/layers.py:829, 1149 mark them so only when
+    EP > 1: with ETP != TP and EP = 1 they would be reduced over the dense group, which is silently wrong. It also makes the optimizer's
+    parts, and so its checkpoints, the same at every EP.
+    """
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """(prefix of its tensors' names, model): `chunk0.`, `chunk1.`, ... with virtual stages (as `rank_tensors` has them), else nothing."""
+    for chunk, model in enumerate(models):
+        yield f"chunk{chunk}." if len(models) > 1 else "", model
+
+
+def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Parameters by Megatron name, and the expert biases, which are buffers that training may move."""
+    held: dict[str, torch.Tensor] = {}
+    for prefix, model in by_chunk(models):
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias")]
+        held |= {f"{prefix}{name}": tensor for name, tensor in (*model.named_parameters(), *biases)}
+    return held
+
+
+def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
     """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by the family.
 
     Raises:
         ModelError: the model and the family's map disagree on a name or a shape.
     """
-    described = {local.name: local for local in family.local_tensors(coordinates())}
-    actual: dict[str, torch.Tensor] = dict(model.named_parameters())
-    actual |= {name: buffer for name, buffer in model.named_buffers() if name in described and described[name].is_buffer}
+    described = {local.name: local for local in rank_tensors(family, coordinates())}
+    buffers = {f"{prefix}{name}" for prefix, model in by_chunk(models) for name, _ in model.named_buffers()}
+    actual = {name: tensor for name, tensor in held_weights(models).items() if name not in buffers or name in described}
     if described.keys() != actual.keys():
         extra, missing = sorted(actual.keys() - described.keys()), sorted(described.keys() - actual.keys())
         raise ModelError(f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in the model {missing[:4]}")
@@ -110,9 +194,9 @@ def local_parameters(model: torch.nn.Module, family: Family) -> dict[str, tuple[
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, family: Family, source: WeightSource) -> None:
+def load_weights(models: Sequence[torch.nn.Module], family: Family, source: WeightSource) -> None:
     """Fill the rank's parameters piece by piece; padding becomes zero."""
-    for parameter, local in local_parameters(model, family).values():
+    for parameter, local in local_parameters(models, family).values():
         parameter.zero_()
         for piece in local.pieces:
             parameter[piece.slices()] = source.read(piece.source, piece.source_start, piece.shape).to(parameter.dtype)

@@ -14,16 +14,21 @@ from hybridflow.mcore.residency import Part
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
     """Listed anew at each call, since an optimizer may be replaced and a reference appear."""
     return {
-        "weights": lambda: [*policy.stage.parameters(), *policy.stage.buffers(), *_flat(policy, "param_data")],
+        "weights": lambda: [*_held(policy), *_flat(policy, "param_data")],
         "gradients": lambda: [*_flat(policy, "grad_data"), *_gradients(policy)],
         "optimizer": lambda: [*_main_parameters(policy), *_states(policy)],
         "reference": lambda: policy.reference_state().values() if policy.has_reference else (),
     }
 
 
+def _held(policy: Policy) -> list[torch.Tensor]:
+    """Parameters and buffers of every model chunk."""
+    return [tensor for stage in policy.stages for tensor in (*stage.parameters(), *stage.buffers())]
+
+
 def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
     """Megatron's flat buffers; without the distributed optimizer there is none for parameters."""
-    buffers = (*policy.model.buffers, *policy.model.expert_parallel_buffers)
+    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [data for data in (getattr(buffer, name) for buffer in buffers) if data is not None]
 
 
@@ -35,7 +40,7 @@ def _main_parameters(policy: Policy) -> list[torch.Tensor]:
 
 def _gradients(policy: Policy) -> list[torch.Tensor]:
     """Of parameters and main parameters, where they are no views of the flat buffers."""
-    owners = (*policy.stage.parameters(), *_main_parameters(policy))
+    owners = (*_held(policy), *_main_parameters(policy))
     return [owner.grad for owner in owners if owner.grad is not None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.config.schema import OptimConfig
+from hybridflow.config.schema import OptimConfig, ParallelConfig
 
 
 class Optimizer:
     """The optimizer and its learning-rate schedule, stepped together."""
 
-    def __init__(self, model: Any, config: OptimConfig, *, distributed: bool, dtype: torch.dtype) -> None:
-        """`model` is wrapped for training (`model.wrap_for_training`)."""
-        self.model, self.config = model, config
+    def __init__(self, chunks: Sequence[Any], config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> None:
+        """`chunks` are wrapped for training (`model.wrap_for_training`)."""
+        self.chunks, self.config = chunks, config
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -28,11 +29,12 @@ class Optimizer:
                 adam_beta2=config.adam_beta2,
                 adam_eps=config.adam_eps,
                 clip_grad=config.clip_grad,
-                use_distributed_optimizer=distributed,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+                overlap_param_gather=parallel.overlap_param_gather,
                 bf16=dtype is torch.bfloat16,
                 params_dtype=dtype,
             ),
-            [model],
+            list(chunks),
         )
         decay_steps = config.lr_decay_steps or max(config.lr_warmup_steps + 1, 1_000_000_000)
         self.scheduler = OptimizerParamScheduler(
@@ -48,18 +50,19 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        model.config.grad_scale_func = self.inner.scale_loss
+        chunks[0].config.grad_scale_func = self.inner.scale_loss
         prime_adam_state(self.inner)
 
     def zero_grad(self) -> None:
         """Before each mini-batch."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.inner.zero_grad()
 
     def step(self) -> tuple[bool, float, float]:
-        """Clip and apply. Returns (applied, gradient norm before clipping, learning rate used). Not applied when a gradient is not finite.
+        """Clip and apply. Returns (applied, gradient norm before clipping, learning rate used).
 
-        With NaN or Inf gradients, the weights are left as they are.
+        Gradients are finite: Megatron looks for NaN only where it scales the loss (`nonfinite` looks always).
         """
         # the first update of a warm-up has rate lr / warmup, not 0
         self.scheduler.step(increment=1)

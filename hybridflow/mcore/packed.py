@@ -10,32 +10,67 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.parallel import device
 from hybridflow.protocol import DataProto, Jagged
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How micro-batches are cut over ranks.
+
+    Attributes:
+        segment_multiple: each sequence is padded to a multiple of it (2 x context ranks).
+        multiple: the length of a micro-batch is a multiple of it (sequence parallelism cuts a rank's share by the tensor ranks).
+        rank, size: of the context-parallel group.
+    """
+
+    segment_multiple: int = 1
+    multiple: int = 1
+    rank: int = 0
+    size: int = 1
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """What sequences of these lengths take in a micro-batch."""
+        return -(-lengths // self.segment_multiple) * self.segment_multiple
+
+    def total(self, lengths: np.ndarray, bins: Sequence[np.ndarray]) -> int:
+        """Length of the longest micro-batch, rounded up; all micro-batches get it."""
+        longest = max((int(self.padded(lengths[rows]).sum()) for rows in bins), default=0)
+        return max(self.multiple, -(-longest // self.multiple) * self.multiple)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens, s samples.
+    """One packed forward pass. t packed tokens, n response tokens, s samples; t' tokens and n' predictions of this context rank.
 
     Attributes:
         samples: rows of the batch, in packed order.
-        tokens, positions: [1, t].
-        packed: segment bounds for Megatron; the padding tail is a segment of its own.
-        predict_rows: [n] row whose logits predict each response token.
-        targets: [n] the response tokens.
+        length: t, the same for all micro-batches, so pipeline stages know the shape of what they receive.
+        tokens, positions: [1, t'].
+        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own.
+        predict_rows: [n'] this rank's row whose output predicts a response token.
+        targets: [n'] those tokens.
+        places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
         lengths: [s] response length of each sample.
         columns: per-response-token columns [n] (old_log_probs, advantages, ...).
     """
 
     samples: np.ndarray
+    length: int
     tokens: torch.Tensor
     positions: torch.Tensor
     packed: PackedSeqParams
     predict_rows: torch.Tensor
     targets: torch.Tensor
+    places: torch.Tensor | None
     lengths: torch.Tensor
     columns: Mapping[str, torch.Tensor]
+
+    @property
+    def num_targets(self) -> int:
+        """n."""
+        return int(self.lengths.sum())
 
 
 def sequence_lengths(batch: DataProto) -> np.ndarray:
@@ -43,23 +78,24 @@ def sequence_lengths(batch: DataProto) -> np.ndarray:
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
-def build_micro_batches(batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], multiple_of: int) -> list[MicroBatch]:
-    """Pack the samples of each bin; all micro-batches get one length, so pipeline stages know the shape of what they receive.
+def build_micro_batches(
+    batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], cut: Cut, total: int | None = None
+) -> list[MicroBatch]:
+    """Pack the samples of each bin.
 
     Args:
         bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
         columns: jagged per-response-token columns to bring along.
-        multiple_of: the length is rounded up to it (sequence parallelism cuts it by the tensor-parallel size).
+        total: length of every micro-batch; None: what `cut.total` says.
     """
     lengths = sequence_lengths(batch)
-    longest = max((int(lengths[rows].sum()) for rows in bins), default=0)
-    total = max(multiple_of, -(-longest // multiple_of) * multiple_of)
-    return [_pack(batch, np.asarray(rows, dtype=np.int64), lengths, columns, total) for rows in bins]
+    length = cut.total(lengths, bins) if total is None else total
+    return [_pack(batch, np.asarray(rows, dtype=np.int64), cut.padded(lengths), columns, cut, length) for rows in bins]
 
 
-def _pack(batch: DataProto, rows: np.ndarray, lengths: np.ndarray, columns: Sequence[str], total: int) -> MicroBatch:
+def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Sequence[str], cut: Cut, total: int) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
-    bounds = np.concatenate([[0], np.cumsum(lengths[rows])]).astype(np.int64)
+    bounds = np.concatenate([[0], np.cumsum(padded[rows])]).astype(np.int64)
     tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
     starts = bounds[:-1]
     tokens[_ranges(starts, prompts.lengths)] = prompts.values
@@ -68,23 +104,28 @@ def _pack(batch: DataProto, rows: np.ndarray, lengths: np.ndarray, columns: Sequ
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
     positions -= np.repeat(bounds[:-1], np.diff(bounds))
+    layout = ZigZag.of(bounds, cut.size)
+    mine = layout.rows_of(cut.rank)
+    places = np.flatnonzero(layout.owner[response_rows - 1] == cut.rank)
     here = device()
-    cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(here)
-    longest = int(np.diff(bounds).max())
-    # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
     return MicroBatch(
         samples=rows,
-        tokens=torch.from_numpy(tokens)[None].to(here),
-        positions=torch.from_numpy(positions)[None].to(here),
-        packed=packed,
-        predict_rows=torch.from_numpy(response_rows - 1).to(here),
-        targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)).to(here),
+        length=total,
+        tokens=torch.from_numpy(tokens[mine])[None].to(here),
+        positions=torch.from_numpy(positions[mine])[None].to(here),
+        packed=_segments(bounds, here),
+        predict_rows=torch.from_numpy(layout.local[response_rows[places] - 1]).to(here),
+        targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)[places]).to(here),
+        places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
         lengths=torch.from_numpy(np.array(responses.lengths)).to(here),
         columns={name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values, dtype=np.float32)).to(here) for name in columns},
     )
+
+
+def _segments(bounds: np.ndarray, here: torch.device) -> PackedSeqParams:
+    cu_seqlens, longest = torch.from_numpy(bounds.astype(np.int32)).to(here), int(np.diff(bounds).max())
+    # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -94,11 +135,14 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def unpack(values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[MicroBatch], num_samples: int) -> Jagged:
-    """Per-response-token results of all micro-batches as one jagged column in the order of the batch."""
-    rows: list[np.ndarray] = [np.zeros(0, np.float32)] * num_samples
+def unpack(
+    values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[MicroBatch], num_samples: int, dtype: type = np.float32
+) -> Jagged:
+    """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of the batch."""
+    tail = values_per_micro[0].shape[1:]
+    rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):
         parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy())[:-1])
         for sample, part in zip(micro.samples.tolist(), parts, strict=True):
             rows[sample] = part
-    return Jagged.from_rows(rows, np.float32)
+    return Jagged.from_rows(rows, dtype)

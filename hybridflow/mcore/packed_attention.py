@@ -2,17 +2,22 @@
 
 Megatron's DotProductAttention takes no packed sequences (dot_product_attention.py:59, 154). Segments are grouped by length class
 (powers of two), each class runs as one padded causal batch: a padded key lies behind every real query, so the causal mask alone hides it.
+Under context parallelism every rank gathers all keys and values and masks by position.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.context_parallel import ZigZag
 
 
 class SegmentClasses:
@@ -35,13 +40,38 @@ class SegmentClasses:
         self.restore[order] = torch.arange(len(order), device=bounds.device)
 
 
+class ContextClasses:
+    """The same for one context-parallel rank: its queries against all keys, which arrive rank after rank.
+
+    `groups`: `queries` [n, longest query] rows here, `real` [n, longest query], `keys` [n, longest key] rows of the concatenated ranks,
+    `mask` [n, 1, longest query, longest key] true where a query may attend. No padded key needs hiding: those repeat the last key of the
+    segment with a position behind every query's.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, rank: int, size: int) -> None:
+        whole = SegmentClasses(cu_seqlens)
+        layout = ZigZag.of(cu_seqlens.cpu().numpy().astype(np.int64), size)
+        here, share = cu_seqlens.device, int(cu_seqlens[-1]) // size
+        owner, local = torch.from_numpy(layout.owner).to(here), torch.from_numpy(layout.local).to(here)
+        self.groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for gather, real in whole.groups:
+            mine = real & (owner[gather] == rank)
+            # a segment's rows of this rank, in order of position, in front; what follows them repeats the last
+            step = torch.argsort(~mine, dim=1, stable=True)[:, : int(mine.sum(1).max())]
+            is_query = mine.gather(1, step)
+            keys = owner[gather] * share + local[gather]
+            mask = torch.arange(gather.shape[1], device=here)[None, None, :] <= step[:, :, None]
+            self.groups.append((local[gather.gather(1, step)], is_query, keys, mask[:, None]))
+        order = torch.cat([queries[is_query] for queries, is_query, _, _ in self.groups])
+        self.restore = torch.empty_like(order)
+        self.restore[order] = torch.arange(len(order), device=here)
+
+
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention on `thd` (packed) or `sbhd` inputs; a drop-in for DotProductAttention."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs Transformer Engine's attention for now")
         self.layer_number, self.scale = layer_number, softmax_scale
 
     def forward(
@@ -59,6 +89,8 @@ class PackedAttention(MegatronModule):
         v may differ from d (latent attention).
         """
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            if self.config.context_parallel_size > 1:
+                return self._context_parallel(query, key, value, packed_seq_params)
             return self._packed(query, key, value, packed_seq_params)
         out = self._causal(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
@@ -70,6 +102,23 @@ class PackedAttention(MegatronModule):
         outs = []
         for gather, real in classes.groups:
             out = self._causal(*(t[gather].transpose(1, 2) for t in (query, key, value)))
+            outs.append(out.transpose(1, 2)[real])
+        packed = torch.cat(outs)[classes.restore]
+        return packed.reshape(packed.shape[0], 1, -1)
+
+    def _context_parallel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
+        """This rank's queries against the keys and values of all context-parallel ranks (all-gather; the backward reduce-scatters)."""
+        group = parallel_state.get_context_parallel_group()
+        classes = getattr(params, "context_classes", None)
+        if classes is None:
+            classes = params.context_classes = ContextClasses(params.cu_seqlens_q, group.rank(), group.size())
+        key, value = (
+            gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group) for part in (key, value)
+        )
+        gqa, outs = key.shape[1] != query.shape[1], []
+        for queries, real, keys, mask in classes.groups:
+            parts = (query[queries].transpose(1, 2), key[keys].transpose(1, 2), value[keys].transpose(1, 2))
+            out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=self.scale, enable_gqa=gqa)
             outs.append(out.transpose(1, 2)[real])
         packed = torch.cat(outs)[classes.restore]
         return packed.reshape(packed.shape[0], 1, -1)

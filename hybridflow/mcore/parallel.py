@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.config.derived import expert_tensor_size
+from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.models.layout import Coordinates
 from hybridflow.rendezvous import client_store, master_store
@@ -33,7 +33,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config) if virtual_pipeline_size(config) > 1 else None,
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=expert_tensor_size(config),
@@ -42,13 +42,18 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def is_initialized() -> bool:
+    """Whether this process has its groups."""
+    return bool(parallel_state.model_parallel_is_initialized())
+
+
 def device() -> torch.device:
     """Where this rank computes: the current CUDA device, or (through `cpu_compat`) the CPU."""
     return torch.device(torch.cuda.current_device())
 
 
 def coordinates() -> Coordinates:
-    """This rank's place."""
+    """This rank's place; with virtual stages that of its first chunk (`Coordinates.virtual_stages` has all)."""
     return Coordinates(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -58,6 +63,7 @@ def coordinates() -> Coordinates:
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        vpp_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
 
 
@@ -69,8 +75,13 @@ def all_coordinates() -> list[Coordinates]:
     return [Coordinates(*row.tolist()) for row in everyone]
 
 
+def context_rank() -> int:
+    """This rank's place among those that share each sequence."""
+    return int(parallel_state.get_context_parallel_rank())
+
+
 def data_parallel_position() -> tuple[int, int, bool]:
-    """(data-parallel rank, size, whether this rank returns its group's results: last stage, tensor rank 0)."""
+    """(data-parallel rank, size, whether this rank returns its group's results: last stage, tensor and context rank 0)."""
     return (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),

@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.packing import pack_alike
+from hybridflow.errors import NonFiniteError
 from hybridflow.mcore import parallel
-from hybridflow.mcore.model import DTYPES, build_model, load_weights, local_parameters, wrap_for_training
+from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weights, local_parameters, wrap_for_training
+from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
-from hybridflow.mcore.packed import MicroBatch, build_micro_batches, sequence_lengths, unpack
+from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches, sequence_lengths, unpack
 from hybridflow.mcore.router_replay import RouterReplay
-from hybridflow.mcore.step import LossFunction, all_ranks_max, backward, forward, metrics_to_floats
+from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward, forward, forward_top, metrics_to_floats
+from hybridflow.mcore.vocab_parallel import Scoring
 from hybridflow.models import Family
 from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
+
+Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
 
 class Policy:
     """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
 
     def __init__(
-        self, family: Family, parallel_config: ParallelConfig, dtype: str, source: WeightSource, expert_bias_update_rate: float = 0.0
+        self,
+        family: Family,
+        parallel_config: ParallelConfig,
+        dtype: str,
+        source: WeightSource,
+        *,
+        expert_bias_update_rate: float = 0.0,
+        recompute: str = "none",
+        logits_chunk_tokens: int = 1024,
+        on_nonfinite: str = "stop",
     ) -> None:
         """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`).
 
         Args:
             expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0: not at all.
+                The padding at the end of packed micro-batches counts as tokens: Megatron's mask for it does not reach later pipeline
+                stages (gpt_model.py:308) and has the wrong shape where it is used (router.py:542).
+            recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
-        self.stage = build_model(family, parallel_config, dtype)
-        load_weights(self.stage, family, source)
-        self.stage.config.moe_router_bias_update_rate = expert_bias_update_rate
-        self.replay = RouterReplay([self.stage])
-        self.model = wrap_for_training(self.stage, parallel_config.distributed_optimizer)
+        self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
+        self.stages = build_model(family, parallel_config, dtype, recompute)
+        load_weights(self.stages, family, source)
+        self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
+        self.replay = RouterReplay(self.stages)
+        self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
         self._reference: dict[str, torch.Tensor] | None = None
 
@@ -45,52 +68,111 @@ class Policy:
     def log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool) -> tuple[Jagged, Jagged] | None:
         """(log-probs, entropies) of every response token, in the order of the batch; None on ranks that are not on the last stage.
 
-        Without `with_entropy` the second is empty rows.
+        Without `with_entropy` the second is the log-probs again.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
-        self.model.eval()
-        values, entropies = forward(
-            self.model, micro_batches, vocab_size=self.family.vocab_size, temperature=temperature, with_entropy=with_entropy
-        )
-        self.model.train()
+        with self._evaluating():
+            values, entropies = forward(self.chunks, micro_batches, self._scoring(temperature, with_entropy))
         if not parallel.is_last_stage():
             return None
         log_probs = unpack(values, micro_batches, len(batch))
         return log_probs, unpack(entropies, micro_batches, len(batch)) if with_entropy else log_probs
 
+    def top_log_probs(self, batch: DataProto, *, k: int, max_tokens: int, temperature: float) -> tuple[Jagged, Jagged] | None:
+        """The k most likely tokens at every response token, for distillation: jagged [t, k] fp32 log-probs in descending order and
+        [t, k] int64 token ids, over the whole vocabulary; None on ranks that are not on the last stage.
+        """
+        micro_batches = self._micro_batches(batch, max_tokens, ())
+        with self._evaluating():
+            values, tokens = forward_top(self.chunks, micro_batches, self._scoring(temperature, False), k)
+        if not parallel.is_last_stage():
+            return None
+        return unpack(values, micro_batches, len(batch)), unpack(tokens, micro_batches, len(batch), np.int64)
+
     def train_mini_batch(
         self, batch: DataProto, loss: LossFunction, *, columns: Sequence[str], max_tokens: int, temperature: float, with_entropy: bool
-    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    ) -> tuple[Sums, dict[str, float]]:
         """One optimizer update on `batch` (this data-parallel rank's share of the mini-batch).
 
         Returns:
             Metric (sum, count) pairs (empty off the last stage), and {grad_norm, lr, applied}.
+
+        Raises:
+            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight was changed.
         """
+        micro_batches, scoring = self._micro_batches(batch, max_tokens, columns), self._scoring(temperature, with_entropy)
+        return self._update(len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch))
+
+    def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
+        """One optimizer update on the gradients that `accumulate` leaves in the buffers; see `train_mini_batch`."""
         if self.optimizer is None:
-            raise RuntimeError("train_mini_batch before set_optimizer")
-        micro_batches = self._micro_batches(batch, max_tokens, columns)
+            raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
-        metrics = backward(
-            self.model, micro_batches, loss, vocab_size=self.family.vocab_size, temperature=temperature, with_entropy=with_entropy
-        )
+        watch, biases = Watch(num_micro_batches), self._expert_biases()
+        metrics = metrics_to_floats(accumulate(watch))
+        if problem := watch.report(self.chunks):
+            for live, before in biases:
+                live.copy_(before)
+            return self._not_applied(problem, metrics)
         applied, grad_norm, rate = self.optimizer.step()
-        return metrics_to_floats(metrics), {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
+        return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
+
+    def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:466)."""
+        return [(tensor, tensor.clone()) for name, tensor in held_weights(self.stages).items() if name.endswith(".expert_bias")]
+
+    def _not_applied(
+        self, problem: str, metrics: dict[str, tuple[float, float]]
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        if self.on_nonfinite == "stop" or self.optimizer is None:
+            raise NonFiniteError(
+                f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, sft.optim.lr) and run "
+                "the same command again to resume from the last checkpoint, or leave such updates out with actor.on_nonfinite=skip"
+            )
+        logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
+        finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}
+        return finite, {"grad_norm": math.nan, "lr": self.optimizer.learning_rate(), "applied": 0.0}
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """A fresh optimizer (moments zero) over the present weights."""
-        self.optimizer = Optimizer(self.model, config, distributed=self.config.distributed_optimizer, dtype=self.dtype)
+        self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
 
-    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
-        bins = pack_alike(sequence_lengths(batch), max_tokens, all_ranks_max)
-        multiple = self.config.tensor if self.config.sequence else 1
-        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, multiple_of=multiple))
+    def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
+        return Scoring(self.family.vocab_size, temperature, with_entropy, self.logits_chunk_tokens)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk in self.chunks:
+            chunk.train()
+
+    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str], together: int = 1) -> list[MicroBatch]:
+        """`together`: so many rows in turn stay in one micro-batch, in their order."""
+        cut, lengths = self._cut(), sequence_lengths(batch)
+        # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
+        group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1
+        costs = cut.padded(lengths).reshape(-1, together).sum(1)
+        bins = pack_alike(costs, max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group)
+        bins = [(rows[:, None] * together + np.arange(together)).reshape(-1) for rows in bins]
+        total = cut.total(lengths, bins)
+        if self.config.moe_dispatcher == "allgather":  # it gathers equally many tokens from every rank (token_dispatcher.py:264)
+            total = all_ranks_max(total)
+        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total))
+
+    def _cut(self) -> Cut:
+        config = self.config
+        segment = tokens_multiple(config)
+        multiple = segment * (config.tensor if config.sequence else 1)
+        return Cut(segment, multiple, parallel.context_rank(), config.context)
 
     # ---- reference --------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def freeze_reference(self) -> None:
         """Keep the present weights as the reference policy."""
-        self._reference = {name: tensor.detach().clone() for name, tensor in held_weights(self.stage).items()}
+        self._reference = {name: parameter.detach().clone() for name, parameter in self.weights().items()}
 
     @property
     def has_reference(self) -> bool:
@@ -105,26 +187,34 @@ class Policy:
 
     def as_reference(self) -> _ReferenceWeights:
         """`with policy.as_reference():` computes with the reference's weights (swapped in place, so no second model is held)."""
-        return _ReferenceWeights(self.stage, self.reference_state())
+        return _ReferenceWeights(self.weights(), self.reference_state())
 
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Local parameters by Megatron name, checked against the family's map."""
-        return {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stage, self.family).items()}
+        """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's map."""
+        self.settle()
+        return {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The live parameters by the same names."""
+        self.settle()
+        return held_weights(self.stages)
 
-def held_weights(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by Megatron name, and the expert biases, which are buffers that training may move."""
-    biases = {name: buffer for name, buffer in stage.named_buffers() if name.endswith(".expert_bias")}
-    return dict(stage.named_parameters()) | biases
+    def settle(self) -> None:
+        """Wait for weights that the next forward pass would have gathered (`overlap_param_gather`): until then other ranks' shares of
+        the weights here are those before the last update.
+        """
+        if self.config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
 
 class _ReferenceWeights:
     """Exchanges the values of the live and the reference weights, and back."""
 
-    def __init__(self, stage: torch.nn.Module, reference: dict[str, torch.Tensor]) -> None:
-        self.stage, self.reference = stage, reference
+    def __init__(self, live: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
+        self.live, self.reference = live, reference
 
     def __enter__(self) -> None:
         self._exchange()
@@ -135,7 +225,7 @@ class _ReferenceWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         # values are exchanged, not storages: the distributed optimizer and the gradient buffers hold views of these parameters
-        for name, tensor in held_weights(self.stage).items():
+        for name, tensor in self.live.items():
             held = self.reference[name]
             live = tensor.detach().clone()
             tensor.copy_(held)

@@ -29,9 +29,18 @@ _SMALL = 4096  # bytes; step counters and the like stay: thousands of tiny copie
 class Residency:
     """Which parts of one role are on the device."""
 
-    def __init__(self, tensors: Mapping[Part, Callable[[], Iterable[torch.Tensor]]], platform: Platform) -> None:
-        """`tensors`: how to list the tensors of each part now. A storage that two parts share belongs to the first of `PARTS`."""
-        self._tensors, self._platform = tensors, platform
+    def __init__(
+        self,
+        tensors: Mapping[Part, Callable[[], Iterable[torch.Tensor]]],
+        platform: Platform,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args:
+        tensors: how to list the tensors of each part now. A storage that two parts share belongs to the first of `PARTS`.
+        platform: where they are.
+        settle: called before weights leave; waits for communication that still writes to them.
+        """
+        self._tensors, self._platform, self._settle = tensors, platform, settle
         self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
         self._store: dict[Part, _Store] = {}
 
@@ -54,6 +63,8 @@ class Residency:
         for part in parts:
             if part in self._asleep:
                 continue
+            if part == "weights":
+                self._settle()
             storages = [storage for storage in self._storages()[part] if storage.nbytes() >= _SMALL]
             store = self._store.setdefault(part, _FileStore() if self._platform.kind == "cpu" else _PinnedStore())
             store.write(part, storages)

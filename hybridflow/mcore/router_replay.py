@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import ModelError, RouterReplayError
+from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.packed import MicroBatch, sequence_lengths
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.routes import FREE, ROUTES
@@ -173,8 +174,10 @@ class RouterReplay:
     # ---- which tokens are this rank's -------------------------------------------------------------------------------------------------
 
     def _rows(self, micro: MicroBatch) -> np.ndarray:
-        """Packed rows whose tokens this rank routes, in its order: sequence parallelism cuts them evenly over tensor-parallel ranks."""
-        rows = np.arange(int(_segment_bounds(micro)[-1]))
+        """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence parallelism."""
+        rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
+            parallel_state.get_context_parallel_rank()
+        )
         if not self.config.sequence_parallel:
             return rows
         size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
@@ -199,6 +202,8 @@ class RouterReplay:
             whole[mine, layer] = experts.to(torch.int32) - FREE
         if self.config.sequence_parallel:
             dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
+        if parallel_state.get_context_parallel_world_size() > 1:
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         dist.all_reduce(whole, group=parallel_state.get_pipeline_model_parallel_group())
         return np.asarray((whole + FREE).to(torch.int16).cpu().numpy())
 

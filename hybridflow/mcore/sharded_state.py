@@ -23,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import CheckpointError
-from hybridflow.mcore.model import local_parameters
+from hybridflow.mcore.model import by_chunk, local_parameters
 from hybridflow.mcore.optimizer import inner_optimizers
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
@@ -69,7 +69,7 @@ class ShardedState:
 
     def hf(self) -> Iterator[HfSlice]:
         """Where the HF regions of this rank's model weights lie in the checkpoint; replicas are left to their main rank."""
-        for name, (parameter, local) in local_parameters(self.policy.stage, self.policy.family).items():
+        for name, (parameter, local) in local_parameters(self.policy.stages, self.policy.family).items():
             for shard in self._shards[name]:
                 if not is_main_replica(shard.replica_id):
                     continue
@@ -99,11 +99,12 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards: dict[str, list[ShardedTensor]] = {}
-    for name, entry in policy.stage.sharded_state_dict(metadata=metadata).items():
-        built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
-        found = [part for part in nested_values([built]) if isinstance(part, ShardedTensor)]
-        if found:
-            shards[name] = [replace(shard, data=shard.data.detach()) for shard in found]
+    for prefix, stage in by_chunk(policy.stages):
+        for name, entry in stage.sharded_state_dict(metadata=metadata).items():
+            built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+            found = [part for part in nested_values([built]) if isinstance(part, ShardedTensor)]
+            if found:
+                shards[prefix + name] = [replace(shard, data=shard.data.detach()) for shard in found]
     missing = sorted(policy.parameters().keys() - shards.keys())
     if missing:
         raise CheckpointError(f"Megatron describes no shards of {missing[:4]}; a checkpoint would lack them")
@@ -112,7 +113,7 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
 
 def _reference_shards(policy: Policy, shards: Mapping[str, list[ShardedTensor]]) -> list[ShardedTensor]:
     """The same cuts under keys of their own, over the reference's tensors."""
-    parameters, found = dict(policy.stage.named_parameters()), []
+    parameters, found = policy.weights(), []
     for name, held in policy.reference_state().items():
         for shard in shards[name]:
             start = _flat_start(shard, parameters[name])

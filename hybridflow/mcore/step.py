@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,31 +13,50 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.context_parallel import counts_tokens, gather_tokens
+from hybridflow.mcore.model import output_weight
+from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import device, is_last_stage
-from hybridflow.mcore.vocab_parallel import log_probs_and_entropy
+from hybridflow.mcore.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
 LossFunction = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
+# (micro-batch, the model's output [1, t, ...]) -> the same
+OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
-def forward(
-    model: Any, micro_batches: Sequence[MicroBatch], *, vocab_size: int, temperature: float, with_entropy: bool
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def forward(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Log-probs (and entropies) of every response token, without gradient. On the last stage; empty lists elsewhere."""
 
-    def collect(micro: MicroBatch, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        log_probs, entropy = _response_log_probs(logits, micro, vocab_size, temperature, with_entropy)
+    def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        log_probs, entropy = response_log_probs(chunks, hidden, micro, scoring)
         return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
 
     with torch.no_grad():
-        results = _run(model, micro_batches, collect, forward_only=True)
+        results = run(chunks, micro_batches, collect)
+    return [item[0] for item in results], [item[1] for item in results]
+
+
+def forward_top(
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring, k: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """[n, k] log-probs and token ids of the k most likely tokens at every response token. On the last stage; empty lists elsewhere."""
+
+    def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        rows, weight, group = _predicting(chunks, hidden, micro)
+        found = top_log_probs(rows, weight, k, scoring, group)
+        values, tokens = (gather_tokens(part.t(), micro.places, micro.num_targets).t() for part in found)
+        return values.cpu().numpy(), tokens.cpu().numpy()
+
+    with torch.no_grad():
+        results = run(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
 
 
 def backward(
-    model: Any, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, vocab_size: int, temperature: float, with_entropy: bool
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: LossFunction, scoring: Scoring, watch: Watch
 ) -> Metrics:
     """Forward and backward of one mini-batch; gradients are left reduced and divided by the global count in the model's buffers.
 
@@ -44,14 +64,33 @@ def backward(
         Metric sums and counts over this data-parallel rank's micro-batches, on the last stage; empty elsewhere.
     """
 
-    def loss(micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        log_probs, entropy = _response_log_probs(logits, micro, vocab_size, temperature, with_entropy)
-        total, count, metrics = loss_function(log_probs, entropy, micro)
+    def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        log_probs, entropy = response_log_probs(chunks, hidden, micro, scoring)
+        return loss_function(log_probs, entropy, micro)
+
+    return backward_outputs(chunks, micro_batches, loss, watch)
+
+
+def forward_outputs(
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]
+) -> list[Any]:
+    """What `collect` makes of the model's output [1, t', ...] for each micro-batch, without gradient, on the last stage; else empty."""
+    with torch.no_grad():
+        return run(chunks, micro_batches, lambda _, micro, output: collect(micro, output))
+
+
+def backward_outputs(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: OutputLoss, watch: Watch) -> Metrics:
+    """`backward` for a loss of the model's whole output."""
+
+    def loss(number: int, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        total, count, metrics = loss_function(micro, output)
+        watch.loss(number, total.detach())
         # a clone: the schedule scales the loss it is given in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
-        return total, count.to(total.device, torch.int), metrics
+        divisor = count if counts_tokens() else torch.zeros_like(count)
+        return total, divisor.to(total.device, torch.int), metrics
 
-    results = _run(model, micro_batches, loss, forward_only=False)
+    results = run(chunks, micro_batches, loss, watch)
     merged: Metrics = {}
     for metrics in results:
         for name, (total, count) in metrics.items():
@@ -60,36 +99,56 @@ def backward(
     return merged
 
 
-def _response_log_probs(
-    logits: torch.Tensor, micro: MicroBatch, vocab_size: int, temperature: float, with_entropy: bool
+def response_log_probs(
+    chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    rows = logits[0].index_select(0, micro.predict_rows)
-    return log_probs_and_entropy(
-        rows, micro.targets, vocab_size=vocab_size, temperature=temperature, group=group, with_entropy=with_entropy
-    )
+    """[n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context rank of the last stage.
+
+    `hidden` [1, t', h] is what the last chunk returned.
+    """
+    rows, weight, group = _predicting(chunks, hidden, micro)
+    log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group)
+    if micro.places is None or entropy is None:
+        return gather_tokens(log_probs, micro.places, micro.num_targets), entropy
+    both = gather_tokens(torch.stack([log_probs, entropy]), micro.places, micro.num_targets)
+    return both[0], both[1]
 
 
-def _run(
-    model: Any, micro_batches: Sequence[MicroBatch], on_logits: Callable[[MicroBatch, torch.Tensor], Any], forward_only: bool
-) -> list[Any]:
-    """Run Megatron's schedule; what `on_logits` returns for each micro-batch comes back on the last stage."""
+def _predicting(chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """[n', h] states that predict this rank's response tokens, [v, h] output weight, tensor-parallel group."""
+    rows = hidden[0].index_select(0, micro.predict_rows)
+    return rows, output_weight(chunks[-1].module), parallel_state.get_tensor_model_parallel_group()
 
-    def forward_step(iterator: Any, stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        micro: MicroBatch = next(iterator)
-        output = stage(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
-        return output, lambda logits, non_loss_data=False: on_logits(micro, logits)
 
-    return get_forward_backward_func()(
+def run(
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
+    watch: Watch | None = None,
+) -> list[Any]:  # fmt: skip
+    """Run Megatron's schedule; what `on_output(number, micro-batch, output)` returns comes back on the last stage, in order.
+
+    With `watch` a backward pass follows each forward pass: `on_output` returns (loss, count, anything).
+    """
+
+    def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        number, micro = next(iterator)
+        with watch.stage(chunk.module, number) if watch else contextlib.nullcontext():
+            output = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.packed)
+        if watch:
+            watch.gradient_of(output, number)
+        return output, lambda output, non_loss_data=False: on_output(number, micro, output)
+
+    iterators = [iter(list(enumerate(micro_batches))) for _ in chunks]
+    found: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.shape[1],
+        seq_length=micro_batches[0].length,
         micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
+        forward_only=watch is None,
+        collect_non_loss_data=watch is None,
     )
+    return found
 
 
 def all_ranks_max(value: int) -> int:

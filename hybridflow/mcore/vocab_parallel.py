@@ -1,67 +1,191 @@
-"""Log-probabilities and entropy from logits that are split over tensor-parallel ranks; full logits never exist on one rank.
+"""Log-probabilities, entropy and the most likely tokens from hidden states, where the output layer's rows are split over tensor ranks.
 
-Shapes: t tokens, v vocabulary rows of this rank. All arithmetic in fp32.
+Logits exist for one chunk of rows at a time, forward and backward (they are computed again there), so the memory they take is bounded
+by the chunk and not by the batch. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r holds [r v, (r + 1) v), padding
+at the end). All arithmetic on logits in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 
-class _SumOverGroup(torch.autograd.Function):
+class SumOverGroup(torch.autograd.Function):
     """All-reduce (sum) whose backward is the identity: every rank computes the same loss, so each keeps its own share of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        """The sum, equal on every rank."""
         total = tensor.clone().contiguous()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Unchanged."""
         return grad, None
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What to make of hidden states.
+
+    Attributes:
+        vocab_size: rows of the output layer at or behind it are padding and take no probability.
+        temperature: divides the logits, as the sampler did.
+        with_entropy: whether the entropy of each row's distribution is wanted too.
+        chunk: rows (tokens) whose logits exist at a time.
+    """
+
+    vocab_size: int
+    temperature: float
+    with_entropy: bool
+    chunk: int = 1024
+
+
 def log_probs_and_entropy(
-    logits_TV: torch.Tensor, targets_T: torch.Tensor, *, vocab_size: int, temperature: float, group: Any, with_entropy: bool
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, scoring: Scoring, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log p(target) and, when asked for, the entropy of softmax(logits / temperature).
+    """log p(target) and, when asked for, the entropy of softmax(hidden weight^T / temperature).
 
     Args:
-        logits_TV: [t, v], this rank's rows of the vocabulary (rank r holds [r v, (r + 1) v)); may hold padding rows at the end.
-        targets_T: [t] global token ids.
-        vocab_size: rows at or behind it are padding and take no probability.
-        temperature: divides the logits, as the sampler did.
+        hidden_NH: [n, h], equal on all ranks of `group`; its gradient is this rank's share and must be summed over the group.
+        weight_VH: [v, h], this rank's rows of the output layer.
+        targets_N: [n] global token ids.
         group: tensor-parallel group.
 
     Returns:
-        [t] log-probs with gradient, [t] entropies (natural log, with gradient) or None. Equal on all ranks of the group.
+        [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal on all ranks of the group.
     """
-    rank, rows = dist.get_rank(group), logits_TV.shape[-1]
-    first = rank * rows
-    logits = logits_TV.float() / temperature
-    padding = first + rows - vocab_size
-    if padding > 0:
-        logits = logits[:, : rows - padding] if padding < rows else logits[:, :0]
-    # one small all-reduce for the maximum, one for everything that sums: latency is what tensor parallelism costs over gloo
-    top = logits.detach().amax(-1) if logits.shape[-1] else logits.new_full((logits.shape[0],), -torch.inf)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - top[:, None]
-    exponentials = shifted.exp()
-    local = targets_T - first
-    mine = (local >= 0) & (local < logits.shape[-1])
-    if logits.shape[-1]:
-        picked = torch.where(mine, shifted.gather(-1, local.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0], 0.0)
-    else:
-        picked = shifted.sum(-1)
-    sums = [exponentials.sum(-1), picked]
-    if with_entropy:
-        sums.append((exponentials * shifted).sum(-1))
-    totals = _SumOverGroup.apply(torch.stack(sums), group)
-    log_z = totals[0].log()
-    # H = log Z - E[x], x the shifted logits
-    entropy = log_z - totals[2] / totals[0] if with_entropy else None
-    return totals[1] - log_z, entropy
+    log_probs, entropy = _Scores.apply(hidden_NH, weight_VH, targets_N, scoring, group)
+    return log_probs, entropy if scoring.with_entropy else None
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, k: int, scoring: Scoring, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k most likely tokens of the whole vocabulary for each row: [n, k] log-probs in descending order, [n, k] int64 token ids.
+
+    Raises:
+        ValueError: the vocabulary has fewer than k tokens.
+    """
+    if not 1 <= k <= scoring.vocab_size:
+        raise ValueError(f"the {k} most likely tokens of a vocabulary of {scoring.vocab_size} were asked for")
+    shard = _Shard(weight_VH, scoring, group)
+    values = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
+    tokens = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
+    mine = min(k, shard.rows)
+    for rows, logits in shard.chunks(hidden_NH):
+        if mine:
+            found = logits.topk(mine, dim=-1)
+            values[rows, :mine], tokens[rows, :mine] = found.values, found.indices + shard.first
+    log_z = _normaliser(shard, hidden_NH)[0]
+    world = dist.get_world_size(group)
+    all_values, all_tokens = [torch.empty_like(values) for _ in range(world)], [torch.empty_like(tokens) for _ in range(world)]
+    dist.all_gather(all_values, values, group=group)
+    dist.all_gather(all_tokens, tokens, group=group)
+    best = torch.cat(all_values, -1).topk(k, dim=-1)
+    return best.values - log_z[:, None], torch.cat(all_tokens, -1).gather(-1, best.indices)
+
+
+class _Shard:
+    """This rank's real rows of the output layer."""
+
+    def __init__(self, weight: torch.Tensor, scoring: Scoring, group: Any) -> None:
+        self.first = dist.get_rank(group) * len(weight)
+        self.rows = max(0, min(len(weight), scoring.vocab_size - self.first))
+        self.weight, self.scoring, self.group = weight[: self.rows], scoring, group
+
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(rows of hidden, their [chunk, v] fp32 logits over the temperature)."""
+        for start in range(0, len(hidden), self.scoring.chunk):
+            rows = slice(start, min(start + self.scoring.chunk, len(hidden)))
+            yield rows, F.linear(hidden[rows], self.weight).float().div_(self.scoring.temperature)
+
+    def local(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each target's row here (0 where it is elsewhere), and whether it is here."""
+        local = targets - self.first
+        mine = (local >= 0) & (local < self.rows)
+        return torch.where(mine, local, 0), mine
+
+
+def _normaliser(
+    shard: _Shard, hidden: torch.Tensor, targets: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target, [n] entropy (zeros unless asked for).
+
+    Two small all-reduces however many chunks there are: latency is what tensor parallelism costs over gloo.
+    """
+    entropy = shard.scoring.with_entropy and targets is not None
+    tops = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+    sums = tops.new_zeros((3, len(hidden)))  # exponentials, target logits, exponentials times logits: all relative to the local maximum
+    for rows, logits in shard.chunks(hidden):
+        if not shard.rows:
+            continue
+        tops[rows] = top = logits.amax(-1)
+        if targets is not None:
+            index, mine = shard.local(targets[rows])
+            sums[1, rows] = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0.0)
+        shifted = logits.sub_(top[:, None])
+        if entropy:
+            exponentials = shifted.exp()
+            sums[0, rows], sums[2, rows] = exponentials.sum(-1), exponentials.mul_(shifted).sum(-1)
+        else:
+            sums[0, rows] = shifted.exp_().sum(-1)
+    highest = tops.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+    if shard.rows:
+        scale, shift = (tops - highest).exp(), tops - highest
+        sums[2] = scale * (sums[2] + shift * sums[0])
+        sums[0] *= scale
+    dist.all_reduce(sums, group=shard.group)
+    log_sum = sums[0].log()
+    # H = log Z - E[x], both relative to the highest logit
+    return highest + log_sum, sums[1], log_sum - sums[2] / sums[0] if entropy else sums[2]
+
+
+class _Scores(torch.autograd.Function):
+    """Chunked log-probs and entropy; the backward computes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scoring: Scoring, group: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `log_probs_and_entropy`."""
+        log_z, picked, entropy = _normaliser(_Shard(weight, scoring, group), hidden, targets)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.scoring, ctx.group = scoring, group
+        return picked - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """d log p / dx = onehot - p; dH / dx = -p (log p + H); this rank's columns alone."""
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        shard = _Shard(weight, ctx.scoring, ctx.group)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for rows, logits in shard.chunks(hidden):
+            log_p = logits.sub_(log_z[rows, None])
+            index, mine = shard.local(targets[rows])
+            from_log_probs = grad_log_probs[rows]
+            if ctx.scoring.with_entropy:
+                factor = log_p + entropy[rows, None]
+                factor.mul_(grad_entropy[rows, None]).add_(from_log_probs[:, None])
+                grad = log_p.exp_().mul_(factor).neg_()
+            else:
+                grad = log_p.exp_().mul_(-from_log_probs[:, None])
+            if shard.rows:
+                grad.scatter_add_(-1, index[:, None], torch.where(mine, from_log_probs, 0.0)[:, None])
+            grad = grad.div_(ctx.scoring.temperature).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ shard.weight
+            if grad_weight is not None:
+                grad_weight[: shard.rows] += grad.t() @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

@@ -7,7 +7,6 @@ tensor is which part of a global tensor.
 from __future__ import annotations
 
 import io
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Any
 import torch
 
 from hybridflow.errors import CheckpointError
-from hybridflow.manifest import Manifest
+from hybridflow.manifest import Manifest, read_index
 
-INDEX = "index.json"
 _KEPT_BYTES = 256 << 20  # of rectangles just read: a fused projection is asked for once a head
 
 Start = tuple[int, ...]
@@ -89,13 +87,3 @@ class CheckpointFolder:
                 self._kept.popitem(last=False)
             self._kept[place] = tensor
         return self._kept[place]
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}. CheckpointError when it is torn."""
-    file = folder / INDEX
-    try:
-        value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {"chunks": value["chunks"], "hf": value["hf"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error

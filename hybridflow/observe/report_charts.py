@@ -34,6 +34,8 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
     return [
         ("Learning", [_accuracy(run), _reward(run), _sft_loss(run)]),
         ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
+        ("Critic", [_explained(run), _value_loss(run)]),
+        ("Reward model", [_pair_loss(run), _pair_accuracy(run), _model_score(run)]),
         ("Generation", [_lengths(run), _clip_ratio(run), _difference(run), _routes(run)]),
         ("Time", [_step_time(run), _throughput(run), _tokens(run), _memory(run)]),
     ]
@@ -167,6 +169,28 @@ def _step_time(run: RunFolder) -> Chart:
     if rest:
         series.append(Series("other", _sum(rest), None))
     return Chart("Step time by phase", series, "seconds", "timing_s/*", kind="stack")
+
+
+def _explained(run: RunFolder) -> Chart:
+    return _one(run, "Variance of returns that values explain", "critic/vf_explained_var", "share", include=(0.0, 1.0))
+
+
+def _value_loss(run: RunFolder) -> Chart:
+    return _one(run, "Value loss", "critic/vf_loss", "half a squared error", include=(0.0,))
+
+
+def _pair_loss(run: RunFolder) -> Chart:
+    series = [Series("reward/loss", run.points("reward", "reward/loss"), 0)]
+    return Chart("Loss on pairs", series, "nats", "reward/loss", include=(0.0,))
+
+
+def _pair_accuracy(run: RunFolder) -> Chart:
+    series = [Series("reward/accuracy", run.points("reward", "reward/accuracy"), 0)]
+    return Chart("Pairs told apart", series, "share", "reward/accuracy", include=(0.0, 1.0))
+
+
+def _model_score(run: RunFolder) -> Chart:
+    return _one(run, "Score of the reward model", "reward_model/score/mean", "score")
 
 
 def _throughput(run: RunFolder) -> Chart:

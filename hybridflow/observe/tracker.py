@@ -18,14 +18,16 @@ from hybridflow.errors import ConfigError
 from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observe.tensorboard import TensorBoardWriter
 
-Phase = Literal["train", "val", "sft"]
-PHASES: tuple[Phase, ...] = ("train", "val", "sft")
+Phase = Literal["train", "val", "sft", "reward"]
+PHASES: tuple[Phase, ...] = ("train", "val", "sft", "reward")
 RESERVED = frozenset({"step", "phase", "wall_time", "warning"})
 # What the console line shows, in this order; a phase with none of them shows everything.
 CONSOLE_KEYS = (
     "critic/score/mean",
     "val/accuracy",
     "sft/loss",
+    "reward/loss",
+    "reward/accuracy",
     "actor/pg_loss",
     "actor/ppo_kl",
     "actor/kl_loss",

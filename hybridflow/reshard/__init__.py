@@ -1,1 +1,1 @@
-"""What piece of which tensor goes from which rank to whom. The planner is pure; `gather` executes over torch.distributed."""
+"""What piece of which tensor goes from which rank to whom. The planner is pure."""

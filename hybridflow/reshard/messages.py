@@ -1,7 +1,8 @@
 """What one rank does under a plan: its messages in order, with the place of every slice in its own buffers.
 
-A message is what one sender gives one receiver of one bucket, slices one after another, contiguous. Sender and receiver go through
-messages in the order of (step, peer), so at every moment the message with the lowest step can move: no cycle of waits is possible.
+A message is what one sender gives one receiver of one bucket, slices one after another, contiguous, those with wider elements first: so
+every slice begins at a multiple of its element's size. Sender and receiver go through messages in the order of (step, peer), so at every
+moment the message with the lowest step can move: no cycle of waits is possible.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from itertools import pairwise
 
 import numpy as np
 
-from hybridflow.reshard.layout import Layout
+from hybridflow.reshard.layout import ITEM_BYTES, Layout
 from hybridflow.reshard.planner import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
 
 @dataclass(frozen=True)
 class Item:
-    """A slice in a rank's buffer: rectangle of the buffer's shape (padded with ones from the left to three dimensions)."""
+    """A slice in a rank's buffer: rectangle of the buffer's shape (padded with ones from the left to three dimensions).
+
+    `dtype` is that of the wire: the engine's.
+    """
 
     buffer: str
     start: tuple[int, ...]
     size: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ class Messages:
         step = self._step(row, np.full(len(row), rank))
         return self._group(row, peer, step, plan.target, number, piece, local)
 
+    def _wire_dtypes(self, row: np.ndarray) -> list[str]:
+        """The engine's dtype of each delivery."""
+        table, classes = self.plan.deliveries, self.plan.target.classes
+        pairs = zip(table.receiver[row].tolist(), table.piece[row].tolist(), strict=True)
+        return [classes[number].dtypes[int(classes[number].buffer[piece])] for number, piece in pairs]
+
     def _step(self, row: np.ndarray, receiver: np.ndarray) -> np.ndarray:
         table, plan = self.plan.deliveries, self.plan
         return (table.bucket[row] - plan.phase[receiver]) % self.num_buckets[plan.target.rank_class[receiver]]
@@ -90,7 +101,9 @@ class Messages:
         self, row: np.ndarray, peer: np.ndarray, step: np.ndarray, side: Layout, number: int, piece: np.ndarray, local: np.ndarray
     ) -> list[Message]:
         table, layout = self.plan.deliveries, side.classes[number]
-        order = np.lexsort((row, peer, step))
+        dtypes = self._wire_dtypes(row)
+        width = np.array([ITEM_BYTES[dtype] for dtype in dtypes], dtype=np.int64)
+        order = np.lexsort((row, -width, peer, step))
         row, peer, step, piece, local = row[order], peer[order], step[order], piece[order], local[order]
         is_new = np.ones(len(row), dtype=bool)
         is_new[1:] = (step[1:] != step[:-1]) | (peer[1:] != peer[:-1])
@@ -98,7 +111,12 @@ class Messages:
         messages = []
         for low, high in pairwise(bounds):
             items = tuple(
-                Item(layout.names[int(layout.buffer[piece[i]])], tuple(local[i].tolist()), tuple(table.size[row[i]].tolist()))
+                Item(
+                    layout.names[int(layout.buffer[piece[i]])],
+                    tuple(local[i].tolist()),
+                    tuple(table.size[row[i]].tolist()),
+                    dtypes[int(order[i])],
+                )
                 for i in range(low, high)
             )
             nbytes = int(table.nbytes[row[low:high]].sum())

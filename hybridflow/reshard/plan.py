@@ -14,6 +14,7 @@ from math import prod
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, Piece
+from hybridflow.reshard.layout import rank_tensors
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> dict[str, li
     candidates: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[OwnedPiece]] = {}
     first_stage: dict[str, int] = {}
     for rank, at in enumerate(ranks):
-        for local in family.local_tensors(at):
+        for local in rank_tensors(family, at):
             for piece in local.pieces:
                 stage = first_stage.setdefault(piece.source, at.pp_rank)
                 if stage == at.pp_rank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from hybridflow.jagged import Jagged
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.pieces import Header
@@ -10,9 +12,8 @@ from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Part, Stor
 
 def keep_in_store(batch: DataProto) -> DataProto:
     """The batch with its jagged columns above 64 KiB in the object store. Without a running cluster (tests of the loop) as it is."""
-    import ray
-
-    if not ray.is_initialized():
+    ray = sys.modules.get("ray")  # not imported for this: Cluster.start must be the first to do so
+    if ray is None or not ray.is_initialized():
         return batch
     large = [name for name, column in batch.items() if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES]
     kept = {}

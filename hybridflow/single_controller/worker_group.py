@@ -128,31 +128,41 @@ class WorkerGroup:
             return False
         return True
 
-    def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def run(
+        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None, **kwargs: Any
+    ) -> Any:
         """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a `Future` at once.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.
             args, kwargs: as its `@register` says they are spread.
             timeout: seconds; None: `cluster.config.call_timeout_s`.
+            only: the ranks that take part, as if the group had no others; None: all.
 
         Raises:
             WorkerError: a rank died, raised or did not answer in time.
             SchemaError: arguments or results do not fit the declaration of the method.
             HybridFlowError: a rank raised one of our errors (same type).
         """
-        future = self.submit(method, *args, timeout=timeout, **kwargs)
+        future = self.submit(method, *args, timeout=timeout, only=only, **kwargs)
         return future.result() if method_spec(method).blocking else future
 
-    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Future:
+    def submit(
+        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None, **kwargs: Any
+    ) -> Future:
         """Start a call and return its `Future`; `timeout` is what its `result()` waits by default."""
         spec = method_spec(method)
         self._require_own(method)
         if self._broken is not None:
             raise self._broken
-        plan = plan_call(spec, self.world_size, self._find_mesh() if spec.needs_mesh else None, args, kwargs)
-        keeps = spec.dispatch is Dispatch.DP and bool(spec.writes)
-        return self._launch(spec.name, plan, timeout, spec.writes if keeps else ())
+        ranks = range(self.world_size) if only is None else only
+        mesh = self._find_mesh() if spec.needs_mesh else None
+        if mesh is not None and only is not None:
+            mesh = mesh.of(ranks)
+        plan = plan_call(spec, len(ranks), mesh, args, kwargs).on(ranks)
+        keeps = spec.dispatch is Dispatch.DP and bool(spec.writes) and mesh is not None
+        collectors = [ranks[rank] for rank in mesh.collectors] if keeps and mesh is not None else []
+        return self._launch(spec.name, plan, timeout, spec.writes if keeps else (), collectors)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -206,13 +216,14 @@ class WorkerGroup:
         future = Future(self.role, name, ranks=self._ranks, refs=refs, collect=_in_rank_order, default_timeout_s=left)
         return future.result()
 
-    def _launch(self, name: str, plan: CallPlan, timeout: float | None, writes: Sequence[str] = ()) -> Future:
+    def _launch(
+        self, name: str, plan: CallPlan, timeout: float | None, writes: Sequence[str] = (), collectors: Sequence[int] = ()
+    ) -> Future:
         """Send the calls. With `writes`, each of these columns of a collecting rank stays in the object store as an object of its own."""
         sent: dict[int, Any] = {}  # the ranks of a data-parallel group hold the same chunk: stored once
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
         inputs: dict[int, Origin] = {}
-        collectors = self._mesh.collectors if writes and self._mesh is not None else ()
         for r, call in plan.calls.items():
             outgoing = Outgoing()
             values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))

@@ -12,9 +12,9 @@ from typing import IO, Any
 
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.data.custom import open_prompts
-from hybridflow.data.dataset import SftDataset
+from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, RunInterrupted
 from hybridflow.observe.environment import write_environment
@@ -22,19 +22,25 @@ from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
 from hybridflow.trainer import assets
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.evaluate import Scorer, Validator
-from hybridflow.trainer.groups import BroadcastSync, EngineGroup, PolicyGroup, check_steps
+from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
+from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
+from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup
+from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
+from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker, ValueSpec
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+_WORKERS: dict[str, type] = {"critic": CriticWorker, "reference": ReferenceWorker, "reward_model": RewardModelWorker}
 
 
 def train(config: RunConfig) -> None:
@@ -47,6 +53,13 @@ def sft(config: RunConfig) -> None:
     if config.sft.steps < 1:
         raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
     _run_job(config, _sft, config.sft.steps)
+
+
+def train_reward(config: RunConfig) -> None:
+    """A reward model from preference pairs: warm start when configured, `config.reward_training`, checkpoint, export."""
+    if config.reward_training.steps < 1:
+        raise ConfigError("reward_training.steps is 0: nothing to do; set reward_training.steps and reward_training.train_files")
+    _run_job(config, _train_reward, config.reward_training.steps)
 
 
 # ---- the jobs -------------------------------------------------------------------------------------------------------------------------
@@ -73,13 +86,30 @@ class _Job:
         with self.progress.stage("start Ray"):
             return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
 
-    def start_policy(self, cluster: Cluster) -> WorkerGroup:
-        """The Megatron ranks."""
+    def start_policy(self, cluster: Cluster, *others: str) -> WorkerGroup:
+        """The Megatron ranks, with those of the other roles (critic, reward_model) that live in the same processes."""
         config = self.config
         spec = PolicySpec(config, self.hf_config, self.tokenizer.path.resolve())
+        beside = {role: (self.value_spec(role),) for role in others}
         with self.progress.stage(f"start {derived.world_size(config)} Megatron ranks ({_layout(config)})"):
             pool = ResourcePool.allocate(cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus())
+            if beside:
+                worker = colocated(PolicyWorker, *(_WORKERS[role] for role in beside))
+                return self._group(cluster, pool, worker, "actor", ((spec,), *beside.values()))
             return self._group(cluster, pool, PolicyWorker, "actor", (spec,))
+
+    def start_role(self, cluster: Cluster, role: str) -> WorkerGroup:
+        """The critic, the reference or the reward model in processes of its own."""
+        procs = derived.role_world_size(self.config, role)
+        with self.progress.stage(f"start {procs} Megatron ranks of the {role.replace('_', ' ')}"):
+            pool = ResourcePool.allocate(cluster, 1, procs, gpus=_uses_gpus())
+            return self._group(cluster, pool, _WORKERS[role], role, (self.value_spec(role),))
+
+    def value_spec(self, role: str) -> ValueSpec:
+        """What the ranks of the critic, the reference or the reward model are told."""
+        path: str | None = getattr(self.config, role).path
+        hf_config = self.hf_config if path is None else dict(derived.hf_config(ModelConfig(path=path)))
+        return ValueSpec(self.config, hf_config, path, self.tokenizer.path.resolve())
 
     def start_engines(self, cluster: Cluster) -> WorkerGroup:
         """The engines' workers; the engines themselves go on starting in the background."""
@@ -99,7 +129,7 @@ class _Job:
     def warm_start(self, policy: PolicyGroup, check: Callable[[], None]) -> SftTrainer | None:
         """The supervised phase, unless it is not configured or already behind us."""
         config, checkpoint = self.config, self.checkpoint
-        if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase == "rl"):
+        if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
             return None
         dataset = SftDataset(config.sft.train_files, self.tokenizer, config.data, config.sft.response_key)
         trainer = SftTrainer(config.sft, self.session, policy, dataset, config.seed)
@@ -121,14 +151,21 @@ def _train(job: _Job) -> dict[str, Any]:
     cluster = job.start_cluster()
     engine_workers = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids)
-    policy_workers = job.start_policy(cluster)
+    wanted = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
+    wanted["reference"] = derived.has_own_reference(config)
+    beside = [role for role in wanted if wanted[role] and derived.is_colocated(config, role)]
+    policy_workers = job.start_policy(cluster, *beside)
     policy = PolicyGroup(policy_workers, config)
+    groups = {role: policy_workers if role in beside else job.start_role(cluster, role) for role in wanted if wanted[role]}
+    critic = CriticGroup(groups["critic"], config) if "critic" in groups else None
+    reward_model = RewardModelGroup(groups["reward_model"], config) if "reward_model" in groups else None
+    reference = ReferenceGroup(groups["reference"], config) if "reference" in groups else None
     job.warm_start(policy, engines.check_starting)
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    weights = BroadcastSync(policy_workers, engine_workers, config)
-    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator)
+    weights = SliceSync(policy_workers, engines, config)
+    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator, critic, reward_model, reference)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
@@ -139,6 +176,9 @@ def _train(job: _Job) -> dict[str, Any]:
             trainer.save()  # the end of the warm start: a kill from here on does not repeat it
     with job.progress.stage("wait for the engines"):
         engines.wait_ready()
+    with job.progress.stage("plan the weight sync"):
+        plan = weights.prepare()
+    job.progress.message(plan)
     fit_with_restarts(trainer, policy_workers, config.trainer.max_restarts, job.progress)
     exported = _finish(job, policy)
     engines.stop()
@@ -167,6 +207,45 @@ def _sft(job: _Job) -> dict[str, Any]:
         trainer.save()
     exported = _finish(job, policy)
     return {"seconds_sft": job.session.totals.get("seconds_sft", 0.0), "steps": trainer.step, "exported_to": exported}
+
+
+def _train_reward(job: _Job) -> dict[str, Any]:
+    config, settings = job.config, job.config.reward_training
+    names = (settings.chosen_key, settings.rejected_key)
+    dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
+    held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
+    cluster, is_beside = job.start_cluster(), derived.is_colocated(config, "reward_model")
+    policy_workers = job.start_policy(cluster, *(["reward_model"] if is_beside else [])) if is_beside or config.sft.steps else None
+    workers = policy_workers if is_beside and policy_workers is not None else job.start_role(cluster, "reward_model")
+    model = RewardModelGroup(workers, config)
+    trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
+    if job.checkpoint is not None and job.checkpoint.phase == "reward":
+        trainer.resume(job.checkpoint)
+    else:
+        folder = None
+        if config.sft.steps and policy_workers is not None:
+            policy = PolicyGroup(policy_workers, config)
+            job.warm_start(policy, lambda: None)
+            folder = job.session.folder / "model" / "reward-start"
+            policy.export(folder)
+        model.start(settings.optim, folder)
+    trainer.fit()
+    with job.progress.stage("wait for the last checkpoint"):
+        job.session.store.wait()
+    found = pair_accuracy(model, held_out) if held_out else {}
+    for name, value in found.items():
+        job.progress.message(f"held-out pairs: {name} {value:.3f}")
+    exported = job.session.folder / "export"
+    if config.trainer.export:
+        with job.progress.stage("export to a Hugging Face folder"):
+            model.export(exported)
+    return {
+        "seconds_sft": job.session.totals.get("seconds_sft", 0.0),
+        "seconds_reward": job.session.totals.get("seconds_reward", 0.0),
+        **{f"held_out_{name}": value for name, value in found.items()},
+        "steps": trainer.step,
+        "exported_to": str(exported) if config.trainer.export else None,
+    }
 
 
 def _finish(job: _Job, policy: PolicyGroup) -> str | None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
-from hybridflow.manifest import MANIFEST, Manifest, config_digest, problems_of
-from hybridflow.models.checkpoint_source import CheckpointFolder, read_index
+from hybridflow.manifest import MANIFEST, Manifest, config_digest, problems_of, read_index
 
 MAX_SHARD_BYTES = 4 << 30
 
@@ -137,6 +136,8 @@ class Written:
 
 def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tokenizer: Path | None) -> Written:
     """A checkpoint's model as a Hugging Face folder. At most one tensor is in memory at a time (and the rectangles it comes from)."""
+    from hybridflow.models.checkpoint_source import CheckpointFolder
+
     source = CheckpointFolder(folder)
     if tokenizer is None:  # a run keeps a copy of its tokenizer beside the config that its engines start from
         tokenizer = next((path for path in (parent / "model" for parent in folder.resolve().parents[:3]) if path.is_dir()), None)

@@ -1,8 +1,8 @@
 """Checkpoints on the driver's side: names, what belongs to one, which is the last whole one, retention.
 
-`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks wrote) and `driver.json` (step, sampler,
-totals, as they were when the ranks copied their state). The folder gets its name when all of it is on the disk, then `latest.json` points
-to it. A crash at any moment leaves the previous one in force.
+`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks wrote), with a critic `critic/`, and
+`driver.json` (step, sampler, totals, as they were when the ranks copied their state). The folder gets its name when all of it is on the
+disk, then `latest.json` points to it. A crash at any moment leaves the previous one in force.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,13 +21,13 @@ from typing import Any, Protocol
 from hybridflow.errors import CheckpointError
 from hybridflow.manifest import MANIFEST, sync_folder, write_json
 
-_PREFIX = {"sft": "sft_step_", "rl": "global_step_"}
+_PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
 _DROPPED = ".dropped"
 _POLL_S = 0.05
 
 
 class Saves(Protocol):
-    """What the store needs of the policy's ranks."""
+    """What the store needs of the ranks of a role."""
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """Write the state to a new folder; in the background, return when it has been copied."""
@@ -52,6 +52,11 @@ class Checkpoint:
         """What the policy's ranks wrote."""
         return self.folder / "policy"
 
+    @property
+    def critic(self) -> Path:
+        """What the critic's ranks wrote, in a run that has one."""
+        return self.folder / "critic"
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -75,8 +80,10 @@ class CheckpointStore:
         self.folder, self.retention, self.background, self.timeout_s = folder, retention, background, timeout_s
         self._pending: _Pending | None = None
 
-    def save(self, phase: str, step: int, state: Mapping[str, Any], policy: Saves) -> Path:
+    def save(self, phase: str, step: int, state: Mapping[str, Any], policy: Saves, **others: Saves) -> Path:
         """Write a checkpoint, or in the background begin to: then it counts when it is whole, and `check` tells of a failure.
+
+        `critic=...` is another role whose ranks fill a folder of that name beside `policy/`.
 
         Raises:
             CheckpointError: it (or the one before, in the background) could not be written; the previous one is in force.
@@ -88,10 +95,12 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_json(partial / "driver.json", {"phase": phase, "step": step, "state": dict(state)})
-            policy.save(partial / "policy", phase=phase, step=step, background=self.background)
+            roles = {"policy": policy, **others}
+            for name, role in roles.items():
+                role.save(partial / name, phase=phase, step=step, background=self.background)
             if not self.background:
                 return self._commit(partial, final)
-        self._pending = _Pending(self, partial, final, policy)
+        self._pending = _Pending(self, partial, final, roles)
         return final
 
     def check(self) -> None:
@@ -101,7 +110,8 @@ class CheckpointStore:
             return
         with self._nothing_left(pending.final, pending.partial, pending):
             if not pending.is_over():
-                pending.policy.is_saved()
+                for role in pending.roles.values():
+                    role.is_saved()
                 return
         self._pending = None
 
@@ -117,11 +127,14 @@ class CheckpointStore:
                 )
             time.sleep(_POLL_S / 5)
 
-    def close(self) -> None:
-        """Commit nothing from here on."""
-        if self._pending is not None:
-            self._pending.stop()
-        self._pending = None
+    def settle(self) -> None:
+        """The ranks are gone, or about to go: a save under way counts if it is whole by now, and never otherwise."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.stop()
+            with suppress(OSError):  # the checkpoint before it is in force then
+                if (pending.partial / "policy" / MANIFEST).exists():
+                    self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
         """The last whole checkpoint, or None in a fresh run.
@@ -154,8 +167,9 @@ class CheckpointStore:
             if old.folder != final:
                 dropped = old.folder.with_name(old.folder.name + _DROPPED)  # never half a checkpoint under a good name
                 os.replace(old.folder, dropped)
-        for dropped in self.folder.glob(f"*{_DROPPED}"):
-            shutil.rmtree(dropped, ignore_errors=True)
+        for pattern in (f"*{_DROPPED}", "*.partial"):  # of saves that were cut short, too: no other is under way
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
         return final
 
     def _points_to(self, folder: Path) -> bool:
@@ -186,10 +200,10 @@ class CheckpointStore:
 
 
 class _Pending:
-    """A save under way: a thread commits it as soon as the ranks' manifest is there, however long the training's step takes."""
+    """A save under way: a thread commits it as soon as the manifest of each role is there, however long the training's step takes."""
 
-    def __init__(self, store: CheckpointStore, partial: Path, final: Path, policy: Saves) -> None:
-        self.store, self.partial, self.final, self.policy = store, partial, final, policy
+    def __init__(self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]) -> None:
+        self.store, self.partial, self.final, self.roles = store, partial, final, roles
         self._error: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="commit", daemon=True)
@@ -210,7 +224,7 @@ class _Pending:
 
     def _watch(self) -> None:
         try:
-            while not (self.partial / "policy" / MANIFEST).exists():
+            while not all((self.partial / name / MANIFEST).exists() for name in self.roles):
                 if self._stopped.wait(_POLL_S):
                     return
             self.store._commit(self.partial, self.final)

@@ -77,6 +77,7 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "response_length": batch["response_length"].tolist(),
         "finish_reason": batch["finish_reason"].tolist(),
         "weight_version": batch["weight_version"].tolist(),
+        "response_versions": [row.tolist() for row in batch.jagged("response_versions")],
         "extra_info": batch["extra_info"].tolist(),
     }
     if "advantages" in batch:

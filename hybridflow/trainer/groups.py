@@ -1,7 +1,8 @@
-"""The loop's three protocols over worker groups: what runs where, and what crosses."""
+"""The loop's train group and rollout service over worker groups: what runs where, and what crosses."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow
-from hybridflow.errors import WeightSyncError
+from hybridflow.engines.keeper import EngineState
+from hybridflow.errors import EngineError
 from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
 from hybridflow.routes import ROUTES
@@ -21,8 +23,11 @@ from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.trainer.observations import memory_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
-from hybridflow.workers.weights_offer import WeightsOffer
+from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
+
+_log = logging.getLogger(__name__)
 
 
 class PolicyGroup:
@@ -31,6 +36,7 @@ class PolicyGroup:
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group, self.config = group, config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
+        self._unobserved = False
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """See TrainGroup."""
@@ -42,6 +48,9 @@ class PolicyGroup:
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
+        if self._unobserved:  # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
+            self.group.run(PolicyWorker.take_observations)
+        self._unobserved = True
         return self._balanced(_log_prob_method(self.config), batch)
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
@@ -91,7 +100,7 @@ class PolicyGroup:
 
     def _observed(self, batch: DataProto) -> dict[str, float]:
         """Peaks of memory and the replayed routes of the step that `batch` went through. Raises when replay was not live."""
-        observations = self.group.run(PolicyWorker.take_observations)
+        observations, self._unobserved = self.group.run(PolicyWorker.take_observations), False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
         return memory_metrics(observations) | replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
 
@@ -111,6 +120,7 @@ class EngineGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int]) -> None:
         self.group, self.config, self.stop_ids = group, config, list(stop_ids)
+        self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
         self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
 
     def check_starting(self) -> None:
@@ -125,12 +135,34 @@ class EngineGroup:
             self._ready = None
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """See RolloutService."""
-        limit = self.config.data.max_response_length
-        timeout = self.config.rollout.request_timeout_s + 30
-        # only of samples that are trained on: routes are large, and validation has no use for them
-        training = sampling == self.config.rollout.sampling
-        return _batch(self.group.run(_generate_method(self.config, training), prompts, sampling, limit, self.stop_ids, timeout=timeout))
+        """See RolloutService. Only engines that took the last weights get rows; when one dies over them, the others answer all again."""
+        limit, timeout = self.config.data.max_response_length, self.config.rollout.request_timeout_s + 30
+        while True:
+            healthy = [number for number in range(self.group.world_size) if number not in self.stale]
+            arguments = (prompts, sampling, limit, self.stop_ids)
+            # only of samples that are trained on: routes are large, and validation has no use for them
+            method = _generate_method(self.config, training=sampling == self.config.rollout.sampling)
+            try:
+                return _batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
+            except EngineError as error:
+                lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(self.states()) if state.state != "up"}
+                if not lost.keys() - self.stale.keys() or len(self.stale | lost) == self.group.world_size:
+                    raise
+                self.quarantine(self.stale | lost)
+                _log.warning("an engine was lost while it generated; the others answer its prompts: %s", error)
+
+    def states(self, wait_s: float = 0.0) -> list[EngineState]:
+        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way."""
+        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
+        return states
+
+    def quarantine(self, stale: Mapping[int, str]) -> None:
+        """From now on these engines, and no others, get no requests; `stale` says why."""
+        for number in sorted(stale.keys() - self.stale.keys()):
+            _log.warning("engine-%d gets no requests: %s", number, stale[number])
+        for number in sorted(self.stale.keys() - stale.keys()):
+            _log.info("engine-%d gets requests", number)
+        self.stale = dict(stale)
 
     def sleep(self) -> None:
         """See RolloutService."""
@@ -145,56 +177,24 @@ class EngineGroup:
         self.group.run(RolloutWorker.stop, timeout=30)
 
 
-class BroadcastSync:
-    """`WeightSync`: each pipeline stage's leader assembles whole tensors and broadcasts them to all engines.
-
-    The slice plan of the resharding layer takes this class's place; the loop does not notice.
-    """
-
-    def __init__(self, policy: WorkerGroup, engines: WorkerGroup, config: RunConfig) -> None:
-        self.policy, self.engines, self.timeout_s = policy, engines, config.rollout.sync_timeout_s
-        self.engine_ranks = config.rollout.num_engines * derived.engine_ranks(config)
-        self._offers: list[WeightsOffer] = []
-
-    def sync(self, version: int) -> None:
-        """See WeightSync."""
-        if not self._offers:
-            self._connect()
-        wait = self.timeout_s + 30
-        sending = self.policy.submit(PolicyWorker.send_weights, timeout=wait)
-        self.engines.run(RolloutWorker.receive_weights, self._offers, version, timeout=wait)
-        sent = sum(sending.result())
-        expected = sum(bucket.num_bytes for offer in self._offers for bucket in offer.buckets)
-        if sent != expected:
-            raise WeightSyncError(f"weight version {version}: {sent} bytes were broadcast, {expected} planned")
-
-    def reconnect(self) -> None:
-        """After the policy's ranks were started again: leave the groups of the ranks that are gone; the next sync makes new ones."""
-        if self._offers:
-            self.engines.run(RolloutWorker.leave_weights, self._offers, timeout=self.timeout_s + 30)
-        self._offers = []
-
-    def _connect(self) -> None:
-        wait = self.timeout_s + 30
-        found = self.policy.run(PolicyWorker.offer_weights, self.engine_ranks, timeout=wait)
-        self._offers = sorted((offer for offer in found if offer is not None), key=lambda offer: offer.stage)
-        joining = self.policy.submit(PolicyWorker.join_weights, timeout=wait)
-        self.engines.run(RolloutWorker.join_weights, self._offers, timeout=wait)
-        joining.result()
-
-
 def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the column."""
     with_reference = derived.needs_reference(config)
     written = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
     routes = (ROUTES,) if derived.replays_routes(config) else ()
+    critic, model = derived.has_critic(config), derived.has_reward_model(config)
+    reference = ReferenceWorker.compute_ref_log_probs if derived.has_own_reference(config) else PolicyWorker.compute_ref_log_probs
+    inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
     check_dataflow(
         [
             _generate_method(config),
             DataflowStep("reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")),
+            *([RewardModelWorker.compute_scores] if model else []),
             _log_prob_method(config),
-            *([PolicyWorker.compute_ref_log_probs] if with_reference else []),
-            DataflowStep("advantages", ("scores", "uid", *written), ("rewards", "advantages")),
+            *([reference] if with_reference else []),
+            *([CriticWorker.compute_values] if critic else []),
+            DataflowStep("advantages", (*inputs, *written), ("rewards", "advantages", *(["returns"] if critic else []))),
+            *([CriticWorker.update_critic] if critic else []),
             DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written, *routes)),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),

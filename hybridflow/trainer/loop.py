@@ -4,7 +4,7 @@
     dataset ──────────────▶ engines ──────────────────────▶ reward ─────────────┐
                                ▲                                                ▼
                  weights       │       update      advantages       old and reference log-probs
-    sync  ◀──────────────── policy ◀─────────── group-relative ◀─────────── policy
+    sync  ◀──────────────── policy ◀─────── group-relative, or GAE ◀─────── policy, critic
 
 Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column fetches it.
 One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and unblocks the next with new weights in every engine.
@@ -12,14 +12,12 @@ One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from hybridflow.algorithms.advantages import grpo_advantages
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
@@ -27,16 +25,17 @@ from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller import keep_in_store
+from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
-from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference, spread_over_tokens, update_metrics
+from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
 from hybridflow.trainer.phases import Phases
-from hybridflow.trainer.protocols import RolloutService, TrainGroup, Update, WeightSync
+from hybridflow.trainer.protocols import Reference, RewardModel, RolloutService, SyncReport, TrainGroup, Update, ValueGroup, WeightSync
 from hybridflow.trainer.session import Session
 
 
 class RLTrainer:
-    """GRPO over a train group, a rollout service and a weight sync."""
+    """GRPO, or with a critic PPO, over a train group, a rollout service and a weight sync."""
 
     def __init__(
         self,
@@ -48,48 +47,62 @@ class RLTrainer:
         dataset: Prompts,
         scorer: Scorer,
         validator: Validator,
+        critic: ValueGroup | None = None,
+        reward_model: RewardModel | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
+        self.critic, self.reward_model, self.reference = critic, reward_model, reference
+        self.advantages = Advantages(config)
         self.phases = Phases(config, policy, engines)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
+        self.left_out: set[str] = set()
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
-        with self.session.progress(trainer.total_steps, "GRPO", self.step) as progress:
-            self.sync()
+        with self.session.progress(trainer.total_steps, "PPO" if self.critic else "GRPO", self.step) as progress:
+            self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 self.validate(progress)
             while self.step < trainer.total_steps:
                 self.step += 1
+                updates: dict[str, Sequence[Update]] = {}
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
                     batch = self.next_prompts()
                     with phase("gen"):
                         batch = batch.union(self.engines.generate(batch, self.config.rollout.sampling))
                     with phase("reward"):
-                        batch = batch.union(self.scorer.score(batch))
+                        batch = self.with_scores(batch)
                     with self.phases.training():
                         with phase("old_log_prob"):
                             batch = batch.union(self.policy.log_probs(batch))
                         if derived.needs_reference(self.config):
                             with phase("ref"):
-                                batch = batch.union(self.policy.ref_log_probs(batch))
+                                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+                        if self.critic:
+                            with phase("values"):
+                                batch = batch.union(self.critic.values(batch))
                         with phase("adv"):
-                            batch = self.with_advantages(batch)
+                            batch = keep_in_store(self.advantages.add(batch))
                         self.check_log_probs(batch)
-                        with phase("update_actor"):
-                            updates = self.policy.update(batch, seed=self.config.seed * 1_000_003 + self.step)
+                        if self.critic:
+                            with phase("update_critic"):
+                                updates["critic"] = self.critic.update(batch, seed=self.update_seed())
+                        if self.step > trainer.critic_warmup:
+                            with phase("update_actor"):
+                                updates["actor"] = self.policy.update(batch, seed=self.update_seed())
                     with phase("update_weights"):
-                        self.sync()
+                        synced = self.sync_weights(progress)
                     if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
                         with phase("testing"):
                             self.validate(progress)
-                self.record(batch, updates, progress)
+                self.record(batch, updates, synced, progress)
                 self.session.store.check()
                 if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
                     with phase("save_checkpoint", self.step):
@@ -97,25 +110,19 @@ class RLTrainer:
 
     # ---- parts of a step --------------------------------------------------------------------------------------------------------------
 
-    def sync(self) -> None:
-        """The policy's weights of now to every engine."""
-        with self.phases.sync():
-            self.weights.sync(self.step)
-
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
         batch = self.dataset.batch(next(self.sampler))
         return keep_in_store(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
 
-    def with_advantages(self, batch: DataProto) -> DataProto:
-        """Adds rewards [B] (score less the KL penalty) and advantages (jagged, the sample's value at each token)."""
-        rewards = np.asarray(batch["scores"], dtype=np.float32)
-        if self.config.algorithm.kl_coef:
-            rewards = rewards - self.config.algorithm.kl_coef * kl_sums(batch).astype(np.float32)
-        values = grpo_advantages(
-            torch.tensor(rewards), torch.tensor(batch["uid"]), norm_by_std=self.config.algorithm.norm_adv_by_std
-        ).numpy()
-        return keep_in_store(batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, batch.lengths("response_ids"))))
+    def with_scores(self, batch: DataProto) -> DataProto:
+        """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
+        batch = batch.union(self.scorer.score(batch))
+        return batch.union(self.reward_model.scores(batch)) if self.reward_model else batch
+
+    def update_seed(self) -> int:
+        """Draws the step's mini-batches: the same in a resumed run."""
+        return self.config.seed * 1_000_003 + self.step
 
     def check_log_probs(self, batch: DataProto) -> None:
         """Stop a run whose engines and trainer disagree: it would train on something else than it samples."""
@@ -131,6 +138,17 @@ class RLTrainer:
                 "expected (bfloat16)."
             )
 
+    def sync_weights(self, progress: Progress) -> SyncReport:
+        """The present weights to the engines; says which engines were left out or are back."""
+        with self.phases.sync():
+            synced = self.weights.sync(self.step)
+        for engine, why in synced.stale.items():
+            progress.message(f"step {self.step}: {engine} is left out until it takes new weights: {why}")
+        for engine in sorted(self.left_out - synced.stale.keys()):
+            progress.message(f"step {self.step}: {engine} has taken weights again")
+        self.left_out = set(synced.stale)
+        return synced
+
     def validate(self, progress: Progress) -> None:
         """Greedy accuracy on the held-out set."""
         with self.session.timed("seconds_validation"):
@@ -141,43 +159,67 @@ class RLTrainer:
         self.session.totals["accuracy_after"] = accuracy
         progress.message(f"held-out accuracy after step {self.step}: {accuracy:.3f}")
 
-    def record(self, batch: DataProto, updates: Sequence[Update], progress: Progress) -> None:
+    def record(self, batch: DataProto, updates: Mapping[str, Sequence[Update]], synced: SyncReport, progress: Progress) -> None:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
         seconds = self.session.timeline.metrics(self.step)
-        metrics = batch_metrics(batch) | update_metrics(updates) | seconds
+        metrics = batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
+        metrics |= self.advantages.metrics | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
-        self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
+        self.session.note_max("first_ppo_kl_max", abs(metrics.get("actor/first_ppo_kl", 0.0)))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
-        shown = {"reward": metrics["critic/score/mean"], "kl": metrics["actor/ppo_kl"], "length": metrics["response_length/mean"]}
+        kl = metrics.get("actor/ppo_kl", float("nan"))
+        shown = {"reward": metrics["critic/score/mean"], "kl": kl, "length": metrics["response_length/mean"]}
         if "accuracy_after" in self.session.totals:
             shown["accuracy"] = self.session.totals["accuracy_after"]
         progress.update(self.step, shown, seconds)
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step):
             dump_batch(self.session.folder / "rollouts", self.step, batch, self.scorer.tokenizer)
-        if not all(update.applied for update in updates):
-            raise HybridFlowError(
-                f"step {self.step}: a gradient is not finite (norms {[update.grad_norm for update in updates]}); that update was not "
-                "applied. Lower actor.optim.lr and run the same command again to resume from the last checkpoint."
-            )
+        if self.config.actor.on_nonfinite == "stop":
+            self._stop_if_skipped(updates)
+
+    def _stop_if_skipped(self, updates: Mapping[str, Sequence[Update]]) -> None:
+        for role, done in updates.items():
+            if not all(update.applied for update in done):
+                raise HybridFlowError(
+                    f"step {self.step}: a gradient of the {role} is not finite (norms {[update.grad_norm for update in done]}); that "
+                    f"update was not applied. Lower {role}.optim.lr and run the same command again to resume from the last checkpoint."
+                )
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
-        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
-        return self.session.store.save("rl", self.step, state, self.policy)
+        state: dict[str, Any] = {
+            "sampler": self.sampler.state(),
+            "totals": self.session.totals_now(),
+            "advantages": self.advantages.state(),
+        }
+        others = {"critic": self.critic} if self.critic else {}
+        return self.session.store.save("rl", self.step, state, self.policy, **others)
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on after a checkpoint of this phase."""
-        self.policy.load(checkpoint.policy, self.config.actor.optim, with_reference=derived.needs_reference(self.config))
+        """Go on after a checkpoint of this phase.
+
+        Raises:
+            CheckpointError: it is of a run without a critic, and this one has one.
+        """
+        swapped = derived.needs_reference(self.config) and not self.reference
+        self.policy.load(checkpoint.policy, self.config.actor.optim, with_reference=swapped)
+        if self.reference:
+            self.reference.start(Path(self.config.reference.path or self.start_folder))
+        if self.critic:
+            self.critic.load(checkpoint.critic, self.config.critic.optim)
         self.sampler.restore(checkpoint.state["sampler"])
+        if "advantages" in checkpoint.state:
+            self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
 
     def go_back(self) -> None:
         """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where there is none."""
+        self.session.store.settle()
         checkpoint = self.session.store.latest()
         if checkpoint is not None and checkpoint.phase != "rl":
             checkpoint = None
@@ -186,11 +228,24 @@ class RLTrainer:
             self.resume(checkpoint)
             return
         self.sampler.restore(self._first_order)
+        self.advantages = Advantages(self.config)
         self.step = 0
         self.start_from_present_weights()
 
     def start_from_present_weights(self) -> None:
-        """Begin the phase: the present weights are the reference, the optimizer is fresh."""
-        if derived.needs_reference(self.config):
+        """Begin the phase: the present weights are the reference (and the critic's, unless it has its own), optimizers are fresh."""
+        if derived.needs_reference(self.config) and not self.reference:
             self.policy.freeze_reference()
         self.policy.set_optimizer(self.config.actor.optim)
+        roles = [(self.reference, self.config.reference.path), (self.critic, self.config.critic.path)]
+        if any(role and path is None for role, path in roles):
+            self.policy.export(self.start_folder)
+        if self.reference:
+            self.reference.start(Path(self.config.reference.path or self.start_folder))
+        if self.critic:
+            self.critic.start(self.config.critic.optim, Path(self.config.critic.path or self.start_folder))
+
+    @property
+    def start_folder(self) -> Path:
+        """The policy as the phase began, a Hugging Face folder, for roles that start from it in other processes."""
+        return self.session.folder / "model" / "start"

@@ -50,18 +50,53 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     }
     if "ref_log_probs" in batch:
         metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(responses.sum(), 1))
+    if "rm_scores" in batch:
+        metrics |= _spread("reward_model/score", batch["rm_scores"])
+    if "values" in batch:
+        metrics |= _token_spread("critic/values", batch, "values") | _token_spread("critic/returns", batch, "returns")
+        metrics["critic/vf_explained_var"] = _explained_variance(batch)
     return metrics
 
 
+def _explained_variance(batch: DataProto) -> float:
+    """How well values (before the step's updates) explain returns: 1 - var(returns - values) / var(returns)."""
+    sums, count = np.zeros(4), 0
+    for piece in batch.pieces(("values", "returns")):
+        returns = piece.jagged("returns").values.astype(np.float64)
+        rest = returns - piece.jagged("values").values
+        sums += [rest.sum(), (rest**2).sum(), returns.sum(), (returns**2).sum()]
+        count += len(returns)
+    if count < 2:
+        return float("nan")
+    left, whole = ((sums[i + 1] - sums[i] ** 2 / count) / (count - 1) for i in (0, 2))
+    return float(1.0 - left / (whole + 1e-5))
+
+
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the step's updates; `actor/first_ppo_kl` is that of the first, where old and new weights are the same."""
+    """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights are the same.
+
+    Without updates (`trainer.critic_warmup`), nothing.
+    """
+    if not updates:
+        return {}
+    metrics = _update_means(updates, "actor", "actor/loss")
+    metrics["actor/first_ppo_kl"] = updates[0].means.get("actor/ppo_kl", float("nan"))
+    return metrics
+
+
+def critic_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Means over the critic's updates of a step; without a critic, nothing."""
+    return _update_means(updates, "critic", "critic/vf_loss") if updates else {}
+
+
+def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, float]:
     names = dict.fromkeys(name for update in updates for name in update.means)
     metrics = {name: float(np.mean([u.means[name] for u in updates if name in u.means])) for name in names}
-    metrics["actor/loss"] = metrics.pop("loss", float("nan"))
-    metrics["actor/first_ppo_kl"] = updates[0].means.get("actor/ppo_kl", float("nan"))
-    metrics["actor/grad_norm"] = float(np.mean([update.grad_norm for update in updates]))
-    metrics["actor/lr"] = updates[-1].lr
-    metrics["actor/skipped_updates"] = float(sum(not update.applied for update in updates))
+    metrics[loss] = metrics.pop("loss", float("nan"))
+    norms = [update.grad_norm for update in updates if update.applied]
+    metrics[f"{role}/grad_norm"] = float(np.mean(norms)) if norms else float("nan")
+    metrics[f"{role}/lr"] = updates[-1].lr
+    metrics[f"{role}/skipped_updates"] = float(sum(not update.applied for update in updates))
     return metrics
 
 

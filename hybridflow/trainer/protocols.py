@@ -1,4 +1,4 @@
-"""The three things the loop sees. The composition root builds the real ones; tests of the loop's logic build small ones without Ray."""
+"""What the loop sees. The composition root builds the real ones; tests of the loop's logic build small ones without Ray."""
 
 from __future__ import annotations
 
@@ -74,11 +74,63 @@ class TrainGroup(Protocol):
         ...
 
 
+class ValueGroup(Protocol):
+    """The critic: a group of ranks that value the states in which tokens were sampled, and learn from returns."""
+
+    def start(self, optim: OptimConfig, folder: Path) -> None:
+        """Begin a run: a fresh optimizer over the weights of a Hugging Face folder."""
+        ...
+
+    def values(self, batch: DataProto) -> DataProto:
+        """values, a number for every response token."""
+        ...
+
+    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+        """All mini-batches of one step, in order."""
+        ...
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        """Write the state to a new folder; in the background, return when it has been copied."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Whether no rank is writing. CheckpointError when the last background save failed."""
+        ...
+
+    def load(self, folder: Path, optim: OptimConfig) -> None:
+        """Restore it."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        ...
+
+
+class Reference(Protocol):
+    """The model KL terms compare with, in processes of its own."""
+
+    def start(self, folder: Path) -> None:
+        """Take the weights of a Hugging Face folder."""
+        ...
+
+    def ref_log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_probs."""
+        ...
+
+
+class RewardModel(Protocol):
+    """A trained model that scores responses."""
+
+    def scores(self, batch: DataProto) -> DataProto:
+        """rm_scores [B] f32."""
+        ...
+
+
 class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, finish_reason, weight_version; routed_experts when they are replayed."""
+        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version; routed_experts when they are replayed."""
         ...
 
     def sleep(self) -> None:
@@ -90,9 +142,27 @@ class RolloutService(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was left out, why."""
+
+    version: int
+    seconds: float
+    nbytes: int
+    stale: Mapping[str, str]
+
+    def metrics(self) -> dict[str, float]:
+        """For the step's record."""
+        return {"sync/seconds": self.seconds, "sync/bytes": float(self.nbytes), "sync/engines_stale": float(len(self.stale))}
+
+
 class WeightSync(Protocol):
     """Brings the policy's weights to the engines."""
 
-    def sync(self, version: int) -> None:
-        """After it returns, every engine answers with these weights, and says so in weight_version."""
+    def sync(self, version: int) -> SyncReport:
+        """After it returns, every engine that gets requests answers with these weights, and says so in weight_version.
+
+        Raises:
+            WeightSyncError: no engine could take them.
+        """
         ...

@@ -84,11 +84,13 @@ class Session:
         """
         if checkpoint is None:
             self.tracker.truncate_after("sft", 0)
+            self.tracker.truncate_after("reward", 0)
             return self._forget_after(0)
         self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
         self._seconds_before = self.totals.get("seconds_total", 0.0)
         if checkpoint.phase == "sft":
             self.tracker.truncate_after("sft", checkpoint.step)
+        self.tracker.truncate_after("reward", checkpoint.step if checkpoint.phase == "reward" else 0)
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
@@ -128,6 +130,6 @@ class Session:
 
     def close(self) -> None:
         """Flush the records; a checkpoint that is not whole by now will not count."""
-        self.store.close()
+        self.store.settle()
         self.tracker.close()
         self.timeline.close()

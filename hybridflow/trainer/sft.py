@@ -40,14 +40,13 @@ class SftTrainer:
                 started = time.perf_counter()
                 update = self.policy.sft_step(self.dataset.batch(next(self.sampler)))
                 self.step += 1
-                if not update.applied:
-                    raise HybridFlowError(
-                        f"SFT step {self.step}: the gradient is not finite (loss {update.means['loss']}); lower sft.optim.lr"
-                    )
+                loss = update.means.get("loss", float("nan"))
+                if session.config.actor.on_nonfinite == "stop" and not update.applied:
+                    raise HybridFlowError(f"SFT step {self.step}: the gradient is not finite (loss {loss}); lower sft.optim.lr")
                 seconds = time.perf_counter() - started
-                metrics = {"sft/loss": update.means["loss"], "sft/grad_norm": update.grad_norm, "sft/lr": update.lr}
+                metrics = {"sft/loss": loss, "sft/grad_norm": update.grad_norm, "sft/lr": update.lr}
                 session.tracker.log(self.step, metrics | {"timing_s/step": seconds}, phase="sft")
-                progress.update(self.step, {"loss": update.means["loss"]}, {"step": seconds})
+                progress.update(self.step, {"loss": loss}, {"step": seconds})
                 on_step()
                 session.store.check()
                 if session.is_due(every, self.step) and self.step < self.config.steps:

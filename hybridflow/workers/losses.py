@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from hybridflow.algorithms.losses import Metrics, aggregate, kl_penalty, ppo_token_loss
-from hybridflow.config.schema import ActorConfig
+from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
+from hybridflow.config.schema import ActorConfig, CriticConfig
 from hybridflow.mcore.packed import MicroBatch
 
 
@@ -54,3 +55,27 @@ class PolicyLoss:
     def _metric(self, values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         total, count = aggregate(values.detach(), micro.lengths, self.config.loss_agg_mode)
         return total, count
+
+
+class ValueLoss:
+    """The critic's clipped regression towards the returns, by its configuration; see `mcore.value_model.ScalarLoss`."""
+
+    columns = ("values", "returns")
+
+    def __init__(self, config: CriticConfig) -> None:
+        self.config = config
+
+    def __call__(self, values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Values of response tokens [n]."""
+        loss, metrics = value_token_loss(values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value)
+        total, count = aggregate(loss, micro.lengths, self.config.loss_agg_mode)
+        return total, count, metrics
+
+
+class PairLoss:
+    """The reward model's comparison of chosen and rejected answers; see `mcore.value_model.ScalarLoss`."""
+
+    def __call__(self, scores: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Scores of pairs one after another [2 n]."""
+        loss, metrics = preference_loss(scores)
+        return loss.sum(), torch.tensor(len(loss), device=loss.device), metrics

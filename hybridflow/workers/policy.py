@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
@@ -18,11 +18,17 @@ from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
+from hybridflow.rendezvous import master_store
+from hybridflow.reshard import session
+from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.reshard.session import Order, Outcome
 from hybridflow.routes import ROUTES
 from hybridflow.workers.losses import PolicyLoss, sft_loss
 from hybridflow.workers.memory import RoleMemory, needs
 from hybridflow.workers.weights import WeightSender
-from hybridflow.workers.weights_offer import WeightsOffer
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 Report = dict[str, Any]
 
@@ -51,11 +57,22 @@ class PolicyWorker:
         else:
             std = float(spec.hf_config.get("initializer_range", 0.02))
             source = RandomWeights(family.tensors(), config.seed, std)
-        rate = config.actor.expert_bias_update_rate
-        self.policy = Policy(family, config.actor.parallel, config.model.dtype, source, expert_bias_update_rate=rate)
+        self.policy = Policy(
+            family,
+            config.actor.parallel,
+            config.model.dtype,
+            source,
+            expert_bias_update_rate=config.actor.expert_bias_update_rate,
+            recompute=config.actor.recompute,
+            logits_chunk_tokens=config.actor.logits_chunk_tokens,
+            on_nonfinite=config.actor.on_nonfinite,
+        )
+        residency = Residency(model_parts(self.policy), self.platform, self.policy.settle)
+        self.memory = RoleMemory(residency, self.platform, config.actor.offload)
         self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
-        self.memory = RoleMemory(Residency(model_parts(self.policy), self.platform), self.platform, config.actor.offload)
-        self._sender = WeightSender(self.policy, config, context.master_addr)
+        self.host, self.sync = context.master_addr, config.rollout.sync
+        self._store: TCPStore | None = None
+        self._sender = WeightSender(context.rank, self.policy.parameters)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
@@ -178,21 +195,29 @@ class PolicyWorker:
 
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 
-    @register(Dispatch.ONE_TO_ALL)
-    def offer_weights(self, engine_ranks: int) -> WeightsOffer | None:
-        """Prepare to send to `engine_ranks` engine processes; a stage's leader tells where it listens and what it will send."""
-        return self._sender.offer(engine_ranks)
+    @register(Dispatch.RANK_ZERO)
+    def open_sync_store(self) -> tuple[str, int]:
+        """Open the store at which trainer and engines agree on syncs, with the catalog of tensors in it; returns host and port."""
+        self._store = master_store(self.host, 0, self.sync.timeout_s)
+        post_catalog(self._store, self.policy.family.tensors(), self.spec.config.model.dtype)
+        return self.host, self._store.port
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_weights(self) -> None:
-        """A stage's leader waits until all engines have joined its group."""
-        self._sender.join()
+    def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
+        """Plan and prove how weights travel, once; every rank reads its part. The first rank returns what was found."""
+        ranks, facts, wait_s = parallel.all_coordinates(), None, self.sync.timeout_s
+        if self._store is not None:
+            family, dtype = self.policy.family, self.spec.config.model.dtype
+            facts = make_weight_plan(self._store, family, ranks, dtype, engines, self.sync.staging_bytes, wait_s)
+        digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
+        self._sender.adopt(digest, host, port, wait_s)
+        return facts
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
-    def send_weights(self) -> int:
-        """Gather whole tensors to the stage leaders and broadcast them to the engines. Returns bytes broadcast by this rank."""
-        return self._sender.send()
+    def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
+        """Send this rank's slices for each order, all at once. Returns what became of each that this rank sends for."""
+        return self._sender.send(orders, go_timeout_s)
 
     # ---- disk -------------------------------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,17 @@ import numpy as np
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.engines.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.engines.keeper import UP, EngineKeeper, EngineState
+from hybridflow.engines.server import EngineSpec
+from hybridflow.engines.weight_transaction import answer_deadline, describe, receive, refuse
+from hybridflow.errors import EngineError, WeightSyncError
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto, Jagged
+from hybridflow.reshard.schedule import EngineLayout
+from hybridflow.reshard.session import Order, Outcome
 from hybridflow.routes import ROUTES, unknown, with_free_end
-from hybridflow.workers.weights_offer import WeightsOffer
+
+WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reason", "weight_version")
 
 
 class RolloutWorker:
@@ -48,9 +54,11 @@ class RolloutWorker:
             memory_saver=config.sleep_while_training,
         )
         self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-        self.server = EngineServer(spec, context.log_path.with_name(f"{name}.log"))
-        self.server.start()
-        self.client = EngineClient(self.server.url, self.server.admin_key, config.request_timeout_s, name=name)
+        self._asleep: tuple[int, tuple[str, ...]] = (-1, ())  # the engine's life, and what of its memory is given away
+        self._sync_store, self._plan = ("", 0), ""
+        self._described: EngineLayout | None = None
+        self._served_life = -1  # the engine's life that holds whole weights; -1: none does
+        self.keeper = EngineKeeper(spec, context.log_path.with_name(f"{name}.log"), self._check_layout)
 
     def mesh_position(self) -> MeshPosition:
         """Engines are data-parallel: each takes a share of the prompts."""
@@ -59,15 +67,19 @@ class RolloutWorker:
     @register(Dispatch.ONE_TO_ALL)
     def wait_ready(self) -> str:
         """Wait until the engine serves; returns its address."""
-        self.server.wait_ready()
-        return self.server.url
+        self.keeper.wait_ready()
+        return self.keeper.server.url
 
-    @register(Dispatch.DP, reads=("prompt_ids",), writes=("response_ids", "rollout_log_probs", "finish_reason", "weight_version"))
+    @register(Dispatch.DP, reads=("prompt_ids",), writes=WRITES)
     def generate(self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]) -> DataProto:
-        """One response a row. The stop token is part of the response."""
+        """One response a row. The stop token is part of the response.
+
+        Raises:
+            EngineError: the engine has died, or holds no whole weights since its last start.
+        """
         return _columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
 
-    @register(Dispatch.DP, reads=("prompt_ids",), writes=("response_ids", "rollout_log_probs", "finish_reason", "weight_version", ROUTES))
+    @register(Dispatch.DP, reads=("prompt_ids",), writes=(*WRITES, ROUTES))
     def generate_with_routes(
         self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> DataProto:
@@ -80,67 +92,97 @@ class RolloutWorker:
     def _generate(
         self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int], with_routes: bool = False
     ) -> list[Completion]:
-        self.server.check_alive()
+        state = self.keeper.state()
+        if state.state != UP or state.life != self._served_life:
+            reason = state.reason or "its last weight sync failed"
+            raise EngineError(f"cannot answer: {reason}", engine=state.name, log_tail=self.keeper.server.log_tail())
         prompts = batch.jagged("prompt_ids")
         params = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
         rows = [prompts.row(i).tolist() for i in range(len(prompts))]
-        return self.client.generate(rows, params, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
+        return self.keeper.client.generate(rows, params, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
         if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
             return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
-        return with_free_end(completion.routes, tokens, layers, f"engine {self.client.name}")
+        return with_free_end(completion.routes, tokens, layers, f"engine {self.keeper.spec.name}")
 
     # ---- memory -----------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them."""
-        self.client.flush_cache()
-        self.client.release_memory()
+        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them. A dead engine has none."""
+        state, tags = self.keeper.state(), ("kv_cache", "weights")
+        if state.state == UP:
+            self.keeper.client.flush_cache()
+            self.keeper.client.release_memory(tags)
+            self._asleep = (state.life, tags)
 
     @register(Dispatch.ONE_TO_ALL)
-    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take the memory of these parts again. Weights are then empty until the next sync."""
-        self.client.resume_memory(tags)
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the memory of these parts again. Weights are then empty until the next sync. An engine started since is awake."""
+        state, (life, asleep) = self.keeper.state(), self._asleep
+        again = [tag for tag in tags if tag in asleep]
+        if state.state == UP and state.life == life and again:
+            self.keeper.client.resume_memory(again)
+            self._asleep = (life, tuple(tag for tag in asleep if tag not in again))
 
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_weights(self, offers: Sequence[WeightsOffer]) -> None:
-        """Join the group of each stage, in order (each blocks until it is complete)."""
-        first = 1 + self.rank * self.server.spec.ranks
-        for offer in offers:
-            self.client.init_weights_group(offer.host, offer.port, first, offer.world_size, offer.group, backend=offer.backend)
+    def describe_weights(self, host: str, port: int) -> EngineLayout:
+        """Have the engine's ranks trace where their weights lie. For an engine without requests."""
+        self._sync_store = (host, port)
+        self._described = self._describe(self.keeper.client)
+        return self._described
 
     @register(Dispatch.ONE_TO_ALL)
-    def leave_weights(self, offers: Sequence[WeightsOffer]) -> None:
-        """Leave the group of each stage."""
-        for offer in offers:
-            self.client.destroy_weights_group(offer.group)
+    def adopt_plan(self, plan: str) -> None:
+        """Take orders of this plan, and of no other."""
+        self._plan = plan
+
+    @register(Dispatch.ALL_TO_ALL)
+    def receive_weights(self, order: Order) -> Outcome:
+        """One attempt of a sync. An engine that is lost in it is started again in the background."""
+        state = self.keeper.state()
+        self._served_life = -1
+        if state.state != UP:
+            return refuse(order, f"{state.name} is not up: {state.reason}")
+        outcome = receive(self._patient(self.keeper.client), order, self._plan)
+        if outcome.fate == "served":
+            self._served_life = state.life
+        if outcome.fate == "lost":
+            self.keeper.restart(outcome.error)
+        return outcome
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_weights(self, offers: Sequence[WeightsOffer], version: int) -> None:
-        """One sync: pause, receive every bucket of every stage, commit under `version`, go on."""
-        self.client.pause("retract")
-        self.client.begin_weight_update()
-        for offer in offers:
-            for bucket in offer.buckets:
-                self.client.receive_weights(offer.group, bucket.names, bucket.dtypes, bucket.shapes)
-        self.client.end_weight_update()
-        self.client.set_weight_version(version)
-        self.client.resume()
+    def engine_state(self, wait_s: float = 0.0) -> EngineState:
+        """How the engine stands, after waiting up to `wait_s` for a restart under way. A dead engine is started again."""
+        self.keeper.state()
+        return self.keeper.wait_restarted(wait_s)
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Of all parameters of the engine."""
-        return self.client.weights_checksum()
+        return self.keeper.client.weights_checksum()
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
         """End the engine and all its processes."""
-        self.server.stop()
+        self.keeper.stop()
+
+    def _describe(self, client: EngineClient) -> EngineLayout:
+        host, port = self._sync_store
+        return describe(self._patient(client), self.keeper.spec.name, self.keeper.spec.ranks, host, port, self.config.sync.timeout_s)
+
+    def _check_layout(self, client: EngineClient) -> None:
+        """What a restarted engine must pass: the plan is made for where the weights lay before."""
+        if self._described is not None and self._describe(client) != self._described:
+            raise WeightSyncError(f"{self.keeper.spec.name} holds its weights otherwise than before its restart; start the run again")
+
+    def _patient(self, client: EngineClient) -> EngineClient:
+        """The same engine, with the deadline of a sync's control calls."""
+        return client.with_timeout(answer_deadline(self.config.sync.timeout_s))
 
 
 def _columns(completions: list[Completion]) -> DataProto:
@@ -148,7 +190,16 @@ def _columns(completions: list[Completion]) -> DataProto:
         "response_ids": Jagged.from_rows([np.asarray(c.token_ids, np.int64) for c in completions], np.int64),
         "rollout_log_probs": Jagged.from_rows([np.asarray(c.log_probs, np.float32) for c in completions], np.float32),
         "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
+        "response_versions": Jagged.from_rows([_versions(c) for c in completions], np.int64),
         # the version that made the last token; a response may span several once rollouts are partial
         "weight_version": np.array([c.weight_versions[-1].version if c.weight_versions else "" for c in completions], dtype=object),
     }
     return DataProto.from_columns(columns)
+
+
+def _versions(completion: Completion) -> np.ndarray:
+    """Of every token, the version of the weights that made it `[t]`; -1 for a name that is no number (before the first sync)."""
+    versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
+    for span in completion.weight_versions:
+        versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else -1
+    return versions

@@ -13,7 +13,7 @@ from tests.dist.mcore_cases import _policy, _share, batch_of, digest
 
 
 def resumable(parallel: dict[str, Any], hf: dict[str, Any], eps: float = 1e-3) -> Any:
-    """A policy with optimizer and reference. The large epsilon: see `mcore_cases.train`."""
+    """A policy with optimizer and reference. The large epsilon: see `parity_cases`."""
     policy = _policy(parallel, hf)
     policy.set_optimizer(OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=eps))
     policy.freeze_reference()

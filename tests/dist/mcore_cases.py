@@ -20,6 +20,9 @@ TINY = {
 }  # fmt: skip
 
 
+TOP = 5
+
+
 def batch_of(num: int, seed: int, vocab: int = 51) -> DataProto:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, vocab, rng.integers(1, 9)) for _ in range(num)]
@@ -47,16 +50,18 @@ def weights_of(family: Any, std: float = 0.2) -> Any:
     return Shaken(family.tensors(), seed=5, std=std)
 
 
-def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, **options: Any) -> Any:
+def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, dtype: str = "float32", **options: Any) -> Any:
+    from megatron.core import parallel_state
+
     from hybridflow.mcore import parallel as groups
     from hybridflow.mcore.policy import Policy
     from hybridflow.models import family_of
 
     config = ParallelConfig(**parallel)
-    if not dist.is_initialized():
+    if not parallel_state.model_parallel_is_initialized():
         groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(hf)
-    return Policy(family, config, "float32", weights_of(family, std), **options)
+    return Policy(family, config, dtype, weights_of(family, std), **options)
 
 
 def _share(batch: DataProto) -> DataProto:
@@ -72,36 +77,13 @@ def log_probs_and_export(parallel: dict[str, Any], hf: dict[str, Any], folder: s
 
     policy = _policy(parallel, hf)
     found = policy.log_probs(_share(batch_of(12, 3)), max_tokens=max_tokens, temperature=0.7, with_entropy=True)
+    top = policy.top_log_probs(_share(batch_of(12, 3)), k=TOP, max_tokens=max_tokens, temperature=0.7)
     export(policy, Path(folder), hf, None)
     if not data_parallel_position()[2]:
         return None
-    return {"dp": data_parallel_position()[0], "log_probs": found[0].values.tolist(), "entropy": found[1].values.tolist()}
-
-
-def train(parallel: dict[str, Any], hf: dict[str, Any], steps: int, max_tokens: int, weights: str | None = None) -> Any:
-    """Train on the same data; returns (loss, grad norm) a step, and a digest of the final weights in HF form."""
-    from hybridflow.algorithms.losses import aggregate
-    from hybridflow.mcore.parallel import data_parallel_position
-
-    policy = _policy(parallel, hf)
-    # a large epsilon: without it Adam turns rounding noise in a gradient near zero into a whole step of either sign
-    policy.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3))
-
-    def loss(log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
-        total, count = aggregate(-log_probs, micro.lengths, "token-mean")
-        return total, count, {}
-
-    history = []
-    for step in range(steps):
-        metrics, info = policy.train_mini_batch(
-            _share(batch_of(8, step)), loss, columns=(), max_tokens=max_tokens, temperature=1.0, with_entropy=False
-        )
-        pair = torch.tensor(metrics.get("loss", (0.0, 0.0)), dtype=torch.float64)
-        if not data_parallel_position()[2]:
-            pair.zero_()
-        dist.all_reduce(pair)
-        history.append([float(pair[0] / pair[1]), info["grad_norm"]])
-    return {"history": history, "digest": digest(policy)}
+    result = {"log_probs": found[0], "entropy": found[1], "top_values": top[0], "top_tokens": top[1]}
+    assert all((column.lengths == batch_of(12, 3)["response_ids"].lengths).all() for column in result.values())
+    return {name: column.values.tolist() for name, column in result.items()}
 
 
 def move_expert_biases(parallel: dict[str, Any], hf: dict[str, Any], before: str, after: str, rate: float) -> Any:
@@ -125,18 +107,21 @@ def move_expert_biases(parallel: dict[str, Any], hf: dict[str, Any], before: str
 
 
 def digest(policy: Any) -> dict[str, list[float]]:
-    """Every HF tensor reduced to (sum, sum of squares), merged over stages."""
+    """Every HF tensor reduced to (sum, sum of squares), each element counted once; the same on all ranks."""
     from hybridflow.mcore.parallel import all_coordinates
-    from hybridflow.reshard.gather import gather_stage
     from hybridflow.reshard.plan import plan_stages
 
-    ranks = all_coordinates()
-    found = {}
-    for plan in plan_stages(policy.family, ranks, 1 << 16, 4):
-        if plan.stage == ranks[dist.get_rank()].pp_rank:
-            for tensors in gather_stage(plan, policy.parameters(), torch.float32):
-                found |= {n: [float(t.double().sum()), float((t.double() ** 2).sum())] for n, t in tensors.items()}
-    return found
+    shares: dict[str, Any] = {}
+    parameters = policy.parameters()
+    for plan in plan_stages(policy.family, all_coordinates(), 1 << 16, 4):
+        for owned in (piece for bucket in plan.buckets for piece in bucket.pieces):
+            share = shares.setdefault(owned.piece.source, torch.zeros(2, dtype=torch.float64))
+            if owned.rank == dist.get_rank():
+                values = parameters[owned.parameter][owned.piece.slices()].double()
+                share += torch.stack([values.sum(), (values**2).sum()])
+    stacked = torch.stack([shares[name] for name in sorted(shares)])
+    dist.all_reduce(stacked)
+    return dict(zip(sorted(shares), stacked.tolist(), strict=True))
 
 
 def log_probs_of_checkpoint(

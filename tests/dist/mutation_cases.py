@@ -101,5 +101,5 @@ def _changed(policy: Any, change: Change) -> Any:
     if local_tensors(Coordinates()) == original(Coordinates()):
         return None
     with mock.patch.object(policy.family, "local_tensors", local_tensors):
-        load_weights(policy.stage, policy.family, weights_of(policy.family))
+        load_weights(policy.stages, policy.family, weights_of(policy.family))
     return policy.log_probs(batch_of(4, 3), max_tokens=4096, temperature=1.0, with_entropy=False)[0].values

@@ -47,14 +47,20 @@ def _gradient(policy: Any, batch: DataProto, max_tokens: int) -> torch.Tensor:
         _train(policy, batch, max_tokens)
     finally:
         policy.optimizer.inner.step = step
-    return torch.cat([buffer.grad_data for buffer in (*policy.model.buffers, *policy.model.expert_parallel_buffers)]).clone()
+    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return torch.cat([buffer.grad_data for buffer in buffers]).clone()
 
 
 def _set_recompute(policy: Any, kind: str) -> None:
-    config = policy.stage.config
+    for stage in policy.stages:
+        _set_recompute_of(stage, kind)
+
+
+def _set_recompute_of(stage: Any, kind: str) -> None:
+    config = stage.config
     config.recompute_granularity = "full" if kind == "full" else None
     config.recompute_method, config.recompute_num_layers = ("uniform", 1) if kind == "full" else (None, None)
-    for module in policy.stage.modules():
+    for module in stage.modules():
         if hasattr(module, "moe_layer_recompute"):
             module.moe_layer_recompute = kind == "moe"
 
@@ -126,7 +132,7 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
             said[name] = f"{type(error).__name__}: {error}"
 
     attempt("fine", batch)
-    if not policy.stage.config.num_moe_experts:
+    if not policy.stages[0].config.num_moe_experts:
         return said
     attempt("no column", batch.drop([ROUTES]))
     routes = batch.jagged(ROUTES)
@@ -136,7 +142,7 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
     lengths[0], lengths[1] = lengths[0] - 1, lengths[1] + 1
     attempt("other lengths", batch.with_columns(**{ROUTES: Jagged.from_lengths(routes.values, lengths)}))
     attempt("twice", batch.with_columns(**{ROUTES: Jagged(np.zeros_like(routes.values), routes.offsets)}))
-    router = next(module for module in policy.stage.modules() if hasattr(module, "router_replay"))
+    router = next(module for module in policy.stages[0].modules() if hasattr(module, "router_replay"))
     hook, router.router_replay = router.router_replay, None  # as an upgrade of Megatron that no longer asks
     attempt("not asked", batch)
     router.router_replay = hook

@@ -95,7 +95,7 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
     from hybridflow.mcore.residency import PARTS
 
     before, held = _everything(parts), residency.resident_bytes()
-    pointers = [parameter.data_ptr() for parameter in policy.stage.parameters()]
+    pointers = [parameter.data_ptr() for parameter in policy.stages[0].parameters()]
     awake = anonymous_bytes()
     freed = residency.sleep(*PARTS)
     asleep = anonymous_bytes()
@@ -111,7 +111,7 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
         seen.append(sorted(residency.asleep))
     seen.append(sorted(residency.asleep))
     residency.wake(*PARTS)
-    moved = sum(a != b.data_ptr() for a, b in zip(pointers, policy.stage.parameters(), strict=True))
+    moved = sum(a != b.data_ptr() for a, b in zip(pointers, policy.stages[0].parameters(), strict=True))
     same = _same(before, _everything(parts))
     return {"held": held, "left": left, "freed": freed, "fell": awake - asleep, "same": same, "seen": seen, "moved": moved,
             "gradient": max(float(t.abs().max()) for t in parts["gradients"]())}  # fmt: skip

@@ -19,7 +19,7 @@ from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_differen
 
 pytestmark = pytest.mark.slow
 ROWS, TOKENS = 512, 12_000
-COLUMNS = ("response_ids", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropys", "advantages")
+COLUMNS = ("response_ids", "response_versions", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropys", "advantages")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def finished_batch() -> DataProto:
     """What a step ends with, token columns in the store."""
     lengths = np.full(ROWS, TOKENS)
     values = {name: np.random.default_rng(i).random(ROWS * TOKENS, np.float32) for i, name in enumerate(COLUMNS)}
-    values["response_ids"] = values["response_ids"].astype(np.int64)
+    values |= {name: values[name].astype(np.int64) for name in ("response_ids", "response_versions")}
     tokens = {name: Jagged.from_lengths(column, lengths) for name, column in values.items()}
     plain = {"data_source": objects("toy"), "ground_truth": objects("1"), "extra_info": objects({}), "response_text": objects("x")}
     plain |= {"finish_reason": objects("stop"), "weight_version": objects("1")}

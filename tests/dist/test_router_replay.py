@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,26 @@ def total(ranks: list[dict[str, Any]], name: str, count: str) -> int:
     return sum(rank[name][count] for rank in ranks)
 
 
-@pytest.mark.parametrize("hf", [pytest.param(TINY, id="qwen3-moe"), pytest.param(GLM4, id="glm4-moe-sigmoid-bias-first-layer-dense")])
-def test_replay_is_the_same_on_any_layout(hf: dict[str, Any]) -> None:
-    case = "tests.dist.replay_cases:replayed"
-    [one] = run_ranks(1, case, parallel={}, hf=hf, max_tokens=4096)
-    many = run_ranks(4, case, parallel=FULL, hf=hf, max_tokens=40)
+CASE = "tests.dist.replay_cases:replayed"
+LAYOUTS = {
+    "tp2-pp2-ep2": (4, FULL, TINY),
+    "pp2-vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}, TINY),
+    "cp2-ep2": (2, {"context": 2, "expert": 2}, TINY),
+    "glm4-moe-sigmoid-bias-first-layer-dense": (4, FULL, GLM4),
+}
+
+
+@functools.cache
+def one_process(model_type: str) -> dict[str, Any]:
+    [one] = run_ranks(1, CASE, parallel={}, hf=GLM4 if model_type == "glm4_moe" else TINY, max_tokens=4096)
+    return one
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replay_is_the_same_on_any_layout(name: str) -> None:
+    world, parallel, hf = LAYOUTS[name]
+    one = one_process(hf["model_type"])
+    many = run_ranks(world, CASE, parallel=parallel, hf=hf, max_tokens=40)
     last = next(rank for rank in many if rank["free"])
 
     # the routes matter, and give the same values everywhere

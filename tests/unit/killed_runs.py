@@ -31,7 +31,7 @@ from tests.unit.test_trainer_loop import Scores, World
 
 ROWS, PROMPTS, STEPS = 10, 4, 5  # two epochs, and a batch that lies across them
 IN_A_STEP = ("handed out", "trained")
-IN_A_SAVE = ("policy begun", "policy written", "driver state torn", "not named yet", "not pointed to yet")
+IN_A_SAVE = ("driver state torn", "policy begun", "policy written", "not named yet", "not pointed to yet")
 Kill = tuple[int, str]  # step, moment
 
 
@@ -74,11 +74,12 @@ class Mortal(World):
         self.moment(self.step, "trained")
         return done
 
-    def save(self, folder: Path) -> None:
-        self.moment(self.engine_version, "policy begun")
-        super().save(folder)
-        (folder / "weights").write_text(str(self.engine_version))
-        self.moment(self.engine_version, "policy written")
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        self.moment(step, "policy begun")
+        folder.mkdir()
+        (folder / "weights").write_text(str(step))
+        (folder / "manifest.json").write_text("{}")
+        self.moment(step, "policy written")
 
     def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
         super().load(folder, optim, with_reference)
@@ -94,13 +95,13 @@ class Mortal(World):
             self.moment(self.engine_version, names[target])
 
 
-def live(folder: Path, files: Files, every: int, life: int, kill: Kill | None) -> None:
+def live(folder: Path, files: Files, every: int, background: bool, life: int, kill: Kill | None) -> None:
     """One life: start or resume as `trainer.app` does, and run until killed or done."""
     config = RunConfig(
         output_dir=str(folder),
         data=DataConfig(train_files=(str(files.rows),), train_batch_size=PROMPTS),
         rollout=RolloutConfig(n=2),
-        trainer=TrainerConfig(total_steps=STEPS, save_every_steps=every, loggers=("jsonl",)),
+        trainer=TrainerConfig(total_steps=STEPS, save_every_steps=every, async_checkpoints=background, loggers=("jsonl",)),
     )
     dataset = open_prompts(config.data.train_files, files.tokenizer, config.data)
     assert len(dataset) == ROWS
@@ -118,10 +119,11 @@ def live(folder: Path, files: Files, every: int, life: int, kill: Kill | None) -
     else:
         trainer.start_from_present_weights()
     trainer.fit()
+    session.store.wait()
     session.close()
 
 
-def run_lives(folder: Path, files: Files, every: int, kills: Sequence[Kill]) -> None:
+def run_lives(folder: Path, files: Files, every: int, background: bool, kills: Sequence[Kill]) -> None:
     """A life for each kill and one to the end; how each ended goes to `lives.json`."""
     folder.mkdir(parents=True)
     ends = []
@@ -130,7 +132,7 @@ def run_lives(folder: Path, files: Files, every: int, kills: Sequence[Kill]) -> 
         if child == 0:
             code = 70
             try:
-                live(folder, files, every, life, kill)
+                live(folder, files, every, background, life, kill)
                 code = 0
             finally:
                 os._exit(code)
@@ -160,10 +162,11 @@ def write_data(folder: Path) -> Files:
 
 
 def main(folder: Path, scenarios: Path) -> None:
-    """All scenarios of the file: {name: {every, kills}}."""
+    """All scenarios of the file: {name: {every, background, kills}}."""
     files = write_data(folder / "data")
     for name, scenario in json.loads(scenarios.read_text()).items():
-        run_lives(folder / name, files, scenario["every"], [(step, moment) for step, moment in scenario["kills"]])
+        kills = [(step, moment) for step, moment in scenario["kills"]]
+        run_lives(folder / name, files, scenario["every"], scenario["background"], kills)
 
 
 if __name__ == "__main__":

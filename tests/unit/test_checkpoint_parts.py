@@ -126,7 +126,8 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_help_is_instant_and_imports_no_torch() -> None:
     code = "import sys; from hybridflow.cli.main import parse\ntry: parse(['checkpoint', 'export', '--help'])\nexcept SystemExit: pass\n"
-    code += "assert 'torch' not in sys.modules and 'xxhash' not in sys.modules"
+    code += "assert 'xxhash' not in sys.modules\n"
+    code += "import hybridflow.trainer.checkpoint_tools\nassert 'torch' not in sys.modules"  # nor do inspect and verify need it
     seconds = []
     for _ in range(3):
         start = time.perf_counter()

@@ -43,7 +43,12 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("override", "said"), [("actor.kl_loss_coef=0.1", "Reference: one forward pass"), ("sft.steps=0", "Warm start: none")]
+    ("override", "said"),
+    [
+        ("actor.kl_loss_coef=0.1", "Reference: one forward pass"),
+        ("sft.steps=0", "Warm start: none"),
+        ("rollout.sync.staging_bytes=4000", "4000 / (2 x 2) = 1000 bytes"),
+    ],
 )
 def test_every_role_is_explained(override: str, said: str) -> None:
     config = load_config("tiny-moe-grpo", [override])

@@ -230,3 +230,23 @@ def test_the_steps_of_the_main_job_find_their_columns(kl: float) -> None:
     from hybridflow.trainer.groups import check_steps
 
     check_steps(RunConfig(actor=ActorConfig(kl_loss_coef=kl)))
+
+
+# ---- some of the ranks
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True), st.integers(1, 9))
+def test_a_call_on_some_groups_returns_every_row_once_in_order(groups: list[int], rows: int) -> None:
+    ranks = sorted(chain.from_iterable((group, group + 5) for group in groups))  # of 5 groups with 2 ranks each
+    part = mesh(5, 2).of(ranks)
+    plan = plan_call(method_spec(double), len(ranks), part, (batch(rows),), {}).on(ranks)
+    assert sorted(plan.calls) == ranks
+    found = execute(plan, lambda rank, *args: double(*args))
+    assert found["uid"].tolist() == list(range(rows)) and found["y"].tolist() == [20 * i for i in range(rows)]
+
+
+def test_a_part_of_a_data_parallel_group_is_refused() -> None:
+    with pytest.raises(MeshError, match=r"parts of data-parallel groups \[1\]"):
+        mesh(2, 2).of([0, 2, 1])
+    with pytest.raises(MeshError, match="at least one rank"):
+        mesh(2).of([])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engines.client import EngineClient, SamplingParams, WeightSpan
+from hybridflow.engines.client import EngineClient, EngineSilent, SamplingParams, WeightSpan
+from hybridflow.engines.weight_control import Control
 from hybridflow.errors import EngineError
 
 KEY = "key of the stub"
@@ -163,21 +166,25 @@ def test_refused_control_calls(stub: Stub, client: EngineClient, body: Any, stat
 
 
 def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) -> None:
-    paths = ("pause_generation", "init_weights_update_group", "update_weights_from_distributed", "update_weight_version", "weights_checker")
-    for path in paths:
+    for path in ("pause_generation", "update_weights_from_tensor", "update_weight_version", "weights_checker"):
         stub.answers_with(f"/{path}", {"success": True, "message": "", "per_engine_checksum": "abc"})
     client.pause("retract")
-    client.init_weights_group("127.0.0.1", 9, 1, 3, "stage0")
-    client.receive_weights("stage0", ("w",), ("float32",), ((2, 3),))
+    control = Control("describe", "127.0.0.1", 9, 2.5, "described", 0, 2)
+    client.call_ranks(control, flush_cache=False)
     client.set_weight_version(4)
     assert client.weights_checksum() == "abc"
     bodies = {path: body for path, body, _ in stub.asked}
-    assert bodies["/update_weights_from_distributed"] == {
-        "names": ["w"],
-        "dtypes": ["float32"],
-        "shapes": [[2, 3]],
-        "group_name": "stage0",
-        "flush_cache": True,
-        "load_format": "flattened_bucket",
-    }
+    update = bodies["/update_weights_from_tensor"]
+    assert update.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}  # above all no weight_version
+    assert update["load_format"] == "hybridflow.engines.weight_receiver.load" and update["flush_cache"] is False
+    assert len(update["serialized_named_tensors"]) == 2  # one a rank
+    for packed in update["serialized_named_tensors"]:
+        ((name, tensor),) = pickle.loads(base64.b64decode(packed))
+        assert Control.from_json(name) == control and tensor.numel() == 1
     assert bodies["/update_weight_version"] == {"new_version": "4", "abort_all_requests": False}
+
+
+def test_another_deadline_for_the_same_engine(stub: Stub, client: EngineClient) -> None:
+    stub.answers_with("/begin_weight_update", {"success": True}, delay_s=5.0)
+    with pytest.raises(EngineSilent, match=r"engine engine-7: /begin_weight_update not answered within 0\.2 s"):
+        client.with_timeout(0.2).begin_weight_update()

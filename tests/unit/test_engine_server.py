@@ -1,4 +1,4 @@
-"""What can be said of engines without starting one: arguments, ports, the guard, buckets, and that importing costs nothing."""
+"""What can be said of engines without starting one: arguments, ports, the guard, and that importing costs nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from hybridflow.engines import guard
 from hybridflow.engines.server import EngineServer, EngineSpec, command_line, core_binding, environment, reserve_port, server_arguments
-from hybridflow.engines.weights_group import WeightsGroup, flatten, plan_buckets
-from hybridflow.errors import EngineError, WeightSyncError
+from hybridflow.errors import EngineError
 
 
 def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
@@ -101,24 +99,7 @@ def test_the_guard_ends_without_its_parent(tmp_path: Path) -> None:
     assert guard.session_members(process.pid) == []
 
 
-def test_buckets_keep_their_bound_and_align_wide_dtypes() -> None:
-    tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.arange(4.0), "c": torch.zeros(100), "d": torch.tensor(2.0)}
-    buckets = plan_buckets(tensors, max_bytes=24)
-    assert [bucket.names for bucket in buckets] == [("b", "a"), ("c",), ("d",)]
-    assert [bucket.num_bytes for bucket in buckets] == [22, 400, 4]
-    data = flatten(buckets[0], tensors)
-    assert data[:16].view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0] and data[16:].view(torch.bfloat16).tolist() == [1.0] * 3
-    assert plan_buckets({}) == []
-
-
-def test_a_tensor_that_changed_since_the_plan_is_refused() -> None:
-    (bucket,) = plan_buckets({"a": torch.ones(3)})
-    with pytest.raises(WeightSyncError, match="a was planned"):
-        flatten(bucket, {})
-    with pytest.raises(WeightSyncError, match=r"a is torch.float32 \(4,\)"):
-        flatten(bucket, {"a": torch.ones(4)})
-
-
-def test_a_group_nobody_joins_is_given_up() -> None:
-    with WeightsGroup("alone", 2, timeout_s=1.0) as group, pytest.raises(WeightSyncError, match="not all of 1 engine ranks joined"):
-        group.join()
+def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> None:
+    words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path)), 20000))
+    assert words[words.index("--custom-weight-loader") + 1] == "hybridflow.engines.weight_receiver.load"
+    assert "--sleep-on-idle" in words

@@ -30,10 +30,16 @@ def moments(every: int) -> list[Kill]:
 
 
 def scenarios() -> dict[str, dict[str, Any]]:
-    made = {"uninterrupted": {"every": 1, "kills": []}}
+    made: dict[str, dict[str, Any]] = {"uninterrupted": scenario(1, [])}
     for every in (1, 2):
-        made |= {f"{every} {step} {name}": {"every": every, "kills": [(step, name)]} for step, name in moments(every)}
-    return made | {"killed at every moment in turn": {"every": 1, "kills": moments(1)}}
+        made |= {f"{every} {step} {name}": scenario(every, [(step, name)]) for step, name in moments(every)}
+    for step, name in moments(0):  # a save in the background may or may not be done when the process is killed
+        made[f"background {step} {name}"] = scenario(1, [(step, name)], background=True)
+    return made | {"killed at every moment in turn": scenario(1, moments(1))}
+
+
+def scenario(every: int, kills: list[Kill], background: bool = False) -> dict[str, Any]:
+    return {"every": every, "background": background, "kills": kills}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +70,8 @@ def test_the_uninterrupted_run_takes_every_row_once_an_epoch(runs: Path) -> None
 
 @pytest.mark.parametrize("name", [name for name in scenarios() if name != "uninterrupted"])
 def test_killed_runs_take_the_prompts_of_the_uninterrupted_one(runs: Path, name: str) -> None:
-    folder, scenario = runs / name, scenarios()[name]
-    kills, every = scenario["kills"], scenario["every"]
+    folder, planned = runs / name, scenarios()[name]
+    kills, every = planned["kills"], planned["every"]
     wanted = {entry["step"]: entry["prompts"] for entry in ledger(runs / "uninterrupted")}
     assert json.loads((folder / "lives.json").read_text()) == [*[-signal.SIGKILL] * len(kills), 0]
     for life in range(len(kills) + 1):
@@ -73,6 +79,9 @@ def test_killed_runs_take_the_prompts_of_the_uninterrupted_one(runs: Path, name:
         steps = [entry["step"] for entry in entries]
         first = checkpoint_after(kills[:life], every) + 1
         last = kills[life][0] if life < len(kills) else STEPS
+        if planned["background"] and life:
+            assert steps[0] in (first - 1, first), f"life {life} resumed elsewhere"
+            first = steps[0]
         assert steps == list(range(first, last + 1)), f"life {life} resumed elsewhere, skipped a step or did one twice"
         assert all(entry["prompts"] == wanted[entry["step"]] for entry in entries), f"life {life} took other prompts"
     records = list(read_jsonl(folder / "run" / "metrics.jsonl"))

@@ -72,7 +72,7 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     assert time.monotonic() - before >= 0.3
     assert ranks.saves == [("rl", 1, True), ("rl", 2, True)]
     assert names(tmp_path) == ["global_step_1", "global_step_2.partial", "latest.json"]
-    store.close()
+    store.settle()
 
 
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_waiting_has_a_deadline(tmp_path: Path) -> None:
     store.save("rl", 1, {}, ranks)
     with pytest.raises(CheckpointError, match=r"global_step_1 was not written within 0 s \(trainer.checkpoint_timeout_s\)"):
         store.wait()
-    store.close()
+    store.settle()
 
 
 def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(tmp_path: Path) -> None:
@@ -99,15 +99,29 @@ def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(tm
 def test_a_manifest_that_comes_after_the_end_does_not_count(tmp_path: Path) -> None:
     store, ranks = store_in(tmp_path), Ranks()
     store.save("rl", 1, {}, ranks)
-    store.close()
+    store.settle()
     ranks.finish()
     time.sleep(0.2)
     assert store.latest() is None
+    assert names(tmp_path) == ["global_step_1.partial"]
     again = store_in(tmp_path)
     again.save("rl", 1, {}, ranks)  # what is left of it does not stand in the way
     ranks.finish()
     again.wait()
     assert names(tmp_path) == ["global_step_1", "latest.json"]
+
+
+def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    for step in (1, 2):
+        store.save("rl", step, {}, ranks)
+        if step == 1:
+            store.settle()  # cut short: its remains go with the next commit
+    ranks.finish()
+    store.settle()
+    latest = store.latest()
+    assert latest is not None and latest.step == 2
+    assert names(tmp_path) == ["global_step_2", "latest.json"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.trainer.evaluate import Validator
 from hybridflow.trainer.loop import RLTrainer
-from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.protocols import SyncReport, Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.session import Session
 
@@ -35,6 +35,7 @@ class World:
         self.trained = self.engine_version = self.policy_version = -1
         self.seeds: list[int] = []
         self.fail_save = False
+        self.stale: dict[str, str] = {}
 
     # the policy
     def set_optimizer(self, config: OptimConfig) -> None:
@@ -84,15 +85,17 @@ class World:
             {
                 "response_ids": responses,
                 "rollout_log_probs": log_probs,
+                "response_versions": Jagged(np.full(len(responses.values), self.engine_version, np.int64), responses.offsets),
                 "finish_reason": np.array(["stop"] * len(prompts), dtype=object),
                 "weight_version": np.array([str(self.engine_version)] * len(prompts), dtype=object),
             }
         )
 
     # the sync
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> SyncReport:
         self.calls.append(f"sync {version}")
         self.engine_version = version
+        return SyncReport(version, 0.5, 1000, dict(self.stale))
 
 
 class Rows:
@@ -326,7 +329,7 @@ def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None
 def test_a_gradient_that_is_not_finite_stops_the_run_without_a_checkpoint(tmp_path: Path) -> None:
     world = World(applied=(True, False))
     trainer = trainer_of(config_of(tmp_path, save_every_steps=1), world)
-    with pytest.raises(HybridFlowError, match=r"step 1: a gradient is not finite"):
+    with pytest.raises(HybridFlowError, match=r"step 1: a gradient of the actor is not finite"):
         trainer.fit()
     assert "save" not in world.calls
     [record] = records(trainer, "train")  # what happened can be read

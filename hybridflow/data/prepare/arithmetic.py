@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from hybridflow.data.prepare.options import nearest, require
-from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_prompts
+from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_pairs, write_prompts
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.errors import ConfigError
 
@@ -52,6 +52,8 @@ class ArithmeticOptions:
         num_train: prompts for reinforcement learning, drawn from all pairs that are not held out; -1 takes all of them.
         num_test: held-out pairs, never in train.parquet or sft.parquet.
         num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no sft.parquet.
+        num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet on prompts that are not held out,
+            several for a prompt where there are more pairs than prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
         hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -65,6 +67,7 @@ class ArithmeticOptions:
     num_train: int = -1
     num_test: int = 500
     num_sft: int = 0
+    num_pairs: int = 0
     hold_out_swapped: bool = False
     seed: int = 1
     holdout_seed: int = 20260
@@ -79,12 +82,13 @@ class ArithmeticOptions:
         require(self.num_train >= -1 and self.num_train != 0, "num_train", self.num_train, "positive, or -1 for all")
         require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
         require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
+        require(self.num_pairs >= 0, "num_pairs", self.num_pairs, "at least 0")
         require(self.seed >= 0, "seed", self.seed, "at least 0")
         require(self.holdout_seed >= 0, "holdout_seed", self.holdout_seed, "at least 0")
 
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, sft.parquet (when asked for) and tokenizer/ into `out`; returns rows per parquet file."""
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, demonstrations and pairs; returns rows per parquet file."""
     del source  # made from nothing
     held_out = _held_out(options)
     forbidden = np.union1d(held_out, _swapped(held_out, options)) if options.hold_out_swapped else np.sort(held_out)
@@ -99,6 +103,11 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
             {"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]} for row in _prompts(sft, "sft", options)
         ]
         rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
+    if options.num_pairs:
+        free = np.setdiff1d(np.arange(_span(options) ** 2), forbidden)
+        drawn = np.random.default_rng([options.seed, 2]).choice(free, options.num_pairs, replace=options.num_pairs > len(free))
+        for name, numbers in (("pairs.parquet", drawn), ("pairs_test.parquet", held_out)):
+            rows[name] = write_pairs(out / name, _preferences(numbers, name, options))
     write_character_tokenizer(out / "tokenizer", CHARACTERS)
     return rows
 
@@ -163,6 +172,25 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
         extra = {"split": split, "index": index, "operation": options.operation, "a": a, "b": b}
         rows.append(prompt_row(DATA_SOURCE, question, answer, extra))
     return rows
+
+
+def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
+    """The right answer is chosen; the rejected one has one to all of its digits drawn anew."""
+    rng, rows = np.random.default_rng([options.seed, 3]), []
+    for row in _prompts(pairs, split, options):
+        answer = str(row["reward_model"]["ground_truth"])
+        rows.append({"prompt": row["prompt"], "chosen": answer, "rejected": _spoiled(answer, rng)})
+    return rows
+
+
+def _spoiled(answer: str, rng: np.random.Generator) -> str:
+    digits = [i for i, character in enumerate(answer) if character.isdigit()]
+    while True:
+        spoiled = list(answer)
+        for position in rng.choice(digits, rng.integers(1, len(digits) + 1), replace=False):
+            spoiled[position] = str(rng.integers(10))
+        if (wrong := "".join(spoiled)) != answer:
+            return wrong
 
 
 def max_lengths(options: ArithmeticOptions) -> tuple[int, int]:

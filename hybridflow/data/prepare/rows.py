@@ -1,4 +1,6 @@
-"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations {prompt, response}."""
+"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations {prompt, response},
+pairs {prompt, chosen, rejected}.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,11 @@ def write_prompts(path: Path, rows: Sequence[Mapping[str, Any]], extra_info: Map
 def write_demonstrations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     """Writes rows {prompt: messages, response: str} and returns their number."""
     return _write(path, rows, pa.schema([("prompt", MESSAGES), ("response", pa.string())]))
+
+
+def write_pairs(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Writes rows {prompt: messages, chosen: str, rejected: str} and returns their number."""
+    return _write(path, rows, pa.schema([("prompt", MESSAGES), ("chosen", pa.string()), ("rejected", pa.string())]))
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> int:

@@ -25,6 +25,7 @@ def register() -> None:
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     HookRegistry.register(f"{group}.all_gather_into_tensor", all_gather_into_tensor, HookType.REPLACE)
     HookRegistry.register(f"{group}.reduce_scatter_tensor", reduce_scatter_tensor, HookType.REPLACE)
+    HookRegistry.register(f"{group}.reduce_scatterv", reduce_scatterv, HookType.REPLACE)
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
 
 
@@ -49,6 +50,11 @@ def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
 def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
     """As above (distributed/parallel_state.py:1151)."""
     group._reduce_scatter_tensor(output, input)
+
+
+def reduce_scatterv(group: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
+    """With experts divided too: upstream asks NCCL (distributed/parallel_state.py:1265), its own other way is an all-reduce and a cut."""
+    return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
 def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -23,7 +23,7 @@ class Endpoint:
         session: unique over the job; a new one after every failure.
         host, port: the store (`rendezvous`) at which both sides meet.
         senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.
-        message_bytes: the largest payload.
+        message_bytes: of the largest message; a transport makes room for its checksum as well. A plan's `bucket_bytes` is enough.
         timeout_s: longest wait for any one message.
         folder: where the disk transport puts its files.
     """
@@ -89,4 +89,43 @@ class ReceiveChannel(Protocol):
 
     def abort(self) -> None:
         """Give the session up at once. Safe after any error, and twice."""
+        ...
+
+
+@runtime_checkable
+class LendingSendChannel(SendChannel, Protocol):
+    """A sender whose messages can be written straight into memory that the receiver reads."""
+
+    def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
+        """Memory (uint8 `[nbytes]`) for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
+
+        Raises:
+            WeightSyncError: as `Work.wait`.
+        """
+        ...
+
+
+class Loan(Protocol):
+    """A message that can be read where it arrived."""
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """uint8 `[n]`, valid until `release`."""
+        ...
+
+    def release(self) -> None:
+        """Let the sender use the memory again."""
+        ...
+
+
+@runtime_checkable
+class LendingReceiveChannel(ReceiveChannel, Protocol):
+    """A receiver whose messages can be read where they arrived."""
+
+    def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
+        """Wait for the next message of `peer`.
+
+        Raises:
+            WeightSyncError: as `Work.wait`.
+        """
         ...

@@ -1,0 +1,127 @@
+"""Weights on their way: slices beside gather-then-broadcast and bare sends over gloo; shared memory beside verl's buckets and a copy.
+
+`make bench NAME=reshard_transfer`; `ARGS=gloo` or `ARGS=shm` runs one part and writes nothing. All sides of a part run in the same
+processes, in turns, on the same tensors: a sync is timed from the command to all ranks until the last has answered.
+"""
+
+from __future__ import annotations
+
+from support import conditions
+
+if __name__ == "__main__":
+    conditions.ensure()
+
+import sys
+import tempfile
+from typing import Any
+
+from support import peer
+from support.pool import Pool, free_port
+from support.report import Figure, faster, interleaved, median, write
+
+ROUNDS = 7
+MIB = 1 << 20
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "intermediate_size": 2048,
+    "vocab_size": 32000, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 128,
+}  # fmt: skip
+LARGER = {**MOE, "num_hidden_layers": 15}
+GLOO = {"staging": 16 * MIB, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
+SHM = {"staging": 8 * MIB, "peer_mb": (512, 2048, 64)}
+
+
+def gloo() -> list[Figure]:
+    """Four Megatron ranks (TP2, PP2, EP2) to one engine of two."""
+    pool = Pool(
+        6, "support.reshard_ranks:Ranks", hf=MOE, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
+        port=free_port(), dtype="bfloat16", staging=GLOO["staging"], transport="p2p", gather_bytes=GLOO["gather_bytes"],
+    )  # fmt: skip
+    stats: list[dict[str, Any]] = []
+    commits: list[float] = []
+
+    def staged() -> None:
+        stats[:] = pool.run("sync", True)
+        commits.append(max(rank["commit"] for rank in stats))
+
+    try:
+        for method, values in (("open", ("gloo",)), ("open_bare", ()), ("join", ()), ("gather_and_broadcast", ())):
+            print(f"{method} ...", file=sys.stderr, flush=True)
+            pool.run(method, *values)
+        by_gather = pool.run("check")
+        pool.run("forget")
+        staged()
+        assert pool.run("check") == by_gather, "the two ways brought different weights"
+        sides = {
+            "staged": staged,
+            "in place": lambda: pool.run("sync", False),
+            "gather and broadcast": lambda: pool.run("gather_and_broadcast"),
+            "bare": lambda: pool.run("bare", GLOO["bare"]),
+        }
+        times = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
+    finally:
+        pool.stop()
+    return _gloo_figures(stats, times, median(commits))
+
+
+def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: float) -> list[Figure]:
+    name, total = "MoE TP2.PP2.EP2 to TP2 over gloo", sum(rank["payload_bytes"] for rank in stats[4:])
+    bare = total / times["bare"] / 1e9
+    figures = [Figure(f"{name}: bytes", total, "bytes")]
+    for side in ("staged", "in place"):
+        figures.append(faster(f"{name}: {side}", times[side], times["gather and broadcast"], "gather, then broadcast"))
+    # the copy into place of a staged sync moves nothing between processes
+    for side, seconds in (("staged, without the commit", times["staged"] - commit), ("in place", times["in place"])):
+        rate = total / seconds / 1e9
+        figures.append(Figure(f"{name}: {side}, rate", rate, "GB/s", limit=bare, share=rate / bare))
+    figures.append(Figure(f"{name}: commit", commit, "s"))
+    figures.append(Figure(f"{name}: sender's staging", max(rank["peak_staging_bytes"] for rank in stats[:4]), "bytes"))
+    return figures
+
+
+def shm() -> list[Figure]:
+    """One rank to one rank of the same host, 1.6 GB."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        pool = Pool(
+            2, "support.bucket_ranks:BucketRanks", folder=folder, hf=LARGER, trainer={"ranks": 1}, engine={"tensor": 1}, port=free_port(),
+            dtype="bfloat16", staging=SHM["staging"], transport="shared_memory", gather_bytes=64 * MIB,
+        )  # fmt: skip
+        try:
+            pool.run("open", "shm")
+            moved = pool.run("peer_sync", 512)[1]
+            stats = pool.run("sync", False)
+            sides: dict[str, Any] = {
+                "in place": lambda: pool.run("sync", False),
+                "staged": lambda: pool.run("sync", True),
+                "copy": lambda: pool.run("copy"),
+            }
+            for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
+                sides[f"verl {size}"] = lambda size=size: pool.run("peer_sync", size)
+            found = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
+        finally:
+            pool.stop()
+    total = stats[1]["payload_bytes"]
+    figures = [Figure("one host: bytes", total, "bytes"), Figure("one host: bytes of the peer", moved, "bytes")]
+    for side in ("in place", "staged"):
+        for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
+            label = f"{peer.NAME} bucketed transfer, {size} MiB" + (" (its class's default)" if size == 512 else "")
+            theirs = found[f"verl {size}"]
+            figures.append(faster(f"one host, shared memory: {side}, beside {size} MiB", found[side], theirs, label, limit=found["copy"]))
+    return figures
+
+
+def main() -> None:
+    """Run both parts, and write the results."""
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    figures = [figure for name, part in (("gloo", gloo), ("shm", shm)) if wanted in ("", name) for figure in part()]
+    if wanted:
+        for figure in figures:
+            print(f"{figure.metric:<66} {figure.value:.4g} {figure.unit}  ratio {figure.ratio}  share {figure.share}")
+        return
+    write("reshard_transfer", figures, {"model": MOE, "larger": LARGER["num_hidden_layers"], "gloo": GLOO, "shared_memory": SHM})
+
+
+if __name__ == "__main__":
+    main()

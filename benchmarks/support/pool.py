@@ -1,0 +1,83 @@
+"""Processes that stay up over a whole benchmark, so that sides can be interleaved: the driver names a job, every rank does it."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import socket
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PATIENCE_S = 100
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Pool:
+    """One process a rank, each with a `module:class` made as `cls(rank, **arguments)`; its methods are the jobs."""
+
+    def __init__(self, world: int, target: str, /, **arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.ends, self.processes = [], []
+        for rank in range(world):
+            end, far = context.Pipe()
+            process = context.Process(target=_serve, args=(far, target, rank, arguments), daemon=True)
+            process.start()
+            far.close()  # so that a rank's death ends the wait for it
+            self.ends.append(end)
+            self.processes.append(process)
+        self._answers()
+
+    def run(self, method: str, *values: Any) -> list[Any]:
+        """Every rank's answer."""
+        for end in self.ends:
+            end.send((method, values))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers, deadline = [], time.monotonic() + _PATIENCE_S
+        for rank, end in enumerate(self.ends):
+            if not end.poll(max(deadline - time.monotonic(), 0)):
+                self.stop()
+                raise TimeoutError(f"rank {rank} did not answer within {_PATIENCE_S} s")
+            try:
+                answers.append(end.recv())
+            except EOFError:
+                answers.append(RuntimeError("its process has ended"))
+        if failed := [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, Exception)]:
+            self.stop()
+            raise RuntimeError("; ".join(failed))
+        return answers
+
+    def stop(self) -> None:
+        """End all ranks."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(end: Connection, target: str, rank: int, arguments: dict[str, Any]) -> None:
+    module, name = target.split(":")
+    made: Any = None
+    job: tuple[str, Sequence[Any]] = ("", ())
+    while True:
+        try:
+            if made is None:
+                made = getattr(importlib.import_module(module), name)(rank, **arguments)
+                answer = None
+            else:
+                answer = getattr(made, job[0])(*job[1])
+        except Exception as error:
+            answer = RuntimeError(f"{type(error).__name__}: {error}")
+        faulthandler.cancel_dump_traceback_later()
+        end.send(answer)
+        job = end.recv()
+        faulthandler.dump_traceback_later(_PATIENCE_S - 10)  # a rank that hangs says where

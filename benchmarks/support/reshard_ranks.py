@@ -1,0 +1,187 @@
+"""What each rank of the benchmark of weight transfer does: ours, the gather-then-broadcast way, and bare sends of the same bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.models import family_of
+from hybridflow.rendezvous import client_store, master_store
+from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
+from hybridflow.reshard.gather import gather_stage
+from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
+from hybridflow.reshard.messages import Messages
+from hybridflow.reshard.plan import plan_stages
+from hybridflow.reshard.planner import make_plan
+from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
+from hybridflow.reshard.transports import open_receiver, open_sender
+from hybridflow.reshard.transports.base import Endpoint
+
+HOST = "127.0.0.1"
+
+
+class Ranks:
+    """Trainer ranks first. Everything that a sync needs more than once is made here, for every side of the comparison."""
+
+    def __init__(
+        self, rank: int, hf: dict[str, Any], trainer: dict[str, int], engine: dict[str, int], port: int, dtype: str, staging: int,
+        transport: str, gather_bytes: int,
+    ) -> None:  # fmt: skip
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        shape = ParallelShape(**trainer)
+        self.rank, self.trainers, self.port, self.transport = rank, shape.ranks, port, transport
+        family = family_of(hf)
+        self.catalog = Catalog.of(family.tensors())
+        source = megatron_layout(family, shape.coordinates(), dtype)
+        self.plan = make_plan(self.catalog, source, engine_layout(family, [EngineShape(**engine)], dtype), staging)  # type: ignore[arg-type]
+        self.engines = self.plan.target.num_ranks
+        self.engine = rank - self.trainers
+        self.is_trainer = rank < self.trainers
+        layout, mine = (self.plan.source, rank) if self.is_trainer else (self.plan.target, self.engine)
+        self.live = make_buffers(layout, mine, rank)
+        messages = Messages(self.plan)
+        self.messages = messages.outgoing(rank) if self.is_trainer else messages.incoming(self.engine)
+        self.stages = plan_stages(family, shape.coordinates(), gather_bytes, getattr(torch, dtype).itemsize)
+        self.dtype = getattr(torch, dtype)
+        self.store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
+        self.channel: Any = None
+        self.staging: Any = None
+        self.groups: dict[int, Any] = {}
+        self.bare_group: Any = None
+
+    def open(self, session: str) -> None:
+        """Ours: a session."""
+        endpoint = Endpoint(
+            self.transport, session, HOST, self.port, tuple(range(self.trainers)), tuple(range(self.engines)), self.plan.bucket_bytes, 60.0
+        )
+        if self.is_trainer:
+            self.channel, self.staging = open_sender(endpoint, self.rank), SendStaging(self.rank)
+        else:
+            self.channel, self.staging = open_receiver(endpoint, self.engine), ReceiveStaging(self.engine)
+
+    def sync(self, staged: bool) -> dict[str, Any]:
+        """Ours: one sync."""
+        start = time.process_time()
+        if self.is_trainer:
+            stats, commit = send_stream(self.messages, self.live, self.channel, self.staging), 0.0
+        else:
+            received = receive_stream(self.messages, self.channel, self.staging, staged, self.live)
+            stats, commit = received.stats, received.commit(self.live)
+        return vars(stats) | {"commit": commit, "cpu": time.process_time() - start}
+
+    def check(self) -> float:
+        """A digest of what an engine rank holds."""
+        return 0.0 if self.is_trainer else sum(float(values.double().sum()) for values in self.live.values())
+
+    def forget(self) -> None:
+        """Make an engine rank's weights wrong."""
+        if not self.is_trainer:
+            for values in self.live.values():
+                values.zero_()
+
+    def join(self) -> None:
+        """The other way: torch's global group, and a group of each stage's leader and the engine's ranks."""
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("world", self.store), rank=self.rank, world_size=self.trainers + self.engines
+        )
+        engines = list(range(self.trainers, self.trainers + self.engines))
+        for stage in self.stages:
+            self.groups[stage.stage] = dist.new_group([stage.leader, *engines])
+
+    def gather_and_broadcast(self) -> None:
+        """The other way: stage after stage, bucket after bucket: whole tensors to the leader, from there to every engine rank."""
+        for stage in self.stages:
+            if self.is_trainer:
+                if self.rank in self._ranks_of(stage.stage):
+                    self._lead_or_give(stage)
+            else:
+                self._take(stage)
+
+    def _ranks_of(self, stage: int) -> range:
+        share = self.trainers // len(self.stages)
+        return range(stage * share, (stage + 1) * share)
+
+    def _lead_or_give(self, stage: Any) -> None:
+        for tensors in gather_stage(stage, self.live, self.dtype):
+            if tensors:
+                flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+                dist.broadcast(flat, stage.leader, group=self.groups[stage.stage])
+
+    @torch.no_grad()
+    def _take(self, stage: Any) -> None:
+        wanted = self._wanted()
+        for bucket in stage.buckets:
+            flat = torch.empty(bucket.numel, dtype=self.dtype)
+            dist.broadcast(flat, stage.leader, group=self.groups[stage.stage])
+            begin = 0
+            for name, shape in bucket.tensors:
+                whole = flat[begin : begin + torch.Size(shape).numel()].view(shape)
+                begin += whole.numel()
+                whole = whole[(None,) * (3 - whole.dim())]
+                for region, place in wanted.get(name, ()):
+                    place.copy_(whole[region])
+
+    def _wanted(self) -> dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]]:
+        """Per HF tensor: what of it goes where in this rank's buffers."""
+        if not hasattr(self, "_wanted_made"):
+            layout = self.plan.target.classes[int(self.plan.target.rank_class[self.engine])]
+            made: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
+            for row, tensor in enumerate(layout.tensor.tolist()):
+                if tensor != PADDING:
+                    buffer = self.live[layout.names[int(layout.buffer[row])]]
+                    region, place = (
+                        tuple(slice(int(a), int(a) + int(n)) for a, n in zip(start, layout.size[row], strict=True))
+                        for start in (layout.start[row], layout.local[row])
+                    )
+                    made.setdefault(self.catalog.names[tensor], []).append((region, buffer[place]))
+            self._wanted_made = made
+        return self._wanted_made
+
+    def open_bare(self) -> None:
+        """The limit: a group of its own."""
+        world = self.trainers + self.engines
+        self.bare_group = dist.ProcessGroupGloo(dist.PrefixStore("bare", self.store), self.rank, world, timedelta(seconds=60))
+
+    def bare(self, bucket_bytes: int) -> int:
+        """The limit: the bytes of every pair, from and into two buffers of `bucket_bytes` a peer, nothing done with them."""
+        amounts: dict[int, int] = {}
+        for message in self.messages:
+            amounts[message.peer] = amounts.get(message.peer, 0) + message.nbytes
+        if not hasattr(self, "_bare_buffers"):
+            self._bare_buffers = {p: [torch.ones(bucket_bytes, dtype=torch.uint8) for _ in range(2)] for p in amounts}
+        work: dict[tuple[int, int], Any] = {}
+        for peer, turn, nbytes in self._rounds(amounts, bucket_bytes):
+            if (peer, turn - 2) in work:
+                work.pop((peer, turn - 2)).wait()
+            part = [self._bare_buffers[peer][turn % 2][:nbytes]]
+            if self.is_trainer:
+                work[peer, turn] = self.bare_group.send(part, self.trainers + peer, turn)
+            else:
+                work[peer, turn] = self.bare_group.recv(part, peer, turn)
+        for last in work.values():
+            last.wait()
+        return sum(amounts.values())
+
+    @staticmethod
+    def _rounds(amounts: dict[int, int], bucket_bytes: int) -> Iterator[tuple[int, int, int]]:
+        turns = max(-(-amount // bucket_bytes) for amount in amounts.values())
+        for turn in range(turns):
+            for peer, amount in amounts.items():
+                if (left := amount - turn * bucket_bytes) > 0:
+                    yield peer, turn, min(left, bucket_bytes)
+
+
+def make_buffers(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random buffers of a rank, in three dimensions."""
+    mine, generator = layout.classes[int(layout.rank_class[rank])], torch.Generator().manual_seed(seed)
+    made = {}
+    for name, shape, dtype in zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True):
+        made[name] = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8).to(getattr(torch, dtype))
+    return made

@@ -1,0 +1,19 @@
+"""The coefficient of the KL penalty inside the reward: fixed, or steered towards a target divergence."""
+
+from __future__ import annotations
+
+
+class KlControl:
+    """Holds the coefficient; with a `target` it follows the measured divergence (arXiv 1909.08593, section 2.2).
+
+    value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon after every step.
+    """
+
+    def __init__(self, coefficient: float, target: float | None = None, horizon: int = 10_000) -> None:
+        """Without a target the coefficient stays as it is."""
+        self.value, self.target, self.horizon = coefficient, target, horizon
+
+    def update(self, kl: float, samples: int) -> None:
+        """Note the mean divergence of a step's samples."""
+        if self.target is not None:
+            self.value *= 1.0 + min(max(kl / self.target - 1.0, -0.2), 0.2) * samples / self.horizon

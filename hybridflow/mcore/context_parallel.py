@@ -1,0 +1,65 @@
+"""Zigzag: which rows of a packed micro-batch each context-parallel rank holds.
+
+Every segment is cut into 2 c chunks of equal length (c ranks); rank r has chunks r and 2 c - 1 - r, so that under a causal mask all ranks
+have equally much to attend to. Megatron's rotary embedding (rope_utils.py:130) and Transformer Engine take this layout for granted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.vocab_parallel import SumOverGroup
+
+
+@dataclass(frozen=True)
+class ZigZag:
+    """Where each packed row [t] is: the rank that holds it, and its row there."""
+
+    owner: np.ndarray
+    local: np.ndarray
+
+    @classmethod
+    def of(cls, bounds: np.ndarray, size: int) -> ZigZag:
+        """`bounds` [s + 1] segment bounds; every segment's length is a multiple of 2 x `size` (of 1 when `size` is 1)."""
+        lengths = np.diff(bounds)
+        starts, total = np.repeat(bounds[:-1], lengths), int(bounds[-1])
+        step = np.arange(total) - starts
+        if size == 1:
+            return cls(np.zeros(total, np.int64), np.arange(total))
+        chunk = np.repeat(lengths // (2 * size), lengths)
+        number = step // chunk
+        second = number >= size
+        owner = np.where(second, 2 * size - 1 - number, number)
+        return cls(owner, starts // size + step - number * chunk + np.where(second, chunk, 0))
+
+    def rows_of(self, rank: int) -> np.ndarray:
+        """Packed rows that `rank` holds, in its order [t / size]."""
+        rows = np.flatnonzero(self.owner == rank)
+        ordered = np.empty_like(rows)
+        ordered[self.local[rows]] = rows
+        return ordered
+
+
+def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int) -> torch.Tensor:
+    """Every response token's value [..., total] on all context-parallel ranks, from what each computed [..., n].
+
+    `places` [n] says which tokens this rank has; None: all of them (no context parallelism). All ranks then compute the same loss, so
+    the backward keeps each rank's own share.
+    """
+    if places is None:
+        return values
+    group = parallel_state.get_context_parallel_group()
+    whole: torch.Tensor = SumOverGroup.apply(values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group)
+    return whole
+
+
+def counts_tokens() -> bool:
+    """Whether this rank reports the loss's count: every context-parallel rank computes the same loss, and Megatron adds up their counts
+    (finalize_model_grads.py:483).
+    """
+    return bool(parallel_state.get_context_parallel_rank() == 0)

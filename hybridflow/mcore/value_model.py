@@ -1,0 +1,94 @@
+"""A trainable model with a scalar head on this rank: values of response tokens (critic), scores of sequences (reward model)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hybridflow.mcore import parallel
+from hybridflow.mcore.context_parallel import gather_tokens
+from hybridflow.mcore.model import load_weights
+from hybridflow.mcore.packed import MicroBatch, unpack
+from hybridflow.mcore.policy import Policy
+from hybridflow.mcore.step import Metrics, backward_outputs, forward_outputs
+from hybridflow.models.scalar_head import ScalarHead
+from hybridflow.models.weights import WeightSource
+from hybridflow.protocol import DataProto, Jagged
+
+# (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with counts)
+ScalarLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
+# which of the model's outputs [1, t', 1] of a micro-batch are meant
+Pick = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+
+
+def response_values(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+    """[n] at the state each response token was sampled in: where the policy has the logits of that token."""
+    return gather_tokens(_chosen(output, micro.predict_rows), micro.places, micro.num_targets)
+
+
+def sequence_scores(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+    """[s] at the last token of each sample. Not under context parallelism, which `config.roles` refuses for these."""
+    samples = len(micro.lengths)
+    return _chosen(output, micro.packed.cu_seqlens_q[1 : samples + 1].long() - 1)
+
+
+class ValueModel(Policy):
+    """Model and optimizer of one rank, as `Policy`, with a scalar in place of logits. Every method is a collective."""
+
+    family: ScalarHead
+
+    def load_from(self, source: WeightSource) -> None:
+        """Replace all weights; an optimizer must be set anew afterwards."""
+        load_weights(self.stages, self.family, source)
+        self.optimizer = None
+
+    def values(self, batch: DataProto, *, max_tokens: int) -> Jagged | None:
+        """A value for every response token, in the order of the batch; None on ranks that are not on the last stage."""
+        micro_batches = self._micro_batches(batch, max_tokens, ())
+        found = self._outputs(micro_batches, response_values)
+        return unpack(found, micro_batches, len(batch)) if parallel.is_last_stage() else None
+
+    def scores(self, batch: DataProto, *, max_tokens: int) -> np.ndarray | None:
+        """[B] the value at the last token of each sample; None on ranks that are not on the last stage."""
+        micro_batches = self._micro_batches(batch, max_tokens, ())
+        found = self._outputs(micro_batches, sequence_scores)
+        if not parallel.is_last_stage():
+            return None
+        scores = np.zeros(len(batch), np.float32)
+        for values, micro in zip(found, micro_batches, strict=True):
+            scores[micro.samples] = values
+        return scores
+
+    def train_values(
+        self, batch: DataProto, loss: ScalarLoss, *, columns: Sequence[str], max_tokens: int
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """One optimizer update on values of response tokens; see `Policy.train_mini_batch`."""
+        return self._train(self._micro_batches(batch, max_tokens, columns), loss, response_values)
+
+    def train_pairs(
+        self, batch: DataProto, loss: ScalarLoss, *, max_tokens: int
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """One optimizer update on scores of rows 2i and 2i + 1, which stay in one micro-batch, in this order."""
+        return self._train(self._micro_batches(batch, max_tokens, (), together=2), loss, sequence_scores)
+
+    def _outputs(self, micro_batches: Sequence[MicroBatch], pick: Pick) -> list[np.ndarray]:
+        def collect(micro: MicroBatch, output: torch.Tensor) -> np.ndarray:
+            return np.asarray(pick(micro, output).cpu().numpy())
+
+        with self._evaluating():
+            return forward_outputs(self.chunks, micro_batches, collect)
+
+    def _train(
+        self, micro_batches: Sequence[MicroBatch], loss: ScalarLoss, pick: Pick
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        def of_output(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+            return loss(pick(micro, output), micro)
+
+        return self._update(len(micro_batches), lambda watch: backward_outputs(self.chunks, micro_batches, of_output, watch))
+
+
+def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The model's output [1, t', 1] at these rows, fp32."""
+    return output[0, :, 0].float().index_select(0, rows)

@@ -1,0 +1,125 @@
+"""The slices of messages as views of a rank's buffers and of the memory that a message lies in, prepared once and copied in bulk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.reshard.layout import DIMS, ITEM_BYTES
+from hybridflow.reshard.messages import Item, Message
+
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A rectangle of a buffer and the bytes of the message that it fills, from `begin`."""
+
+    item: Item
+    begin: int
+
+
+class Copies:
+    """The prepared copies between one set of buffers and its messages."""
+
+    def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
+        self._messages = messages
+        self._slices = [_slices(message) for message in messages]
+        self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
+        self._packed: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
+
+    def pack(self, number: int, payload: torch.Tensor) -> None:
+        """Copy the slices of a message into `payload` (uint8, at least its bytes), cast to the engine's dtypes."""
+        torch._foreach_copy_(self._views(number, payload), self._local[number])
+
+    def scatter(self, number: int, payload: torch.Tensor) -> None:
+        """Copy the slices of a message from `payload` into the buffers."""
+        torch._foreach_copy_(self._local[number], self._views(number, payload))
+
+    def _views(self, number: int, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The slices' places in a payload; a message comes to lie in one of few places, so they are kept."""
+        key = (number, payload.data_ptr())
+        if key not in self._packed:
+            self._packed[key] = [
+                payload[piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]]
+                .view(_DTYPES[piece.item.dtype])
+                .view(piece.item.size)
+                for piece in self._slices[number]
+            ]
+        return self._packed[key]
+
+
+class MessageViews:
+    """Keeps the `Copies` of the last messages and buffers for as long as they stay where they are."""
+
+    def __init__(self) -> None:
+        self._copies: Copies | None = None
+        self._messages: Sequence[Message] | None = None
+        self._where: list[tuple[str, int]] = []
+
+    def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
+        """The copies for these messages.
+
+        Raises:
+            WeightSyncError: a buffer is missing, or too small for a slice.
+        """
+        where = [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
+        if self._copies is None or self._messages is not messages or self._where != where:
+            self.clear()
+            self._copies, self._messages, self._where = Copies(messages, buffers), messages, where
+        return self._copies
+
+    def clear(self) -> None:
+        """Forget all views."""
+        self._copies, self._messages, self._where = None, None, []
+
+
+def _slices(message: Message) -> list[_Slice]:
+    """The message's slices in order; neighbours that are one rectangle of the buffer are one."""
+    pieces: list[_Slice] = []
+    begin = 0
+    for item in message.items:
+        last = pieces[-1].item if pieces else None
+        axis = _joins(last, item) if last is not None else None
+        if last is not None and axis is not None:
+            size = (*last.size[:axis], last.size[axis] + item.size[axis], *last.size[axis + 1 :])
+            pieces[-1] = replace(pieces[-1], item=replace(last, size=size))
+        else:
+            pieces.append(_Slice(item, begin))
+        begin += prod(item.size) * ITEM_BYTES[item.dtype]
+    return pieces
+
+
+def _joins(first: Item, second: Item) -> int | None:
+    """The axis along which `second` continues `first`, in the buffer and in the message alike; None where it does not."""
+    if first.buffer != second.buffer or first.dtype != second.dtype:
+        return None
+    apart = [d for d in range(DIMS) if first.start[d] != second.start[d] or first.size[d] != second.size[d]]
+    # packed row after row, the two are one block only if nothing before the axis is longer than one
+    axis = next((d for d in range(DIMS) if first.start[d] != second.start[d]), None)
+    if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
+        return None
+    return axis if first.start[axis] + first.size[axis] == second.start[axis] else None
+
+
+def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
+    whole = buffers.get(item.buffer)
+    if whole is None:
+        raise WeightSyncError(
+            f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan from this rank's layout"
+        )
+    view = whole.detach()
+    view = view[(None,) * (DIMS - view.dim())]
+    if any(start + size > full for start, size, full in zip(item.start, item.size, view.shape, strict=True)):
+        raise WeightSyncError(
+            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {item.size} from {item.start} on; "
+            "make the plan from this rank's layout"
+        )
+    for axis, (start, size) in enumerate(zip(item.start, item.size, strict=True)):
+        view = view.narrow(axis, start, size)
+    return view

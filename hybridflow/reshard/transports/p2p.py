@@ -1,0 +1,106 @@
+"""Point-to-point messages over a process group of the session's own: gloo between CPU buffers, NCCL between GPU buffers.
+
+The group is a bare one, made from the session's store: nothing of `torch.distributed`'s global state is read or changed, so the same
+process may have Megatron's groups or SGLang's. NCCL pairs by order and ignores tags; both sides go through messages in one order anyway.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hybridflow.platform import Platform
+from hybridflow.reshard.transports.base import Endpoint, Work
+from hybridflow.reshard.transports.meeting import Meeting, Seat, meet
+
+
+def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
+    """See `transports.open_sender`."""
+    return PeerToPeer(Seat(endpoint, "trainer", rank), device)
+
+
+def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
+    """See `transports.open_receiver`."""
+    return PeerToPeer(Seat(endpoint, "engine", rank), device)
+
+
+class PeerToPeer:
+    """Either end: trainer ranks come first in the group, engine ranks after them."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        self.seat = seat
+        meeting = meet(seat)
+        endpoint = seat.endpoint
+        self._place = {rank: number for number, rank in enumerate(endpoint.receivers, start=len(endpoint.senders))}
+        if seat.side == "engine":
+            self._place = {rank: number for number, rank in enumerate(endpoint.senders)}
+        mine = endpoint.senders.index(seat.rank) if seat.side == "trainer" else len(endpoint.senders) + endpoint.receivers.index(seat.rank)
+        try:
+            self._group = _group(endpoint, meeting, mine, device)
+        except RuntimeError as error:
+            raise seat.failure(seat.peers[0], 0, f"the process group could not be made: {_first_line(error)}") from error
+
+    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+        """See `SendChannel.send`."""
+        return self._start("send", peer, tag, payload)
+
+    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+        """See `ReceiveChannel.receive`."""
+        return self._start("recv", peer, tag, into)
+
+    def _start(self, method: str, peer: int, tag: int, tensor: torch.Tensor) -> Work:
+        if self._group is None:
+            raise self.seat.failure(peer, tag, "the session was given up before")
+        try:
+            return _Transfer(self.seat, peer, tag, getattr(self._group, method)([tensor], self._place[peer], tag))
+        except RuntimeError as error:
+            raise self.seat.gone(peer, tag, _first_line(error)) from error
+
+    def close(self) -> None:
+        """See `SendChannel.close`."""
+        self._group = None  # its destructor closes the sockets
+
+    def abort(self) -> None:
+        """See `SendChannel.abort`."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class _Transfer:
+    def __init__(self, seat: Seat, peer: int, tag: int, work: Any) -> None:
+        self._seat, self._peer, self._tag, self._work = seat, peer, tag, work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(timedelta(seconds=self._seat.endpoint.timeout_s))
+        except RuntimeError as error:
+            reason = _first_line(error)
+            if "timed out" in reason.lower() or "timeout" in reason.lower():
+                raise self._seat.late(self._peer, self._tag) from error
+            raise self._seat.gone(self._peer, self._tag, reason) from error
+
+
+def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device) -> Any:
+    import torch.distributed as dist
+
+    store = dist.PrefixStore("group", meeting.store)
+    size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
+    if Platform(device.type).collective_backend == "nccl":  # type: ignore[arg-type]
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    # by default gloo listens at the address of the host's name
+    is_loopback = endpoint.host in ("localhost", "::1") or endpoint.host.startswith("127.")
+    gloo._devices = [
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1") if is_loopback else dist.ProcessGroupGloo.create_default_device()
+    ]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0].strip()

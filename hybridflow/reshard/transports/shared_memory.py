@@ -1,0 +1,278 @@
+"""Messages through memory that sender and receiver both map: for engines on the trainer's host, CPU buffers.
+
+Every (sender, receiver) pair has a segment of two slots. The sender packs into a slot (`lend`) and the receiver writes the engine's
+buffers from it (`borrow`): each byte is copied once on either side. Segments are anonymous (`memfd_create`), handed over as
+`/proc/PID/fd/N`: they have no name that could stay behind, and go with the last process that maps them, however it ends.
+
+A counter is written after what it stands for. x86 keeps that order for readers; where a machine does not, a torn message has a wrong
+checksum and the sync fails.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.reshard.transports.base import Endpoint, Work
+from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet
+
+SLOTS = 2
+_PAGE = 4096
+_ROOM = 64  # beyond the endpoint's message_bytes, for a checksum
+# int64 places in the header, a cache line apart: each is written by one side
+_WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
+# A sleep is a sixteenth of the wait so far: it costs little beside packing a slot, and a long wait little of a processor.
+_SLEEP_S, _LONGEST_SLEEP_S, _SHARE, _LOOK_S = 2e-5, 1e-3, 1 / 16, 0.05
+
+
+def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Sender:
+    """See `transports.open_sender`."""
+    return Sender(Seat(endpoint, "trainer", rank), device)
+
+
+def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Receiver:
+    """See `transports.open_receiver`."""
+    return Receiver(Seat(endpoint, "engine", rank), device)
+
+
+class _Segment:
+    """One pair's memory, seen from one side."""
+
+    def __init__(self, seat: Seat, peer: int, fd: int, watch: PeerWatch) -> None:
+        self._seat, self._peer, self._watch = seat, peer, watch
+        self._slot_bytes = slot_bytes(seat.endpoint)
+        memory = torch.frombuffer(mmap.mmap(fd, segment_bytes(seat.endpoint)), dtype=torch.uint8)
+        self._header = memory[:_PAGE].view(torch.int64).numpy()
+        self._slots = [memory[_PAGE + n * self._slot_bytes :][: self._slot_bytes] for n in range(SLOTS)]
+        self._mine, self._theirs = (_SENDER_LEFT, _RECEIVER_LEFT) if seat.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
+        self.count = 0  # messages that this side is done with
+
+    def free_slot(self, tag: int, nbytes: int) -> torch.Tensor:
+        """Where the next message goes, once the receiver has taken what lay there."""
+        if nbytes > self._slot_bytes:
+            what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
+            raise self._seat.failure(self._peer, tag, what)
+        self._wait(tag, lambda: self.count - int(self._header[_TAKEN]) < SLOTS)
+        return self._slots[self.count % SLOTS][:nbytes]
+
+    def publish(self, tag: int, nbytes: int) -> None:
+        """Show the message in `free_slot` to the receiver."""
+        label = _LABELS + 2 * (self.count % SLOTS)
+        self._header[label], self._header[label + 1] = tag, nbytes
+        self.count += 1
+        self._header[_WRITTEN] = self.count
+
+    def message(self, tag: int, nbytes: int) -> torch.Tensor:
+        """The next message, once it is there."""
+        self._wait(tag, lambda: int(self._header[_WRITTEN]) > self.count)
+        label = _LABELS + 2 * (self.count % SLOTS)
+        found = (int(self._header[label]), int(self._header[label + 1]))
+        if found != (tag, nbytes):
+            what = f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the two sides have different plans"
+            raise self._seat.failure(self._peer, tag, what)
+        return self._slots[self.count % SLOTS][:nbytes]
+
+    def take(self) -> None:
+        """Give the slot of `message` back to the sender."""
+        self.count += 1
+        self._header[_TAKEN] = self.count
+
+    def leave(self) -> None:
+        """Tell the other side that nothing more will happen here."""
+        self._header[self._mine] = 1
+        self._watch.close()
+
+    def _wait(self, tag: int, is_ready: Callable[[], bool]) -> None:
+        if is_ready():
+            return
+        start = now = time.monotonic()
+        deadline, look = start + self._seat.endpoint.timeout_s, start + _LOOK_S
+        while not is_ready():
+            time.sleep(min(max(_SLEEP_S, (now - start) * _SHARE), _LONGEST_SLEEP_S))
+            now = time.monotonic()
+            if now < look:
+                continue
+            look = now + _LOOK_S
+            ended, left = self._watch.has_ended(), bool(self._header[self._theirs])
+            if (ended or left) and not is_ready():  # it may have done its part just before
+                raise self._seat.gone(self._peer, tag, "its process has ended" if ended else "it has closed the session")
+            if now > deadline:
+                raise self._seat.late(self._peer, tag)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+
+class Sender:
+    """A trainer rank's end."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        _refuse_device(seat, device)
+        self.seat = seat
+        fds = {peer: os.memfd_create(f"hybridflow-{seat.rank}-{peer}", os.MFD_CLOEXEC) for peer in seat.peers}
+        try:
+            for fd in fds.values():
+                os.ftruncate(fd, segment_bytes(seat.endpoint))
+            meeting = meet(seat, segments=fds)
+            watches = _watches(seat, meeting)
+            self._segments = {peer: _Segment(seat, peer, fd, watches[peer]) for peer, fd in fds.items()}
+            # the receivers open the files by our process's number: they must stay open until then
+            _wait_for_maps(seat, meeting)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+
+    def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
+        """See `LendingSendChannel.lend`."""
+        return _segment(self._segments, self.seat, peer, tag).free_slot(tag, nbytes)
+
+    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+        """See `SendChannel.send`. Returns when the payload lies in a slot."""
+        segment = _segment(self._segments, self.seat, peer, tag)
+        slot = segment.free_slot(tag, payload.numel())
+        if slot.data_ptr() != payload.data_ptr():
+            slot.copy_(payload)
+        segment.publish(tag, payload.numel())
+        return _Done()
+
+    def close(self) -> None:
+        """See `SendChannel.close`. What was sent can still be received."""
+        self.abort()
+
+    def abort(self) -> None:
+        """See `SendChannel.abort`."""
+        segments, self._segments = self._segments, {}
+        for segment in segments.values():
+            segment.leave()
+
+
+class Receiver:
+    """An engine rank's end."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        _refuse_device(seat, device)
+        self.seat = seat
+        meeting = meet(seat)
+        watches = _watches(seat, meeting)
+        self._segments: dict[int, _Segment] = {}
+        self._pending: dict[int, list[_Arrival]] = {peer: [] for peer in seat.peers}
+        for peer, said in meeting.peers.items():
+            try:
+                fd = os.open(f"/proc/{said['process']}/fd/{said['segments'][str(seat.rank)]}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                what = f"its memory cannot be opened ({error}); both need one user, or use the transport p2p"
+                raise seat.failure(peer, 0, what) from error
+            try:
+                self._segments[peer] = _Segment(seat, peer, fd, watches[peer])
+            finally:
+                os.close(fd)
+        meeting.store.set(f"mapped/{seat.rank}", "")
+
+    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+        """See `ReceiveChannel.receive`. The copy is made by `wait`."""
+        arrival = _Arrival(self, _segment(self._segments, self.seat, peer, tag), peer, tag, into)
+        self._pending[peer].append(arrival)
+        return arrival
+
+    def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
+        """See `LendingReceiveChannel.borrow`."""
+        segment = _segment(self._segments, self.seat, peer, tag)
+        return SlotLoan(segment.message(tag, nbytes), segment)
+
+    def take_up_to(self, arrival: _Arrival) -> None:
+        """Complete what was asked of a peer before, and then this."""
+        pending = self._pending[arrival.peer]
+        while not arrival.is_done:
+            pending[0].copy()
+            pending.pop(0)
+
+    def close(self) -> None:
+        """See `ReceiveChannel.close`."""
+        self.abort()
+
+    def abort(self) -> None:
+        """See `ReceiveChannel.abort`."""
+        segments, self._segments = self._segments, {}
+        for segment in segments.values():
+            segment.leave()
+
+
+class SlotLoan:
+    """See `Loan`."""
+
+    def __init__(self, payload: torch.Tensor, segment: _Segment) -> None:
+        self.payload = payload
+        self._segment = segment
+
+    def release(self) -> None:
+        """See `Loan.release`."""
+        self._segment.take()
+
+
+class _Arrival:
+    def __init__(self, receiver: Receiver, segment: _Segment, peer: int, tag: int, into: torch.Tensor) -> None:
+        self.peer, self.is_done = peer, False
+        self._receiver, self._segment, self._tag, self._into = receiver, segment, tag, into
+
+    def wait(self) -> None:
+        self._receiver.take_up_to(self)
+
+    def copy(self) -> None:
+        self._into.copy_(self._segment.message(self._tag, self._into.numel()))
+        self._segment.take()
+        self.is_done = True
+
+
+def slot_bytes(endpoint: Endpoint) -> int:
+    """Of one slot. Pages that no message reaches are never backed by memory."""
+    return -(-(endpoint.message_bytes + _ROOM) // _PAGE) * _PAGE
+
+
+def segment_bytes(endpoint: Endpoint) -> int:
+    """Of a pair: a header and two slots."""
+    return _PAGE + SLOTS * slot_bytes(endpoint)
+
+
+def _segment(segments: dict[int, _Segment], seat: Seat, peer: int, tag: int) -> _Segment:
+    if peer not in segments:
+        raise seat.failure(peer, tag, "the session was given up before, or has no such rank")
+    return segments[peer]
+
+
+def _refuse_device(seat: Seat, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise WeightSyncError(
+            f"the transport shared_memory carries CPU buffers, {seat.side} rank {seat.rank} has them on {device}; "
+            "use p2p, whose NCCL goes through peer memory between GPUs of one host"
+        )
+
+
+def _watches(seat: Seat, meeting: Meeting) -> dict[int, PeerWatch]:
+    watches = {peer: PeerWatch(said) for peer, said in meeting.peers.items()}
+    for peer, watch in watches.items():
+        if not watch.is_local:
+            raise seat.failure(peer, 0, "the two ranks are not on one host (or in one process namespace); use the transport p2p")
+    return watches
+
+
+def _wait_for_maps(seat: Seat, meeting: Meeting) -> None:
+    keys = [f"mapped/{peer}" for peer in seat.peers]
+    try:
+        meeting.store.wait(keys, timedelta(seconds=seat.endpoint.timeout_s))
+    except RuntimeError as error:
+        missing: list[int] = []
+        with suppress(RuntimeError):
+            missing = [peer for peer in seat.peers if not meeting.store.check([f"mapped/{peer}"])]
+        raise WeightSyncError(
+            f"session {seat.endpoint.session}: engine ranks {missing} did not map the memory of trainer rank {seat.rank} "
+            f"within {seat.endpoint.timeout_s:g} s; look at their logs"
+        ) from error

@@ -1,0 +1,127 @@
+"""A weight sync over all engines: who takes part, what is tried again, and who is left out until the next time.
+
+Each engine is a transaction of its own (`engines.weight_transaction`), driven by its worker while the policy's ranks send. An engine whose
+transaction fails stays paused and gets no requests; the others go on. A dead one is started again by its worker and takes a later order.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.engines.weight_transaction import answer_deadline
+from hybridflow.errors import HybridFlowError, WeightSyncError
+from hybridflow.reshard.schedule import PlanFacts
+from hybridflow.reshard.session import Order, Outcome
+from hybridflow.reshard.transports.base import Endpoint
+from hybridflow.single_controller import WorkerGroup
+from hybridflow.trainer.groups import EngineGroup
+from hybridflow.trainer.protocols import SyncReport
+from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.rollout import RolloutWorker
+
+_MARGIN_S = 30.0  # over the deadlines inside a call: those have the better messages
+
+
+class SliceSync:
+    """`WeightSync`: every slice goes from a rank that has it to the engine rank that needs it, by a plan proven before the first step."""
+
+    def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
+        self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
+        self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
+        self._sessions = [0] * config.rollout.num_engines
+        self._attempts = 0
+        self._at = ("", 0)
+        self._plan: PlanFacts | None = None
+
+    def prepare(self) -> str:
+        """Describe, plan, prove; before the first step, with all engines up. Returns one line about the plan.
+
+        Raises:
+            WeightSyncError: no proven plan exists; nothing can be synced then.
+        """
+        wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
+        self._at = self.policy.run(PolicyWorker.open_sync_store)
+        described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
+        self._plan = self.policy.run(PolicyWorker.plan_weights, *self._at, described)[0]
+        assert self._plan is not None
+        self.engines.group.run(RolloutWorker.adopt_plan, self._plan.digest)
+        return self._plan.describe()
+
+    def reconnect(self) -> None:
+        """After the policy's ranks were started again: they have a new store and no schedules."""
+        self.prepare()
+
+    def sync(self, version: int) -> SyncReport:
+        """See WeightSync."""
+        if self._plan is None:
+            raise RuntimeError("sync before prepare")
+        started, nbytes = time.perf_counter(), 0
+        states = self.engines.states()
+        if all(state.state != "up" for state in states):  # better late than not at all
+            states = self.engines.states(wait_s=self.config.rollout.start_timeout_s)
+        stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
+        pending = [number for number in range(len(states)) if number not in stale]
+        for _ in range(1 + self.sync_config.max_retries):
+            outcomes = self._attempt(pending, version) if pending else []
+            nbytes += sum(outcome.nbytes for outcome in outcomes)
+            for outcome in outcomes:
+                stale.pop(outcome.number, None)
+                if outcome.fate != "served":
+                    stale[outcome.number] = outcome.error
+                    self._sessions[outcome.number] += 1
+            pending = [outcome.number for outcome in outcomes if outcome.fate == "stale"]
+        self.engines.quarantine(stale)
+        if len(stale) == len(states):
+            raise WeightSyncError(
+                f"weight version {version}: no engine could take it\n" + "\n".join(f"  - {why}" for why in stale.values())
+            )
+        named = {states[number].name: why for number, why in stale.items()}
+        return SyncReport(version, time.perf_counter() - started, nbytes, named)
+
+    def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
+        """Orders to these engines, carried out at both ends at once; the outcomes at the engines, with what senders had to say."""
+        self._attempts += 1
+        orders = [self._order(number, version) for number in numbers]
+        patience = answer_deadline(self.sync_config.timeout_s)
+        wait = 4 * patience + _MARGIN_S  # announce or pause, begin, load, end
+        sending = self.policy.submit(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
+        received: list[Outcome] = self.engines.group.run(RolloutWorker.receive_weights, orders, timeout=wait, only=numbers)
+        try:
+            sent: list[list[Outcome]] = sending.result()
+        except HybridFlowError:  # a trainer rank is gone: the run ends with its error, the engines' side is in the log
+            self.engines.quarantine({**self.engines.stale, **{o.number: o.error for o in received if o.fate != "served"}})
+            raise
+        return [_joined(outcome, [one for rank in sent for one in rank if one.number == outcome.number]) for outcome in received]
+
+    def _order(self, number: int, version: int) -> Order:
+        plan, sync = self._plan, self.sync_config
+        assert plan is not None
+        name = f"engine-{number}"
+        endpoint = Endpoint(
+            transport=self._transport(),
+            session=f"{self._run}.{name}.{self._sessions[number]}",
+            host=self._at[0],
+            port=self._at[1],
+            senders=plan.senders[number],
+            receivers=plan.receivers[number],
+            message_bytes=plan.message_bytes[number],
+            timeout_s=sync.timeout_s,
+            folder=str((derived.run_dir(self.config) / "sync").resolve()),
+        )
+        return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
+
+    def _transport(self) -> str:
+        return "p2p" if self.sync_config.transport == "auto" else self.sync_config.transport
+
+
+def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
+    """The engine's outcome; of a failure, what its senders saw as well."""
+    if outcome.fate == "served":
+        return outcome
+    also = [one.error for one in senders if one.error and outcome.error not in one.error]
+    error = "; ".join([outcome.error, *also[:2]])
+    return Outcome(outcome.engine, outcome.number, outcome.fate, error, outcome.nbytes, outcome.seconds)

@@ -1,0 +1,209 @@
+"""Trainer ranks as processes, rollout workers with real engines in threads, and the product's `SliceSync` over both, without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import save_file
+
+from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
+from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
+from hybridflow.engines.client import EngineClient, SamplingParams
+from hybridflow.errors import WorkerError
+from hybridflow.models import family_of
+from hybridflow.rendezvous import master_store
+from hybridflow.reshard.layout import ParallelShape
+from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.reshard.session import Order, Outcome
+from hybridflow.trainer.groups import EngineGroup
+from hybridflow.trainer.weight_sync import SliceSync
+from hybridflow.workers.rollout import RolloutWorker
+from tests.dist.sync_senders import tensors_of
+
+HOST = "127.0.0.1"
+PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
+SYNC = SyncConfig(transport="p2p", staging_bytes=512 << 10, timeout_s=4.0, max_retries=0)
+
+
+class Threads:
+    """A worker group whose ranks are objects of this process: the same dispatch, carried out by threads."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers, self.world_size = list(workers), len(workers)
+        self.pool = ThreadPoolExecutor(8)
+
+    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None) -> Future[Any]:
+        ranks = range(self.world_size) if only is None else only
+        mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
+        plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
+        running = {rank: self.pool.submit(method, self.workers[rank], *call.args) for rank, call in plan.calls.items()}
+        return self.pool.submit(lambda: plan.collect({rank: future.result(timeout) for rank, future in running.items()}))
+
+    def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None) -> Any:
+        return self.submit(method, *args, timeout=timeout, only=only).result()
+
+
+class Senders:
+    """The policy's worker group: one process a rank, and the store that the first rank would hold."""
+
+    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, int]) -> None:
+        self.model, self.shape, self.pool = dict(model), dict(shape), ThreadPoolExecutor(4)
+        self.store = master_store(HOST, 0, 60.0)
+        self.number, self.world_size = 0, shape["ranks"]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.facts: PlanFacts | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start all ranks (anew)."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.store.set("commands", json.dumps(self.number))
+        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-m", "tests.dist.sync_senders"]
+        self.processes = [subprocess.Popen([*command, str(rank), *words], env=env) for rank in range(self.world_size)]
+
+    def command(self, name: str, wait_s: float = 60.0, **arguments: Any) -> list[Any]:
+        """What each rank answers; WorkerError when one has died."""
+        number, self.number = self.number, self.number + 1
+        self.store.set(f"command/{number}", json.dumps({"name": name, **arguments}))
+        deadline, keys = time.monotonic() + wait_s, [f"answer/{number}/{rank}" for rank in range(self.world_size)]
+        while not self.store.check(keys):
+            dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if dead:
+                raise WorkerError("the worker process died", role="actor", rank=dead[0], method=name)
+            assert time.monotonic() < deadline, f"{name} not answered"
+            time.sleep(0.01)
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Future[Any]:
+        return self.pool.submit(getattr(self, method.__name__), *args)
+
+    def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        return self.submit(method, *args).result()
+
+    # ---- `PolicyWorker`'s methods -----------------------------------------------------------------------------------------------------
+
+    def open_sync_store(self) -> tuple[str, int]:
+        post_catalog(self.store, family_of(self.model).tensors(), "float32")
+        return HOST, self.store.port
+
+    def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
+        ranks = ParallelShape(**self.shape).coordinates()
+        self.facts = make_weight_plan(self.store, family_of(self.model), ranks, "float32", engines, SYNC.staging_bytes, 20.0)
+        self.command("adopt", plan=self.facts.digest)
+        return [self.facts]
+
+    def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[list[Outcome]]:
+        answers = self.command("send", orders=[order.to_dict() for order in orders], go_timeout_s=go_timeout_s)
+        return [[Outcome(**outcome) for outcome in rank] for rank in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+class SyncWorld:
+    """Engines of the given tensor sizes, trainer ranks, and `SliceSync` over them; engines start without weights."""
+
+    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, int], tensors: Sequence[int], folder: Path) -> None:
+        self.model, self.folder = dict(model), folder
+        engine_folder = folder / "model"
+        engine_folder.mkdir(parents=True)
+        (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
+        self.senders = Senders(model, shape)
+        self.configs = [RolloutConfig(num_engines=len(tensors), tensor=tensor, request_timeout_s=60.0, sync=SYNC) for tensor in tensors]
+        contexts = [WorkerContext(r, len(tensors), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(tensors))]
+        self.workers = [RolloutWorker(c, config, engine_folder, "float32", 1) for c, config in zip(contexts, self.configs, strict=True)]
+        self.group: Any = Threads(self.workers)
+        config = RunConfig(output_dir=str(folder), rollout=self.configs[0])
+        self.engines = EngineGroup(self.group, config, [])
+        self.engines.wait_ready()
+        self.version, self.seed = 0, -1
+        self.configure()
+
+    def configure(self, **sync: Any) -> None:
+        """A new `SliceSync` with these settings, described and planned anew."""
+        settings = replace(SYNC, **sync)
+        config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
+        senders: Any = self.senders
+        for worker in self.workers:
+            worker.config = replace(worker.config, sync=settings)
+            client = worker.keeper.client
+            client.resume()  # a client left paused by a fault has to describe itself
+        self.sync = SliceSync(senders, self.engines, config)
+        self.plan_line = self.sync.prepare()
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        return {**self.model, "architectures": [family_of(self.model).architecture], "torch_dtype": "float32"}
+
+    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+
+    def train(self, seed: int) -> int:
+        """New weights in the trainer; returns the version to sync."""
+        self.senders.command("weights", seed=seed)
+        self.version, self.seed = self.version + 1, seed
+        return self.version
+
+    def exported(self, seed: int) -> Path:
+        """A Hugging Face folder with the weights of a seed."""
+        folder = self.folder / f"export-{seed}"
+        if not folder.exists():
+            folder.mkdir()
+            save_file({n: t.contiguous() for n, t in tensors_of(self.model, seed).items()}, folder / "model.safetensors", {"format": "pt"})
+            (folder / "config.json").write_text(json.dumps(self.hf_config))
+        return folder
+
+    # ---- what an engine says ----------------------------------------------------------------------------------------------------------
+
+    def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
+        return self.workers[number].keeper.client.with_timeout(timeout_s)
+
+    def difference(self, number: int, seed: int) -> float:
+        """Largest |log-prob of the engine - transformers' under the weights of a seed| over greedy tokens."""
+        from transformers import AutoModelForCausalLM
+
+        completions = self.client(number).generate(PROMPTS, SamplingParams(temperature=0.0), 8)
+        model = AutoModelForCausalLM.from_pretrained(self.exported(seed), dtype=torch.float32, attn_implementation="eager").eval()
+        worst = 0.0
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            worst = max(worst, float((expected - torch.tensor(completion.log_probs)).abs().max()))
+        return worst
+
+    def answers(self, number: int, wait_s: float = 1.5) -> bool:
+        """Whether the engine, asked directly, produces a token: a paused one does not."""
+        server = self.workers[number].keeper.server
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+        try:
+            return requests.post(
+                f"{server.url}/generate", json=body, timeout=wait_s, headers={"Authorization": f"Bearer {server.admin_key}"}
+            ).ok
+        except requests.RequestException:
+            return False
+
+    def wait_for_key(self, key: str, wait_s: float = 30.0) -> None:
+        self.senders.store.wait([key], timedelta(seconds=wait_s))
+
+    def close(self) -> None:
+        self.senders.close()
+        for worker in self.workers:
+            worker.stop()

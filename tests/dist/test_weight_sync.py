@@ -1,0 +1,318 @@
+"""Slices into real SGLang engines (TP 1 and TP 2), and every fault that a sync may meet.
+
+The oracle of the weights is transformers on a folder written from the same tensors, and SGLang's own checksum after loading that folder.
+After each fault an engine must answer with whole old or whole new weights, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import psutil
+import pytest
+
+from hybridflow.engines import guard
+from hybridflow.errors import EngineError, WeightSyncError, WorkerError
+from hybridflow.models import family_of
+from hybridflow.trainer.protocols import SyncReport
+from tests.dist.sync_world import SYNC, SyncWorld
+
+pytestmark = pytest.mark.slow
+MODEL = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 64, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "max_position_embeddings": 256, "vocab_size": 331, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "hidden_act": "silu",
+}  # fmt: skip
+SHAPE = {"ranks": 2, "pipeline": 2}
+TENSORS = (1, 2)
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
+    built = SyncWorld(MODEL, SHAPE, TENSORS, tmp_path_factory.mktemp("sync"))
+    try:
+        yield built
+    finally:
+        built.close()
+
+
+def analytic_bytes(tensors: int) -> int:
+    """What a TP engine's ranks hold of the model, by SGLang's conventions and nothing of ours: matrices are cut, the rest is repeated."""
+    total = 0
+    for name, shape in family_of(MODEL).tensors().items():
+        is_cut = len(shape) == 2 and "mlp.gate.weight" not in name
+        total += prod(shape) * 4 * (1 if is_cut else tensors)
+    return total
+
+
+def synced(world: SyncWorld, seed: int) -> SyncReport:
+    return world.sync.sync(world.train(seed))
+
+
+def is_whole(world: SyncWorld, number: int, seeds: tuple[int, ...]) -> bool:
+    """The engine answers with the weights of one of the seeds, or not at all."""
+    if not world.answers(number):
+        return True
+    return any(world.difference(number, seed) <= CLOSE for seed in seeds)
+
+
+def heal(world: SyncWorld, seed: int, wait_s: float = 150.0) -> None:
+    """After a fault: all engines take the next weights."""
+    deadline = time.monotonic() + wait_s
+    while any(state.state != "up" for state in world.engines.states()):
+        assert time.monotonic() < deadline, world.engines.states()
+        time.sleep(0.5)
+    report = synced(world, seed)
+    assert report.stale == {}
+    for number in range(len(TENSORS)):
+        assert world.difference(number, seed) <= CLOSE
+
+
+def versions(world: SyncWorld, number: int) -> set[str]:
+    from hybridflow.engines.client import SamplingParams
+
+    (completion,) = world.client(number).generate([[1, 2, 3]], SamplingParams(), 4)
+    return {span.version for span in completion.weight_versions}
+
+
+# ---- what a sync brings -------------------------------------------------------------------------------------------------------------------
+
+
+def test_random_updates_arrive_bit_for_bit_with_the_fewest_bytes(world: SyncWorld) -> None:
+    assert "proven" in world.plan_line and "no tensor unused" in world.plan_line
+    minimum = [analytic_bytes(tensors) for tensors in TENSORS]
+    assert world.senders.facts is not None and list(world.senders.facts.nbytes) == minimum
+    for seed in (1, 2, 3):
+        report = synced(world, seed)
+        assert report.stale == {} and report.nbytes == sum(minimum)
+        for number in range(len(TENSORS)):
+            assert world.difference(number, seed) <= CLOSE, (seed, number)
+            assert versions(world, number) == {str(world.version)}
+
+
+def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
+    """Padding included. Loading the folder is what a cold start does."""
+    synced(world, 4)
+    for number in range(len(TENSORS)):
+        client = world.client(number)
+        streamed = client.weights_checksum()
+        client.load_weights_from_disk(str(world.exported(4)))
+        assert client.weights_checksum() == streamed
+
+
+def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: SyncWorld) -> None:
+    from hybridflow.engines.client import SamplingParams
+
+    synced(world, 5)
+    before, done = world.version, []
+    asking = threading.Thread(target=lambda: done.extend(world.client(1, 60.0).generate([[5, 6, 7]] * 8, SamplingParams(), 150)))
+    asking.start()
+    time.sleep(0.4)
+    synced(world, 6)
+    asking.join(60.0)
+    assert len(done) == 8
+    for completion in done:
+        assert [int(span.version) for span in completion.weight_versions] == [before, world.version]
+        assert completion.weight_versions[-1].end == len(completion.token_ids) == 150
+
+
+@pytest.mark.parametrize("settings", [{"commit": "in_place"}, {"transport": "shared_memory"}, {"transport": "disk"}, {"pause": "in_place"}])
+def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -> None:
+    world.configure(**settings)
+    for seed in (7, 8):
+        assert synced(world, seed).stale == {}
+        for number in range(len(TENSORS)):
+            assert world.difference(number, seed) <= CLOSE
+    world.configure()
+
+
+# ---- refusals, before anything is touched ---------------------------------------------------------------------------------------------
+
+
+def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -> None:
+    heal(world, 10)
+    world.workers[1].adopt_plan("0" * 64)
+    report = synced(world, 11)
+    assert list(report.stale) == ["engine-1"] and "plan 000000000000" in report.stale["engine-1"] and "plan again" in report.stale["engine-1"]
+    assert world.difference(0, 11) <= CLOSE
+    assert world.answers(1) and world.difference(1, 10) <= CLOSE and versions(world, 1) == {str(world.version - 1)}
+    world.configure()
+    heal(world, 12)
+
+
+def test_another_version_is_refused_before_the_engine_is_paused(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    heal(world, 13)
+    send = world.senders.send_weights
+
+    def older(orders: Any, go_timeout_s: float) -> Any:
+        from dataclasses import replace
+
+        return send([replace(order, version=order.version - (order.number == 1)) for order in orders], go_timeout_s)
+
+    monkeypatch.setattr(world.senders, "send_weights", older)
+    report = synced(world, 14)
+    assert list(report.stale) == ["engine-1"]
+    assert f"holds weight version {world.version - 1}, not {world.version}" in report.stale["engine-1"]
+    assert world.difference(0, 14) <= CLOSE and world.difference(1, 13) <= CLOSE
+    monkeypatch.undo()
+    heal(world, 15)
+
+
+# ---- faults on the way ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(world: SyncWorld) -> None:
+    heal(world, 20)
+    world.configure()  # a new session: the fault below is in its channel
+    world.senders.command("fault", ranks=[0], engine="engine-1", do="corrupt", at=2)
+    report = synced(world, 21)
+    assert list(report.stale) == ["engine-1"]
+    why = report.stale["engine-1"]
+    assert "engine-1" in why and "engine rank" in why and "trainer rank 0" in why and "bucket" in why and "model.layers" in why
+    assert world.difference(0, 21) <= CLOSE and versions(world, 0) == {str(world.version)}
+    assert not world.answers(1)
+    with pytest.raises(EngineError, match="engine-1: cannot answer: its last weight sync failed"):
+        world.workers[1].keeper.state()
+        world.group.run(type(world.workers[1]).generate, _prompts(), world.configs[0].sampling, 4, [], only=[1])
+    heal(world, 22)
+
+
+def test_a_retry_within_the_sync_heals_a_transfer_fault(world: SyncWorld) -> None:
+    world.configure(max_retries=1)
+    world.senders.command("fault", ranks=[0], engine="engine-0", do="corrupt", at=1)
+    assert synced(world, 23).stale == {}
+    assert world.difference(0, 23) <= CLOSE and world.difference(1, 23) <= CLOSE
+    world.configure()
+
+
+@pytest.mark.parametrize("commit", ["staged", "in_place"])
+def test_a_stalled_sender_stops_one_engine_at_its_deadline(world: SyncWorld, commit: str) -> None:
+    heal(world, 24)
+    world.configure(commit=commit)
+    world.senders.command("fault", ranks=[1], engine="engine-1", do="sleep", at=2, seconds=SYNC.timeout_s + 4)
+    start = time.monotonic()
+    report = synced(world, 25)
+    assert time.monotonic() - start < 3 * SYNC.timeout_s
+    assert list(report.stale) == ["engine-1"]
+    why = report.stale["engine-1"]
+    assert f"{SYNC.timeout_s:g} s" in why and "trainer rank 1" in why and "engine rank" in why and "message" in why
+    assert world.difference(0, 25) <= CLOSE
+    assert not world.answers(1)  # in place it holds a mixture now
+    world.configure()
+    heal(world, 26)
+
+
+def test_a_sender_process_that_stops_is_an_error_and_the_next_sync_works(world: SyncWorld) -> None:
+    """Both engines need this rank: none can take the weights, and the error names each engine's reason."""
+    heal(world, 27)
+    version = world.train(28)
+    os.kill(world.senders.processes[1].pid, signal.SIGSTOP)
+    resume = threading.Timer(2.5 * SYNC.timeout_s, os.kill, (world.senders.processes[1].pid, signal.SIGCONT))
+    resume.start()
+    try:
+        with pytest.raises(WeightSyncError, match=r"no engine could take it(.|\n)*engine-0(.|\n)*engine-1") as caught:
+            world.sync.sync(version)
+    finally:
+        resume.join()
+    assert "trainer rank 1" in str(caught.value) and f"{SYNC.timeout_s:g} s" in str(caught.value)
+    assert all(is_whole(world, number, (27,)) for number in range(len(TENSORS)))
+    heal(world, 29)
+
+
+def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_goes_on(world: SyncWorld) -> None:
+    heal(world, 30)
+    world.configure()
+    world.senders.command("fault", ranks=[0], engine="engine-1", do="hold", at=2, until="receiver-killed")
+    version, reports = world.train(31), []
+    syncing = threading.Thread(target=lambda: reports.append(world.sync.sync(version)))
+    syncing.start()
+    world.wait_for_key("held/0")
+    scheduler = _scheduler(world, 1)
+    os.kill(scheduler, signal.SIGKILL)
+    world.senders.store.set("receiver-killed", "1")
+    syncing.join(60.0)
+    assert list(reports[0].stale) == ["engine-1"] and world.difference(0, 31) <= CLOSE
+    assert "engine-1" in reports[0].stale["engine-1"]
+    assert world.engines.states()[1].state == "starting" and world.engines.states()[0].state == "up"
+    assert synced(world, 32).stale["engine-1"].startswith("engine-1 is starting")  # training goes on meanwhile
+    assert world.difference(0, 32) <= CLOSE
+    heal(world, 33)
+    assert world.engines.states()[1].life == 1
+
+
+def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(world: SyncWorld) -> None:
+    """Its plan is older than its process. Also: rows go to healthy engines alone, and come back in order."""
+    heal(world, 40)
+    life = world.engines.states()[0].life
+    server = world.workers[0].keeper.server
+    os.kill(_scheduler(world, 0), signal.SIGKILL)
+    _wait_dead(server)
+    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    assert len(batch) == 4 and set(world.engines.stale) == {0}
+    report = synced(world, 41)
+    assert list(report.stale) == ["engine-0"] and world.difference(1, 41) <= CLOSE
+    heal(world, 42)
+    assert world.engines.states()[0].life == life + 1
+    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
+
+
+def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
+    """Last: it costs the trainer ranks their lives."""
+    heal(world, 50)
+    world.configure()
+    for engine in ("engine-0", "engine-1"):
+        world.senders.command("fault", ranks=[1], engine=engine, do="hold", at=1, until="sender-killed")
+    version, errors = world.train(51), []
+
+    def sync() -> None:
+        try:
+            world.sync.sync(version)
+        except WorkerError as error:
+            errors.append(error)
+
+    syncing = threading.Thread(target=sync)
+    syncing.start()
+    world.wait_for_key("held/1")
+    world.senders.processes[1].kill()
+    syncing.join(60.0)
+    assert len(errors) == 1 and errors[0].rank == 1
+    for number in range(len(TENSORS)):
+        assert not world.answers(number)
+        assert f"engine-{number}" in world.engines.stale[number] and "trainer rank 1" in world.engines.stale[number]
+    world.senders.start()
+    world.configure()
+    heal(world, 52)
+
+
+def _prompts() -> Any:
+    import numpy as np
+
+    from hybridflow.protocol import DataProto, Jagged
+
+    return DataProto.from_columns({"prompt_ids": Jagged.from_rows([np.array([1, 2, i]) for i in range(4)], np.int64)})
+
+
+def _scheduler(world: SyncWorld, number: int) -> int:
+    """Pid of the engine's last tensor-parallel rank."""
+    members = guard.session_members(world.workers[number].keeper.server.pid)
+    return max(pid for pid in members if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
+
+
+def _wait_dead(server: Any, wait_s: float = 30.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        try:
+            server.check_alive()
+        except EngineError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("still alive")
