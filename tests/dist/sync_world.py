@@ -23,13 +23,15 @@ from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
 from hybridflow.engines.client import EngineClient, SamplingParams
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
-from hybridflow.rendezvous import master_store
+from hybridflow.models.layout import Coordinates
+from hybridflow.rendezvous import client_store, master_store
 from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.groups import EngineGroup
 from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.rollout import RolloutWorker
+from tests.dist.ranks import free_port
 from tests.dist.sync_senders import tensors_of
 
 HOST = "127.0.0.1"
@@ -60,7 +62,8 @@ class Threads:
 class Senders:
     """The policy's worker group: one process a rank, and the store that the first rank would hold."""
 
-    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, int]) -> None:
+    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, Any], kind: str = "held") -> None:
+        self.kind = kind
         self.model, self.shape, self.pool = dict(model), dict(shape), ThreadPoolExecutor(4)
         self.store = master_store(HOST, 0, 60.0)
         self.number, self.world_size = 0, shape["ranks"]
@@ -74,10 +77,14 @@ class Senders:
             process.kill()
             process.wait()
         self.store.set("commands", json.dumps(self.number))
-        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape), self.kind]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}
         command = [sys.executable, "-m", "tests.dist.sync_senders"]
-        self.processes = [subprocess.Popen([*command, str(rank), *words], env=env) for rank in range(self.world_size)]
+        self.processes = [
+            subprocess.Popen([*command, str(rank), *words], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self.world_size)
+        ]
 
     def command(self, name: str, wait_s: float = 60.0, **arguments: Any) -> list[Any]:
         """What each rank answers; WorkerError when one has died."""
@@ -105,7 +112,10 @@ class Senders:
         return HOST, self.store.port
 
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
-        ranks = ParallelShape(**self.shape).coordinates()
+        if self.kind == "megatron":
+            ranks = [Coordinates(*at) for at in self.command("coordinates")[0]]
+        else:
+            ranks = ParallelShape(**self.shape).coordinates()
         self.facts = make_weight_plan(self.store, family_of(self.model), ranks, "float32", engines, SYNC.staging_bytes, 20.0)
         self.command("adopt", plan=self.facts.digest)
         return [self.facts]
@@ -144,13 +154,11 @@ class SyncWorld:
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
-        settings = replace(SYNC, **sync)
+        self.settings = settings = replace(SYNC, **sync)
         config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
         senders: Any = self.senders
         for worker in self.workers:
             worker.config = replace(worker.config, sync=settings)
-            client = worker.keeper.client
-            client.resume()  # a client left paused by a fault has to describe itself
         self.sync = SliceSync(senders, self.engines, config)
         self.plan_line = self.sync.prepare()
 
@@ -186,14 +194,17 @@ class SyncWorld:
     def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
         return self.workers[number].keeper.client.with_timeout(timeout_s)
 
-    def difference(self, number: int, seed: int) -> float:
-        """Largest |log-prob of the engine - transformers' under the weights of a seed| over greedy tokens."""
+    def difference(self, number: int, weights: int | Path, prompts: Sequence[list[int]] = PROMPTS) -> float:
+        """Largest |log-prob of the engine - transformers' under the weights of a seed or folder| over greedy tokens."""
         from transformers import AutoModelForCausalLM
 
-        completions = self.client(number).generate(PROMPTS, SamplingParams(temperature=0.0), 8)
-        model = AutoModelForCausalLM.from_pretrained(self.exported(seed), dtype=torch.float32, attn_implementation="eager").eval()
+        completions = self.client(number).generate(prompts, SamplingParams(temperature=0.0), 8)
+        folder = weights if isinstance(weights, Path) else self.exported(weights)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        # in a process that has imported Megatron, transformers 5.19 leaves buffers that are not saved uninitialised
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
         worst = 0.0
-        for prompt, completion in zip(PROMPTS, completions, strict=True):
+        for prompt, completion in zip(prompts, completions, strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -212,7 +223,8 @@ class SyncWorld:
             return False
 
     def wait_for_key(self, key: str, wait_s: float = 30.0) -> None:
-        self.senders.store.wait([key], timedelta(seconds=wait_s))
+        # a client of its own: one that waits answers nobody else
+        client_store(HOST, self.senders.store.port, wait_s).wait([key], timedelta(seconds=wait_s))
 
     def close(self) -> None:
         self.senders.close()

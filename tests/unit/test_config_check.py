@@ -123,7 +123,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (("rollout.tensor=3",), ("num_attention_heads=4", "rollout.tensor=3")),
         (("cluster.nodes=2", "rollout.sync.transport=shared_memory"), ("rollout.sync.transport=shared_memory", "cluster.nodes=2", "p2p")),
-        (("rollout.sync.timeout_s=0", "rollout.sync.staging_bytes=0"), ("rollout.sync.timeout_s=0", "rollout.sync.staging_bytes=0")),
+        (("rollout.sync.timeout_s=0",), ("rollout.sync.timeout_s=0.0 must be more than 0",)),
         (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be 0 or more",)),
         (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
         (("rollout.tensor=2", "rollout.expert=3"), ("rollout.expert=3", "rollout.tensor=2", "divisor of 2")),
