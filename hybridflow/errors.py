@@ -42,6 +42,10 @@ class ResourceError(HybridFlowError):
     """The cluster cannot hold what was asked for. Says what is free where."""
 
 
+class MemoryExhaustedError(ResourceError):
+    """A device, or the machine, ran out of memory. Says in which phase, how much was held, and which keys lower it."""
+
+
 class WorkerError(HybridFlowError):
     """A worker died, hung or raised.
 
@@ -87,6 +91,10 @@ class WeightSyncError(HybridFlowError):
 
 class LogprobMismatchError(HybridFlowError):
     """Rollout and trainer disagree on the log-probabilities of the same tokens beyond the configured bound."""
+
+
+class RouterReplayError(HybridFlowError):
+    """Router replay is not live: a router did not use the experts it was given, or the routes do not fit the batch or the model."""
 
 
 class NonFiniteError(HybridFlowError):

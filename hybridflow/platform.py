@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -74,13 +75,32 @@ class Platform:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def peak_memory_bytes(self) -> int:
-        """The most bytes this process has held so far (same meaning as `memory_bytes`)."""
+        """The most bytes this process has held since the start or `reset_peak_memory` (same meaning as `memory_bytes`)."""
         if self.kind == "cuda":
             import torch
 
             return torch.cuda.max_memory_allocated()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB, and a little behind
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024  # Linux counts in KiB, and a little behind
         return max(peak, self.memory_bytes())
+
+    def reset_peak_memory(self) -> None:
+        """Let `peak_memory_bytes` count from now on. Where the kernel refuses (a read-only /proc), the peak stays that of the process."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def reserved_memory_bytes(self) -> int:
+        """The most bytes that torch's allocator has reserved (cuda); on cpu the same as the peak."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_reserved()
+        return self.peak_memory_bytes()
 
     def total_memory_bytes(self) -> int:
         """Bytes the device (cuda) or the machine (cpu) has."""
@@ -91,11 +111,15 @@ class Platform:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
-        """Give cached, unused device memory back."""
+        """Give cached, unused device memory back: to the driver, or on cpu from the C library's heap to the system."""
         if self.kind == "cuda":
             import torch
 
             torch.cuda.empty_cache()
+            return
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep no large free blocks
+        if trim is not None:
+            trim(0)
 
     def synchronize(self) -> None:
         """Wait until the device has done what was queued (nothing is queued on cpu)."""

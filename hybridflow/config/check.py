@@ -13,6 +13,7 @@ from typing import Any
 from hybridflow.config import check_engines, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
+from hybridflow.routes import num_experts
 
 AT_LEAST_ONE = (
     "data.train_batch_size",
@@ -109,7 +110,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
     found += [*_optim("critic.optim", config.critic.optim), *_optim("reward_training.optim", config.reward_training.optim)]
     found += [*_files(config, job)]
     if not any(line.startswith("model.") for line in found):
-        found += _model_sizes(config)
+        found += [*_model_sizes(config), *_router_replay(config)]
     return found
 
 
@@ -347,6 +348,22 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
         yield (
             f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + data.max_response_length = {longest}; "
             "shorten the lengths"
+        )
+
+
+def _router_replay(config: RunConfig) -> Iterator[str]:
+    kind = config.actor.router_replay
+    try:
+        experts = num_experts(derived.hf_config(config.model))
+    except ConfigError:
+        return  # reported by the sizes
+    if kind != "none" and not experts:
+        yield f"actor.router_replay={kind} needs a mixture of experts, and the model is dense; set it to none"
+    given = {name.replace("_", "-"): value for name, value in config.rollout.extra_args.items()}
+    if derived.needs_engine_routes(config) and given.get("enable-return-routed-experts", True) is not True:
+        yield (
+            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and rollout.extra_args switches it off; "
+            "remove it there"
         )
 
 

@@ -7,6 +7,13 @@ PREPARE_TASKS: dict[str, str] = {
     "gsm8k": "grade-school maths; needs --source, a folder with the raw GSM8K files",
 }
 
+ROUTER_REPLAY: dict[str, str] = {
+    "none": "the live router chooses",
+    "compare": "the live router chooses; how often the engine chose otherwise is measured",
+    "r2": "updates use the experts of the old-log-prob pass",
+    "r3": "the old-log-prob pass and updates use the experts that the engine used",
+}
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.prepare.task": tuple(PREPARE_TASKS),
     "data.truncation": ("error", "left", "right", "middle"),
@@ -20,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "reward_training.optim.lr_decay_style": ("constant", "linear", "cosine"),
     "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
     "actor.kl_loss_type": ("k1", "abs", "k2", "k3"),
+    "actor.router_replay": tuple(ROUTER_REPLAY),
     "rollout.sync.transport": ("auto", "p2p", "shared_memory", "disk"),
     "rollout.sync.commit": ("staged", "in_place"),
     "rollout.sync.pause": ("retract", "abort", "in_place"),

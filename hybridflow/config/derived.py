@@ -107,6 +107,16 @@ def needs_reference(config: RunConfig) -> bool:
     return config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0
 
 
+def needs_engine_routes(config: RunConfig) -> bool:
+    """Whether engines must return the experts of every token."""
+    return config.actor.router_replay in ("compare", "r3")
+
+
+def replays_routes(config: RunConfig) -> bool:
+    """Whether updates go along recorded experts."""
+    return config.actor.router_replay in ("r2", "r3")
+
+
 def has_own_reference(config: RunConfig) -> bool:
     """Whether a reference is asked for and lives in processes of its own."""
     return needs_reference(config) and not is_colocated(config, "reference")

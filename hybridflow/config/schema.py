@@ -92,6 +92,15 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """What leaves the device (on CPU: this process's memory) while it is not needed, and comes back byte for byte."""
+
+    weights: bool = False  # while the engines generate; the reference's weights whenever the reference does not compute
+    gradients: bool = False  # outside of updates
+    optimizer: bool = False  # outside of updates
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
@@ -111,6 +120,8 @@ class ActorConfig:
     expert_bias_update_rate: float = 0.0  # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
     kl_loss_coef: float = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
     kl_loss_type: str = "k3"  # k1 | abs | k2 | k3
+    router_replay: str = "none"  # none | compare | r2 | r3: which experts the tokens of an update go through
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,7 @@ class RolloutConfig:
     request_timeout_s: float = 300.0
     sync: SyncConfig = field(default_factory=SyncConfig)
     logprob_diff_bound: float | None = 0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
+    sleep_while_training: bool = False  # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     extra_args: dict[str, Any] = field(default_factory=dict)  # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
 
 

@@ -7,12 +7,14 @@ A trainer that recomputes them divides its logits by the same temperature and ig
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import requests
 
 from hybridflow.engines.weight_control import LOADER, Control, payload
@@ -53,12 +55,15 @@ class Completion:
         log_probs: one per token; see the module's docstring for what SGLang means by it.
         finish_reason: stop | length | abort.
         weight_versions: which weights made which tokens, in order.
+        routes: [prompt + response tokens - 1, layers x experts a token] int32, the experts each token went through, when asked for.
+            None as well when the engine has nothing to tell (a request aborted before it ran).
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
     weight_versions: tuple[WeightSpan, ...]
+    routes: np.ndarray | None = None
 
 
 class EngineClient:
@@ -90,6 +95,8 @@ class EngineClient:
         sampling: SamplingParams,
         max_new_tokens: int,
         stop_token_ids: Sequence[int] = (),
+        *,
+        with_routes: bool = False,
     ) -> list[Completion]:
         """One response for each prompt, in order. Repeat a prompt to sample it several times.
 
@@ -98,6 +105,7 @@ class EngineClient:
             sampling: the same for all.
             max_new_tokens: upper bound on the response's length.
             stop_token_ids: generation ends with, and includes, the first of these.
+            with_routes: bring the experts of each token; the engine was started with `EngineSpec.return_routed_experts`.
 
         Raises:
             EngineError: refused, malformed, or not answered within `request_timeout_s`.
@@ -115,23 +123,40 @@ class EngineClient:
         }
         chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         if len(chunks) < 2:
-            return [one for chunk in chunks for one in self._generate_chunk(chunk, parameters)]
+            return [one for chunk in chunks for one in self._generate_chunk(chunk, parameters, with_routes)]
         with ThreadPoolExecutor(len(chunks)) as pool:
-            return [one for done in pool.map(lambda chunk: self._generate_chunk(chunk, parameters), chunks) for one in done]
+            return [one for done in pool.map(lambda chunk: self._generate_chunk(chunk, parameters, with_routes), chunks) for one in done]
 
-    def _generate_chunk(self, prompts: list[list[int]], parameters: dict[str, Any]) -> list[Completion]:
-        answer = self._call("/generate", {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True})
+    def _generate_chunk(self, prompts: list[list[int]], parameters: dict[str, Any], with_routes: bool) -> list[Completion]:
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True}
+        answer = self._call("/generate", body | ({"return_routed_experts": True} if with_routes else {}))
         if not isinstance(answer, list) or len(answer) != len(prompts):
             got = len(answer) if isinstance(answer, list) else type(answer).__name__
             raise EngineError(f"/generate answered {got} for {len(prompts)} prompts", engine=self.name)
         try:
-            return [_completion(item) for item in answer]
+            completions = [_completion(item) for item in answer]
+            if with_routes:
+                completions = [_routed(one, item, len(prompt)) for one, item, prompt in zip(completions, answer, prompts, strict=True)]
+            return completions
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name) from error
 
     def health(self) -> bool:
         """True when the HTTP server answers. During a weight load it does not until the load is over: that is not death."""
         return self._request("GET", "/health", None).status_code == 200
+
+    # -- memory -----------------------------------------------------------------------------------------------------------------
+
+    def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+        """Give the device memory of these parts back to others; their contents are lost. No request may be running.
+
+        On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory calls.
+        """
+        self._request_ok("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+        """Take the memory of these parts again; weights must then be sent before the next request."""
+        self._request_ok("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     # -- weights ----------------------------------------------------------------------------------------------------------------
 
@@ -243,3 +268,16 @@ def _completion(item: dict[str, Any]) -> Completion:
         raise ValueError(f"finish reason {reason!r}")
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
     return Completion(tokens, log_probs, reason, tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans))
+
+
+def _routed(completion: Completion, item: dict[str, Any], prompt_tokens: int) -> Completion:
+    """With the experts of each token but the last (base64 of int32, sglang/srt/state_capturer/routed_experts.py:166)."""
+    encoded = item["meta_info"].get("routed_experts")
+    if encoded is None:
+        if completion.token_ids:
+            raise ValueError("no routed experts; the engine needs EngineSpec.return_routed_experts and a mixture of experts")
+        return completion
+    flat, rows = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32), prompt_tokens + len(completion.token_ids) - 1
+    if not len(flat) or len(flat) % rows:
+        raise ValueError(f"{len(flat)} routed experts for {rows} tokens")
+    return replace(completion, routes=flat.reshape(rows, -1))

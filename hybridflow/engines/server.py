@@ -56,6 +56,9 @@ class EngineSpec:
         request_timeout_s: for the caller's `EngineClient`.
         seed: SGLang's own random seed. Sampling is not reproducible with it on CPU.
         device: cpu | cuda.
+        return_routed_experts: keep each token's experts, for `EngineClient.generate(with_routes=True)`; costs host memory of
+            max_total_tokens x layers x experts a token x 4 bytes.
+        memory_saver: be able to give device memory back (`EngineClient.release_memory`); only on cuda, where it works.
     """
 
     name: str
@@ -76,6 +79,8 @@ class EngineSpec:
     request_timeout_s: float = 300.0
     seed: int = 1
     device: str = "cpu"
+    return_routed_experts: bool = False
+    memory_saver: bool = False
 
     @property
     def ranks(self) -> int:
@@ -110,6 +115,10 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["device"] = "cpu"
+    if spec.return_routed_experts:
+        arguments["enable-return-routed-experts"] = True
+    if spec.memory_saver and spec.device == "cuda":
+        arguments["enable-memory-saver"] = True  # on CPU the server would die at its start
     if not has_weights(spec.model_path):
         arguments["load-format"] = "dummy"
     if spec.pipeline > 1:

@@ -20,6 +20,7 @@ from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weigh
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches, sequence_lengths, unpack
+from hybridflow.mcore.router_replay import RouterReplay
 from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward, forward, forward_top, metrics_to_floats
 from hybridflow.mcore.vocab_parallel import Scoring
 from hybridflow.models import Family
@@ -57,6 +58,7 @@ class Policy:
         self.stages = build_model(family, parallel_config, dtype, recompute)
         load_weights(self.stages, family, source)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
+        self.replay = RouterReplay(self.stages)
         self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
         self._reference: dict[str, torch.Tensor] | None = None
@@ -116,7 +118,7 @@ class Policy:
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:466)."""
+        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:476)."""
         return [(tensor, tensor.clone()) for name, tensor in held_weights(self.stages).items() if name.endswith(".expert_bias")]
 
     def _not_applied(
@@ -157,7 +159,7 @@ class Policy:
         total = cut.total(lengths, bins)
         if self.config.moe_dispatcher == "allgather":  # it gathers equally many tokens from every rank (token_dispatcher.py:264)
             total = all_ranks_max(total)
-        return build_micro_batches(batch, bins, columns, cut, total)
+        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total))
 
     def _cut(self) -> Cut:
         config = self.config

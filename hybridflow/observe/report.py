@@ -64,7 +64,11 @@ def render(run: RunFolder) -> str:
 
 def facts(run: RunFolder) -> list[Fact]:
     """The tiles at the head of the page."""
-    return [fact for fact in (_accuracy(run), _reward(run), _steps(run), _time(run), _throughput(run), _layout(run), _model(run)) if fact]
+    return [
+        fact
+        for fact in (_accuracy(run), _reward(run), _steps(run), _time(run), _throughput(run), _layout(run), _model(run), _routes(run))
+        if fact
+    ]
 
 
 def missing(run: RunFolder) -> list[str]:
@@ -73,6 +77,8 @@ def missing(run: RunFolder) -> list[str]:
     for phase, names in EXPECTED_METRICS.items():
         if phase == "sft" and run.setting("sft.steps") in (0, None):
             continue
+        if phase != "sft" and run.names("reward"):
+            continue  # a reward model was trained: such a run has no steps of the loop and validates nothing
         logged = run.names(phase)
         absent = [name for name in names if name not in logged]
         if run.metrics and absent == list(names):
@@ -144,6 +150,17 @@ def _time(run: RunFolder) -> Fact | None:
 def _throughput(run: RunFolder) -> Fact | None:
     values = [value for _, value in run.points("train", "perf/throughput") if value is not None]
     return ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps") if values else None
+
+
+def _routes(run: RunFolder) -> Fact | None:
+    kind = run.setting("actor.router_replay")
+    name = "actor/router_replay/drifted" if kind == "r2" else "actor/router_replay/differing"
+    shares = [value for _, value in run.points("train", name) if value is not None]
+    if not shares:
+        return None
+    whose = "its record" if kind == "r2" else "the engines"
+    what = "not replayed: the trainer used its own" if kind == "compare" else f"replayed ({kind})"
+    return f"Router choices unlike {whose}", f"{sum(shares) / len(shares) * 100:.2f} %", what
 
 
 def _layout(run: RunFolder) -> Fact | None:

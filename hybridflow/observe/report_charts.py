@@ -36,8 +36,8 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
         ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
         ("Critic", [_explained(run), _value_loss(run)]),
         ("Reward model", [_pair_loss(run), _pair_accuracy(run), _model_score(run)]),
-        ("Generation", [_lengths(run), _clip_ratio(run), _difference(run)]),
-        ("Time", [_step_time(run), _throughput(run), _tokens(run)]),
+        ("Generation", [_lengths(run), _clip_ratio(run), _difference(run), _routes(run)]),
+        ("Time", [_step_time(run), _throughput(run), _tokens(run), _memory(run)]),
     ]
 
 
@@ -138,6 +138,18 @@ def _difference(run: RunFolder) -> Chart:
     lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return Chart("Log-probability difference", _series(run, names), "nats", about, log=True, lines=lines)
+
+
+def _routes(run: RunFolder) -> Chart:
+    names = [("trainer, where the engine chose otherwise", "differing", 0), ("updates, where the record is otherwise", "drifted", 1)]
+    series = _series(run, [(label, f"actor/router_replay/{name}", color) for label, name, color in names])
+    note = " (not replayed)" if run.setting("actor.router_replay") == "compare" else " (replayed)"
+    about = "actor/router_replay/differing, drifted"
+    return Chart("Router choices that differ" + note, series, "tokens x layers", about, percent=True, include=(0.0,))
+
+
+def _memory(run: RunFolder) -> Chart:
+    return _one(run, "Peak memory of a trainer rank", "perf/max_memory_allocated_gb", "GB", include=(0.0,))
 
 
 def _step_time(run: RunFolder) -> Chart:

@@ -117,7 +117,7 @@ class _Job:
         folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, self.config.model.dtype, self.tokenizer)
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             pool = ResourcePool.allocate(cluster, 1, config.num_engines)
-            args = (config, folder.resolve(), self.config.model.dtype, self.config.seed)
+            args = (config, folder.resolve(), self.config.model.dtype, self.config.seed, derived.needs_engine_routes(self.config))
             return self._group(cluster, pool, RolloutWorker, "rollout", args)
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]) -> WorkerGroup:

@@ -13,6 +13,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.rewards.manager import RewardManager
+from hybridflow.routes import ROUTES
 from hybridflow.trainer.protocols import RolloutService
 
 
@@ -56,7 +57,7 @@ class Validator:
 
 def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
     """Write what happened to each sample, for people: `folder/step_N.parquet`. Token columns are read a few rows at a time."""
-    names = [name for name in batch.columns if name not in ("entropys", "ref_log_probs", "response_ids")]
+    names = [name for name in batch.columns if name not in ("entropys", "ref_log_probs", "response_ids", ROUTES)]
     lengths = batch.with_columns(response_length=batch.lengths("response_ids"))
     dump_rollouts(dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in lengths.pieces([*names, "response_length"])))
 

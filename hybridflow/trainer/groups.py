@@ -16,8 +16,11 @@ from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow
 from hybridflow.engines.keeper import EngineState
 from hybridflow.errors import EngineError
+from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
+from hybridflow.routes import ROUTES
 from hybridflow.single_controller import Future, WorkerGroup
+from hybridflow.trainer.observations import memory_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
@@ -33,6 +36,7 @@ class PolicyGroup:
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group, self.config = group, config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
+        self._unobserved = False
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """See TrainGroup."""
@@ -44,7 +48,10 @@ class PolicyGroup:
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
-        return self._balanced(PolicyWorker.compute_log_probs, batch)
+        if self._unobserved:  # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
+            self.group.run(PolicyWorker.take_observations)
+        self._unobserved = True
+        return self._balanced(_log_prob_method(self.config), batch)
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
@@ -56,9 +63,20 @@ class PolicyGroup:
         columns = ["prompt_ids", "response_ids", "old_log_probs", "advantages"]
         if "ref_log_probs" in batch:
             columns.append("ref_log_probs")
+        if derived.replays_routes(self.config):
+            columns.append(ROUTES)
         share = batch.select(columns).reorder(self._order(batch))
         reports = self.group.run(PolicyWorker.update_policy, share, rows, seed)
-        return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+        observed = self._observed(batch)
+        return [merge(rank_reports, observed) for rank_reports in zip(*reports, strict=True)]
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.sleep, parts)
+
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """See TrainGroup."""
+        self.group.run(PolicyWorker.wake, parts)
 
     def freeze_reference(self) -> None:
         """See TrainGroup."""
@@ -79,6 +97,12 @@ class PolicyGroup:
     def export(self, folder: Path) -> None:
         """See TrainGroup."""
         self.group.run(PolicyWorker.export_hf, folder.resolve())
+
+    def _observed(self, batch: DataProto) -> dict[str, float]:
+        """Peaks of memory and the replayed routes of the step that `batch` went through. Raises when replay was not live."""
+        observations, self._unobserved = self.group.run(PolicyWorker.take_observations), False
+        lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
+        return memory_metrics(observations) | replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
 
     def _order(self, batch: DataProto) -> np.ndarray:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
@@ -116,8 +140,10 @@ class EngineGroup:
         while True:
             healthy = [number for number in range(self.group.world_size) if number not in self.stale]
             arguments = (prompts, sampling, limit, self.stop_ids)
+            # only of samples that are trained on: routes are large, and validation has no use for them
+            method = _generate_method(self.config, training=sampling == self.config.rollout.sampling)
             try:
-                return _batch(self.group.run(RolloutWorker.generate, *arguments, timeout=timeout, only=healthy))
+                return _batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
             except EngineError as error:
                 lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(self.states()) if state.state != "up"}
                 if not lost.keys() - self.stale.keys() or len(self.stale | lost) == self.group.world_size:
@@ -138,6 +164,14 @@ class EngineGroup:
             _log.info("engine-%d gets requests", number)
         self.stale = dict(stale)
 
+    def sleep(self) -> None:
+        """See RolloutService."""
+        self.group.run(RolloutWorker.sleep)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See RolloutService."""
+        self.group.run(RolloutWorker.wake, list(tags))
+
     def stop(self) -> None:
         """End the engines."""
         self.group.run(RolloutWorker.stop, timeout=30)
@@ -147,27 +181,41 @@ def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the column."""
     with_reference = derived.needs_reference(config)
     written = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
+    routes = (ROUTES,) if derived.replays_routes(config) else ()
     critic, model = derived.has_critic(config), derived.has_reward_model(config)
     reference = ReferenceWorker.compute_ref_log_probs if derived.has_own_reference(config) else PolicyWorker.compute_ref_log_probs
     inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
     check_dataflow(
         [
-            RolloutWorker.generate,
+            _generate_method(config),
             DataflowStep("reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")),
             *([RewardModelWorker.compute_scores] if model else []),
-            PolicyWorker.compute_log_probs,
+            _log_prob_method(config),
             *([reference] if with_reference else []),
             *([CriticWorker.compute_values] if critic else []),
             DataflowStep("advantages", (*inputs, *written), ("rewards", "advantages", *(["returns"] if critic else []))),
             *([CriticWorker.update_critic] if critic else []),
-            DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written)),
+            DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written, *routes)),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
     )
 
 
-def merge(reports: Sequence[dict[str, Any]]) -> Update:
-    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts)."""
+def _generate_method(config: RunConfig, training: bool = True) -> Callable[..., Any]:
+    return RolloutWorker.generate_with_routes if training and derived.needs_engine_routes(config) else RolloutWorker.generate
+
+
+def _log_prob_method(config: RunConfig) -> Callable[..., Any]:
+    if config.actor.router_replay == "r2":
+        return PolicyWorker.compute_log_probs_and_routes
+    return PolicyWorker.compute_log_probs_along_routes if derived.needs_engine_routes(config) else PolicyWorker.compute_log_probs
+
+
+def merge(reports: Sequence[dict[str, Any]], observed: Mapping[str, float] | None = None) -> Update:
+    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts).
+
+    `observed` holds for the whole step and is added to each of its updates.
+    """
     totals: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report["sums"].items():
@@ -175,7 +223,7 @@ def merge(reports: Sequence[dict[str, Any]]) -> Update:
             seen[0] += total
             seen[1] += count
     info = reports[0]["info"]
-    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()}
+    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()} | dict(observed or {})
     return Update(means, info["grad_norm"], info["lr"], bool(info["applied"]))
 
 

@@ -29,6 +29,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
+from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Reference, RewardModel, RolloutService, SyncReport, TrainGroup, Update, ValueGroup, WeightSync
 from hybridflow.trainer.session import Session
 
@@ -54,6 +55,7 @@ class RLTrainer:
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
         self.critic, self.reward_model, self.reference = critic, reward_model, reference
         self.advantages = Advantages(config)
+        self.phases = Phases(config, policy, engines)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
@@ -77,23 +79,24 @@ class RLTrainer:
                         batch = batch.union(self.engines.generate(batch, self.config.rollout.sampling))
                     with phase("reward"):
                         batch = self.with_scores(batch)
-                    with phase("old_log_prob"):
-                        batch = batch.union(self.policy.log_probs(batch))
-                    if derived.needs_reference(self.config):
-                        with phase("ref"):
-                            batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
-                    if self.critic:
-                        with phase("values"):
-                            batch = batch.union(self.critic.values(batch))
-                    with phase("adv"):
-                        batch = keep_in_store(self.advantages.add(batch))
-                    self.check_log_probs(batch)
-                    if self.critic:
-                        with phase("update_critic"):
-                            updates["critic"] = self.critic.update(batch, seed=self.update_seed())
-                    if self.step > trainer.critic_warmup:
-                        with phase("update_actor"):
-                            updates["actor"] = self.policy.update(batch, seed=self.update_seed())
+                    with self.phases.training():
+                        with phase("old_log_prob"):
+                            batch = batch.union(self.policy.log_probs(batch))
+                        if derived.needs_reference(self.config):
+                            with phase("ref"):
+                                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+                        if self.critic:
+                            with phase("values"):
+                                batch = batch.union(self.critic.values(batch))
+                        with phase("adv"):
+                            batch = keep_in_store(self.advantages.add(batch))
+                        self.check_log_probs(batch)
+                        if self.critic:
+                            with phase("update_critic"):
+                                updates["critic"] = self.critic.update(batch, seed=self.update_seed())
+                        if self.step > trainer.critic_warmup:
+                            with phase("update_actor"):
+                                updates["actor"] = self.policy.update(batch, seed=self.update_seed())
                     with phase("update_weights"):
                         synced = self.sync_weights(progress)
                     if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
@@ -137,7 +140,8 @@ class RLTrainer:
 
     def sync_weights(self, progress: Progress) -> SyncReport:
         """The present weights to the engines; says which engines were left out or are back."""
-        synced = self.weights.sync(self.step)
+        with self.phases.sync():
+            synced = self.weights.sync(self.step)
         for engine, why in synced.stale.items():
             progress.message(f"step {self.step}: {engine} is left out until it takes new weights: {why}")
         for engine in sorted(self.left_out - synced.stale.keys()):

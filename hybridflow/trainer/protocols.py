@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridflow.config.schema import OptimConfig, SamplingConfig
+from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
 
 
@@ -46,6 +47,14 @@ class TrainGroup(Protocol):
 
     def freeze_reference(self) -> None:
         """The present weights become the reference."""
+        ...
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """Those of weights, gradients, optimizer and reference that `actor.offload` names leave the device."""
+        ...
+
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """They come back, and stay until `sleep`."""
         ...
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
@@ -121,7 +130,15 @@ class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version."""
+        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version; routed_experts when they are replayed."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device memory away."""
+        ...
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take that of `weights` or `kv_cache` again; weights come with the next sync."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
+from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
+from hybridflow.mcore.residency import PARTS, Part, Residency
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder
 from hybridflow.platform import Platform
@@ -19,7 +22,9 @@ from hybridflow.rendezvous import master_store
 from hybridflow.reshard import session
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
+from hybridflow.routes import ROUTES
 from hybridflow.workers.losses import PolicyLoss, sft_loss
+from hybridflow.workers.memory import RoleMemory, needs
 from hybridflow.workers.weights import WeightSender
 
 if TYPE_CHECKING:
@@ -62,6 +67,8 @@ class PolicyWorker:
             logits_chunk_tokens=config.actor.logits_chunk_tokens,
             on_nonfinite=config.actor.on_nonfinite,
         )
+        residency = Residency(model_parts(self.policy), self.platform, self.policy.settle)
+        self.memory = RoleMemory(residency, self.platform, config.actor.offload)
         self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
         self.host, self.sync = context.master_addr, config.rollout.sync
         self._store: TCPStore | None = None
@@ -79,11 +86,13 @@ class PolicyWorker:
     # ---- training ---------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
     def set_optimizer(self, config: OptimConfig) -> None:
         """Start a phase with a fresh optimizer."""
         self.policy.set_optimizer(config)
 
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"))
+    @needs("weights", "gradients", "optimizer")
     def sft_step(self, batch: DataProto) -> Report:
         """One supervised update. Returns {sums: {loss: (sum, count)}, info: {grad_norm, lr, applied}}."""
         sums, info = self.policy.train_mini_batch(
@@ -92,13 +101,18 @@ class PolicyWorker:
         return {"sums": sums, "info": info}
 
     @register(Dispatch.DP_METRIC)
+    @needs("weights", "gradients", "optimizer")
     def update_policy(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
         """PPO epochs over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update, in order.
 
-        Reads prompt_ids, response_ids, old_log_probs, advantages and, with a KL loss, ref_log_probs.
+        Reads prompt_ids, response_ids, old_log_probs, advantages, with a KL loss ref_log_probs, and replays routed_experts if it is there.
         """
+        with self.policy.replay.during("replay") if ROUTES in batch else nullcontext():
+            return self._update(_own_rows(batch), rows_per_update, seed)
+
+    def _update(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
         loss, reports = PolicyLoss(self.actor), []
-        for mini_batch in _own_rows(batch).mini_batches(rows_per_update, epochs=self.actor.ppo_epochs, seed=seed):
+        for mini_batch in batch.mini_batches(rows_per_update, epochs=self.actor.ppo_epochs, seed=seed):
             sums, info = self.policy.train_mini_batch(
                 mini_batch,
                 loss,
@@ -113,17 +127,36 @@ class PolicyWorker:
     # ---- log-probs --------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"))
+    @needs("weights")
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probs and entropies of the response tokens under the present weights."""
         return self._log_probs(batch, "old_log_probs", "entropys")
 
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys", ROUTES))
+    @needs("weights")
+    def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
+        """The same, and the experts that each token went through (R2)."""
+        with self.policy.replay.during("record"):
+            found = self._log_probs(batch, "old_log_probs", "entropys")
+            routes = self.policy.replay.recorded()
+        return None if found is None else found.with_columns(**{ROUTES: routes})
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids", ROUTES), writes=("old_log_probs", "entropys"))
+    @needs("weights")
+    def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
+        """The same along the engine's experts (R3), or, with `actor.router_replay=compare`, compared with them."""
+        with self.policy.replay.during("compare" if self.actor.router_replay == "compare" else "replay"):
+            return self._log_probs(batch, "old_log_probs", "entropys")
+
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
+    @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Log-probs of the response tokens under the reference weights."""
+        """Log-probs of the response tokens under the reference weights, which choose experts for themselves."""
         with self.policy.as_reference():
             return self._log_probs(batch, "ref_log_probs", None)
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "reference")
     def freeze_reference(self) -> None:
         """The present weights become the reference."""
         self.policy.freeze_reference()
@@ -141,6 +174,24 @@ class PolicyWorker:
         if entropy_name is not None:
             columns[entropy_name] = found[1]
         return DataProto.from_columns(columns)
+
+    # ---- memory ----------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Those of `parts` that `actor.offload` names leave the device, until a method needs them or `wake`. Returns the bytes freed."""
+        return self.memory.sleep(parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """These parts come back and stay: for several methods in a row."""
+        self.memory.residency.wake(*parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_observations(self) -> dict[str, Any]:
+        """Since the last call: {memory: peak bytes by method, reserved: bytes, routes: `RouterReplay.take_counts`}."""
+        memory, replay = self.memory, self.policy.replay
+        return {"memory": memory.take_peaks(), "reserved": memory.take_reserved(), "routes": replay.take_counts()}
 
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 
@@ -163,6 +214,7 @@ class PolicyWorker:
         return facts
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
         """Send this rank's slices for each order, all at once. Returns what became of each that this rank sends for."""
         return self._sender.send(orders, go_timeout_s)
@@ -170,6 +222,7 @@ class PolicyWorker:
     # ---- disk -------------------------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def save_checkpoint(self, folder: Path, phase: str, step: int, background: bool) -> None:
         """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
@@ -180,6 +233,7 @@ class PolicyWorker:
         return self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def load_checkpoint(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
         """Restore what `save_checkpoint` wrote in the same phase (`optim` and `with_reference` as they were then)."""
         self.policy.set_optimizer(optim)
@@ -188,6 +242,7 @@ class PolicyWorker:
         checkpoint.load(self.policy, folder)
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
         hf_export.export(self.policy, folder, self.spec.hf_config, self.spec.tokenizer)

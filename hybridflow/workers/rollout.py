@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.reshard.schedule import EngineLayout
 from hybridflow.reshard.session import Order, Outcome
+from hybridflow.routes import ROUTES, unknown, with_free_end
 
 WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reason", "weight_version")
 
@@ -26,7 +28,9 @@ WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reas
 class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
-    def __init__(self, context: WorkerContext, config: RolloutConfig, model_folder: Path, dtype: str, seed: int) -> None:
+    def __init__(
+        self, context: WorkerContext, config: RolloutConfig, model_folder: Path, dtype: str, seed: int, with_routes: bool = False
+    ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
         name = f"engine-{context.rank}"
@@ -47,7 +51,11 @@ class RolloutWorker:
             request_timeout_s=config.request_timeout_s,
             seed=seed + context.rank,
             device=Platform.detect().kind,
+            return_routed_experts=with_routes,
+            memory_saver=config.sleep_while_training,
         )
+        self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+        self._asleep: tuple[int, tuple[str, ...]] = (-1, ())  # the engine's life, and what of its memory is given away
         self._sync_store, self._plan = ("", 0), ""
         self._described: EngineLayout | None = None
         self._served_life = -1  # the engine's life that holds whole weights; -1: none does
@@ -70,6 +78,21 @@ class RolloutWorker:
         Raises:
             EngineError: the engine has died, or holds no whole weights since its last start.
         """
+        return _columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
+
+    @register(Dispatch.DP, reads=("prompt_ids",), writes=(*WRITES, ROUTES))
+    def generate_with_routes(
+        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> DataProto:
+        """The same, with the experts that each token of prompt and response went through (`hybridflow.routes`)."""
+        completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
+        tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
+        rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
+        return _columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+
+    def _generate(
+        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int], with_routes: bool = False
+    ) -> list[Completion]:
         state = self.keeper.state()
         if state.state != UP or state.life != self._served_life:
             reason = state.reason or "its last weight sync failed"
@@ -77,7 +100,33 @@ class RolloutWorker:
         prompts = batch.jagged("prompt_ids")
         params = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
         rows = [prompts.row(i).tolist() for i in range(len(prompts))]
-        return _columns(self.keeper.client.generate(rows, params, max_new_tokens, list(stop_token_ids)))
+        return self.keeper.client.generate(rows, params, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
+
+    def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
+        layers = int(self._hf_config["num_hidden_layers"])
+        if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
+            return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
+        return with_free_end(completion.routes, tokens, layers, f"engine {self.keeper.spec.name}")
+
+    # ---- memory -----------------------------------------------------------------------------------------------------------------------
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them. A dead engine has none."""
+        state, tags = self.keeper.state(), ("kv_cache", "weights")
+        if state.state == UP:
+            self.keeper.client.flush_cache()
+            self.keeper.client.release_memory(tags)
+            self._asleep = (state.life, tags)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the memory of these parts again. Weights are then empty until the next sync. An engine started since is awake."""
+        state, (life, asleep) = self.keeper.state(), self._asleep
+        again = [tag for tag in tags if tag in asleep]
+        if state.state == UP and state.life == life and again:
+            self.keeper.client.resume_memory(again)
+            self._asleep = (life, tuple(tag for tag in asleep if tag not in again))
 
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 

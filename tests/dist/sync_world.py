@@ -46,7 +46,9 @@ class Threads:
         self.workers, self.world_size = list(workers), len(workers)
         self.pool = ThreadPoolExecutor(8)
 
-    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None) -> Future[Any]:
+    def submit(
+        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
+    ) -> Future[Any]:
         ranks = range(self.world_size) if only is None else only
         mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
         plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
@@ -129,16 +131,19 @@ class Senders:
 
 
 class SyncWorld:
-    """Engines of the given tensor sizes, trainer ranks, and `SliceSync` over them; engines start without weights."""
+    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and `SliceSync` over them."""
 
-    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, int], tensors: Sequence[int], folder: Path) -> None:
+    def __init__(
+        self, model: Mapping[str, Any], shape: Mapping[str, int], engines: Sequence[int | Mapping[str, int]], folder: Path
+    ) -> None:
         self.model, self.folder = dict(model), folder
         engine_folder = folder / "model"
         engine_folder.mkdir(parents=True)
         (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
         self.senders = Senders(model, shape)
-        self.configs = [RolloutConfig(num_engines=len(tensors), tensor=tensor, request_timeout_s=60.0, sync=SYNC) for tensor in tensors]
-        contexts = [WorkerContext(r, len(tensors), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(tensors))]
+        shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
+        self.configs = [RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=SYNC) for sizes in shapes]
+        contexts = [WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))]
         self.workers = [RolloutWorker(c, config, engine_folder, "float32", 1) for c, config in zip(contexts, self.configs, strict=True)]
         self.group: Any = Threads(self.workers)
         config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
@@ -156,6 +161,12 @@ class SyncWorld:
             worker.config = replace(worker.config, sync=settings)
         self.sync = SliceSync(senders, self.engines, config)
         self.plan_line = self.sync.prepare()
+
+    def cut(self, shape: Mapping[str, int]) -> None:
+        """Trainer ranks of another layout in place of these."""
+        self.senders.close()
+        self.senders = Senders(self.model, shape)
+        self.configure()
 
     @property
     def hf_config(self) -> dict[str, Any]:

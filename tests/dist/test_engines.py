@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import requests
@@ -23,6 +24,9 @@ from hybridflow.engines.client import Completion, EngineClient, SamplingParams
 from hybridflow.engines.server import EngineServer, EngineSpec
 from hybridflow.engines.weight_control import Control
 from hybridflow.errors import EngineError
+from hybridflow.protocol import DataProto, Jagged
+from hybridflow.routes import ROUTES, with_free_end
+from tests.dist.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 LAYERS, VOCABULARY = 4, 96
@@ -75,7 +79,8 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("logs")
-    servers = [EngineServer(EngineSpec(name=f"engine-{i}", model_path=str(models[0])), logs / f"engine-{i}.log") for i in range(2)]
+    specs = [EngineSpec(name=f"engine-{i}", model_path=str(models[0]), return_routed_experts=True) for i in range(2)]
+    servers = [EngineServer(spec, logs / f"{spec.name}.log") for spec in specs]
     try:
         for server in servers:
             server.start()
@@ -108,6 +113,53 @@ def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Pa
     for completions in pair.each(lambda client: client.generate(PROMPTS, sampling, 12)):
         assert {c.finish_reason for c in completions} == {"length"} and {len(c.token_ids) for c in completions} == {12}
         assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= 1e-5
+
+
+def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, models: list[Path]) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    for completions in pair.each(lambda client: client.generate(PROMPTS, SamplingParams(), 12, with_routes=True)):
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            tokens = [*prompt, *completion.token_ids]
+            with torch.no_grad():
+                logits = reference(torch.tensor([tokens[:-1]]), output_router_logits=True).router_logits
+            expected = torch.stack([layer.topk(2).indices.sort().values for layer in logits], dim=1)
+            routes = with_free_end(completion.routes, len(tokens), LAYERS, "engine")
+            assert np.sort(routes[:-1]).tolist() == expected.tolist()
+
+
+def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models: list[Path], tmp_path: Path) -> None:
+    """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own routes and along the engine's."""
+    prompts = PROMPTS * 4
+    completions = pair.clients[0].generate(prompts, SamplingParams(), 40, with_routes=True)
+    rows = [with_free_end(c.routes, len(p) + len(c.token_ids), LAYERS, "engine") for p, c in zip(prompts, completions, strict=True)]
+    batch = {
+        "prompt_ids": Jagged.from_rows(prompts, np.int64),
+        "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
+        "rollout_log_probs": Jagged.from_rows([c.log_probs for c in completions], np.float32),
+        ROUTES: Jagged.from_rows(rows, np.int16),
+    }
+    DataProto.from_columns(batch).write_parquet(tmp_path / "samples.parquet")
+    hf = json.loads((models[0] / "config.json").read_text())
+    hf |= {"rope_theta": hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"]}
+    arguments = {"hf": hf, "folder": str(models[0]), "engine": str(tmp_path / "samples.parquet")}
+    [found] = run_ranks(1, "tests.dist.replay_cases:along_engine_routes", **arguments)
+    token_layers = sum(len(row) - 1 for row in rows) * LAYERS
+    same, rounded = found["same"], found["rounded"]
+    assert same["compared"] == rounded["compared"] == token_layers
+    assert same["differing"] <= 1e-3 * token_layers and max(same["along"]) <= 1e-4  # equal weights: equal choices
+    assert rounded["differing"] >= 20, "the mismatch that replay is about does not occur"
+    assert np.mean(rounded["along"]) < 0.8 * np.mean(rounded["free"])
+    assert np.max(rounded["along"]) < np.max(rounded["free"])
+
+
+def test_memory_calls_are_answered(pair: Pair) -> None:
+    """On CPU nothing is freed; the engine must go on answering."""
+    client = pair.clients[0]
+    client.flush_cache()
+    client.release_memory()
+    client.resume_memory(["weights"])
+    client.resume_memory(["kv_cache"])
+    assert len(client.generate([[1, 2]], SamplingParams(), 2)[0].token_ids) == 2
 
 
 def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pair) -> None:

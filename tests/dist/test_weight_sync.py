@@ -26,7 +26,8 @@ from tests.dist.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 
 pytestmark = pytest.mark.slow
 MODEL = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 64, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "max_position_embeddings": 256, "vocab_size": 331, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None, "hidden_act": "silu",
@@ -92,7 +93,7 @@ def versions(world: SyncWorld, number: int) -> set[str]:
     return {span.version for span in completion.weight_versions}
 
 
-# ---- what a sync brings -------------------------------------------------------------------------------------------------------------------
+# ---- what a sync brings -----------------------------------------------------------------------------------------------------------
 
 
 def test_random_updates_arrive_bit_for_bit_with_the_fewest_bytes(world: SyncWorld) -> None:
@@ -175,7 +176,9 @@ def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -
     heal(world, 10)
     world.workers[1].adopt_plan("0" * 64)
     report = synced(world, 11)
-    assert list(report.stale) == ["engine-1"] and "plan 000000000000" in report.stale["engine-1"] and "plan again" in report.stale["engine-1"]
+    assert (
+        list(report.stale) == ["engine-1"] and "plan 000000000000" in report.stale["engine-1"] and "plan again" in report.stale["engine-1"]
+    )
     assert world.difference(0, 11) <= CLOSE
     assert world.answers(1) and world.difference(1, 10) <= CLOSE and versions(world, 1) == {str(world.version - 1)}
     world.configure()

@@ -128,7 +128,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
         (("rollout.tensor=2", "rollout.expert=3"), ("rollout.expert=3", "rollout.tensor=2", "divisor of 2")),
         (("rollout.data_parallel_attention=2",), ("rollout.data_parallel_attention=2", "rollout.tensor=1")),
-        (("rollout.pipeline=2",), ("rollout.pipeline=2", "broadcast", "set it to 1")),
+        (("rollout.pipeline=2",), ("rollout.pipeline=2", "together", "set it to 1")),
         (("model=tiny-dense", "rollout.tensor=2", "rollout.expert=2"), ("rollout.expert=2", "mixture of experts")),
         (("rollout.tensor=4", "rollout.data_parallel_attention=4", "model.hf_config.num_experts=6", "rollout.expert=4"), ("6 experts",)),
         (("rollout.tensor=2", "model.hf_config.moe_intermediate_size=33"), ("moe_intermediate_size=33", "rollout.tensor=2")),

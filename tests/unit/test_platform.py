@@ -49,3 +49,16 @@ def test_memory_grows_with_what_is_held() -> None:
     cpu.synchronize()
     cpu.empty_cache()
     cpu.set_device(0)
+
+
+def test_the_peak_starts_anew_when_reset() -> None:
+    cpu = Platform("cpu")
+    held = np.ones(96 << 20, dtype=np.uint8)
+    high = cpu.peak_memory_bytes()
+    del held
+    cpu.empty_cache()
+    cpu.reset_peak_memory()
+    assert cpu.peak_memory_bytes() < high - (64 << 20)
+    held = np.ones(64 << 20, dtype=np.uint8)
+    assert cpu.peak_memory_bytes() >= high - (48 << 20) and held[0] == 1
+    assert cpu.reserved_memory_bytes() >= cpu.memory_bytes() - (8 << 20)

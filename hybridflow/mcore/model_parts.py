@@ -1,0 +1,50 @@
+"""Which tensors of a policy are its weights, gradients, optimizer state and reference, for `Residency`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from hybridflow.mcore.optimizer import inner_optimizers
+from hybridflow.mcore.policy import Policy
+from hybridflow.mcore.residency import Part
+
+
+def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
+    """Listed anew at each call, since an optimizer may be replaced and a reference appear."""
+    return {
+        "weights": lambda: [*_held(policy), *_flat(policy, "param_data")],
+        "gradients": lambda: [*_flat(policy, "grad_data"), *_gradients(policy)],
+        "optimizer": lambda: [*_main_parameters(policy), *_states(policy)],
+        "reference": lambda: policy.reference_state().values() if policy.has_reference else (),
+    }
+
+
+def _held(policy: Policy) -> list[torch.Tensor]:
+    """Parameters and buffers of every model chunk."""
+    return [tensor for stage in policy.stages for tensor in (*stage.parameters(), *stage.buffers())]
+
+
+def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
+    """Megatron's flat buffers; without the distributed optimizer there is none for parameters."""
+    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [data for data in (getattr(buffer, name) for buffer in buffers) if data is not None]
+
+
+def _main_parameters(policy: Policy) -> list[torch.Tensor]:
+    """What the inner optimizers step: fp32 copies or, in fp32, views of the weights, which then count as weights."""
+    inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
+    return [parameter for one in inner for group in one.optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradients(policy: Policy) -> list[torch.Tensor]:
+    """Of parameters and main parameters, where they are no views of the flat buffers."""
+    owners = (*_held(policy), *_main_parameters(policy))
+    return [owner.grad for owner in owners if owner.grad is not None]
+
+
+def _states(policy: Policy) -> list[torch.Tensor]:
+    inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
+    states = [state for one in inner for state in one.optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,313 @@
+"""Router replay: the experts that a mixture of experts uses in training are those of an earlier pass over the same tokens.
+
+A router that computes with slightly other numbers (another kernel, bfloat16) chooses other experts for some tokens, and the log-probability
+of such a token jumps. Replay takes the *choice* from the earlier pass, the engine's (R3) or the trainer's own old-log-prob pass (R2), while
+the probabilities of the chosen experts still come from the live logits, with their gradient.
+
+How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose `get_replay_topk` is asked for the
+choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at a time and takes a recomputation for a second list that
+somebody must switch to; under 1F1B, forwards of later micro-batches and recomputations of earlier ones alternate. Ours finds the routes
+through the micro-batch itself: they hang on its `PackedSeqParams`, a forward hook of the model says which is being computed, and a
+recomputation (a router called outside any forward) takes the oldest micro-batch that was run without gradient: the order of the schedules.
+
+What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias (`local_tokens_per_expert`). What keeps
+to the live choice: the auxiliary balancing losses (moe_utils.py:788), since they teach the router itself.
+
+Replay is proven, not assumed: a hook on each router's *output* compares the routing map with the routes sent, token by token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.errors import ModelError, RouterReplayError
+from hybridflow.mcore.context_parallel import ZigZag
+from hybridflow.mcore.packed import MicroBatch, sequence_lengths
+from hybridflow.protocol import DataProto, Jagged
+from hybridflow.routes import FREE, ROUTES
+
+Action = Literal["replay", "record", "compare"]
+
+
+@dataclass
+class MicroRoutes:
+    """What one micro-batch brings to, or takes from, this rank's routers.
+
+    Attributes:
+        given: [t, layers, k] expert ids of this rank's share of the packed tokens, `FREE` where the router decides; None when recording.
+        recorded: [t, k] by layer (counted from 0), filled in by the pass.
+    """
+
+    action: Action
+    given: torch.Tensor | None
+    recorded: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class RouterReplay:
+    """Replays, records or compares the routes of all routers of this rank. Off unless inside `during`."""
+
+    def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
+        """`stages`: the rank's model chunks, not yet wrapped. A dense model has no routers; `during` then refuses."""
+        self.config: Any = stages[0].config
+        found = [(name, module) for stage in stages for name, module in stage.named_modules() if isinstance(module, TopKRouter)]
+        # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
+        self._routers = [_RouterHook(self, router) for name, router in found if "mtp." not in name]
+        for stage in stages if self._routers else ():
+            stage.register_forward_pre_hook(self._enter, with_kwargs=True)
+            stage.register_forward_hook(self._leave, always_call=True)
+        self.current: MicroRoutes | None = None
+        self.computing = self.with_gradient = False
+        self._action: Action | None = None
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self.tally = _Tally()
+        self._taken = dict.fromkeys(_Tally.NAMES, 0)
+
+    # ---- one pass ---------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def during(self, action: Action) -> Iterator[None]:
+        """Every pass inside replays (or records, or compares with) the routes of its batch.
+
+        Raises:
+            ModelError: the model has no experts anywhere, or its router cannot replay.
+            RouterReplayError: at the end, when a router did not use what was sent to it, or was not asked at all.
+        """
+        self._check_model()
+        self._action = action
+        try:
+            yield
+            self._check()
+        finally:
+            self._action, self.current, self.tally = None, None, _Tally()
+            for router in self._routers:
+                router.pending.clear()
+
+    def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Hang each micro-batch's routes (rows of the column `routed_experts` of `batch`) on it. Does nothing outside `during`.
+
+        Raises:
+            RouterReplayError: the column does not fit the batch or the model.
+        """
+        if self._action is None:
+            return micro_batches
+        routes = None if self._action == "record" else self._checked(batch)
+        lengths = sequence_lengths(batch)
+        for micro in micro_batches:
+            given = None if routes is None else self._given(routes, micro)
+            micro.packed.routes = MicroRoutes(self._action, given)
+            if given is not None:
+                self.tally.sent += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
+        self._micro_batches, self._lengths = micro_batches, lengths
+        return micro_batches
+
+    def recorded(self) -> Jagged:
+        """The routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. A collective over the model's ranks.
+
+        Layers without experts hold `FREE`.
+        """
+        rows: list[np.ndarray] = [np.zeros(0)] * len(self._lengths)
+        for micro in self._micro_batches:
+            whole = self._gathered(micro)
+            for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
+                rows[sample] = whole[start : start + self._lengths[sample]]
+        return Jagged.from_rows(rows, np.int16)
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was raised);
+        those whose live choice was another: differing in passes without gradient, drifted in training passes, where earlier updates
+        have moved the weights; `routers` of this rank. Zeros on ranks that repeat another rank's tokens.
+        """
+        once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
+        taken = {name: count * once for name, count in self._taken.items()}
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        self._taken = dict.fromkeys(self._taken, 0)
+        return taken | {"routers": len(self._routers) if first else 0}
+
+    # ---- checks -----------------------------------------------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        if not self.config.num_moe_experts:
+            raise ModelError("actor.router_replay needs a mixture of experts; this model is dense: set it to none")
+        if self.config.moe_router_fusion:
+            raise ModelError("router replay and Megatron's fused router (moe_router_fusion) exclude each other: the fused one asks nobody")
+
+    def _checked(self, batch: DataProto) -> Jagged:
+        if ROUTES not in batch:
+            raise RouterReplayError(f"the batch has no column {ROUTES!r}: nothing recorded the routes to replay")
+        routes, lengths = batch.jagged(ROUTES), sequence_lengths(batch)
+        wanted = (self.config.num_layers, self.config.moe_router_topk)
+        if routes.values.shape[1:] != wanted:
+            found = list(routes.values.shape[1:])
+            raise RouterReplayError(f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and {wanted[1]} experts a token")
+        if not np.array_equal(routes.lengths, lengths):
+            row = int(np.argmax(routes.lengths != lengths))
+            raise RouterReplayError(f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have {lengths[row]}")
+        if routes.values.size and not (routes.values.min() >= FREE and routes.values.max() < self.config.num_moe_experts):
+            raise RouterReplayError(
+                f"{ROUTES} names expert {routes.values.max()} (smallest {routes.values.min()}); the model has {self.config.num_moe_experts}"
+            )
+        return routes
+
+    def _check(self) -> None:
+        found = self.tally.numbers()
+        sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
+        waiting = sum(len(router.pending) for router in self._routers)
+        if mismatched or used != sent or waiting:
+            raise RouterReplayError(
+                f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given experts {used} were "
+                f"routed, {mismatched} of them to other experts; {waiting} recomputations did not happen. This pass computed another "
+                "function than the one that was sampled from. Set actor.router_replay=none to train without replay."
+            )
+        self._taken = {name: count + found[name] for name, count in self._taken.items()}
+
+    # ---- which tokens are this rank's -------------------------------------------------------------------------------------------------
+
+    def _rows(self, micro: MicroBatch) -> np.ndarray:
+        """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence parallelism."""
+        rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
+            parallel_state.get_context_parallel_rank()
+        )
+        if not self.config.sequence_parallel:
+            return rows
+        size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        return rows.reshape(size, -1)[rank]
+
+    def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
+        """[t, layers, k] of this rank's tokens; padding is free."""
+        bounds = _segment_bounds(micro)
+        whole = np.full((int(bounds[-1]), *routes.values.shape[1:]), FREE, dtype=np.int16)
+        for sample, start in zip(micro.samples.tolist(), bounds.tolist(), strict=False):
+            row = routes.row(sample)
+            whole[start : start + len(row)] = row
+        return torch.from_numpy(whole[self._rows(micro)]).to(micro.tokens.device)
+
+    def _gathered(self, micro: MicroBatch) -> np.ndarray:
+        """[t, layers, k] of all stages and token shards. Summed: each (token, layer) is on one rank, the others hold zero."""
+        shape = (int(_segment_bounds(micro)[-1]), self.config.num_layers, self.config.moe_router_topk)
+        # int32: NCCL has no int16
+        whole = torch.zeros(shape, dtype=torch.int32, device=micro.tokens.device)
+        mine = torch.from_numpy(self._rows(micro)).to(whole.device)
+        for layer, experts in micro.packed.routes.recorded.items():
+            whole[mine, layer] = experts.to(torch.int32) - FREE
+        if self.config.sequence_parallel:
+            dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
+        if parallel_state.get_context_parallel_world_size() > 1:
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        dist.all_reduce(whole, group=parallel_state.get_pipeline_model_parallel_group())
+        return np.asarray((whole + FREE).to(torch.int16).cpu().numpy())
+
+    # ---- hooks of the model -----------------------------------------------------------------------------------------------------------
+
+    def _enter(self, _: torch.nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
+        self.current = getattr(kwargs.get("packed_seq_params"), "routes", None)
+        self.computing, self.with_gradient = True, torch.is_grad_enabled()
+
+    def _leave(self, *_: Any) -> None:
+        self.current, self.computing = None, False
+
+
+class _RouterHook:
+    """Stands where Megatron's RouterReplay stands, on one router."""
+
+    def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
+        self.replay, self.topk, self.layer = replay, router.topk, router.layer_number - 1
+        self.pending: deque[MicroRoutes] = deque()  # run without gradient inside a training pass: they will be recomputed
+        self._active: MicroRoutes | None = None
+        self._counts = False
+        self._live: torch.Tensor | None = None
+        router.router_replay = self
+        router.register_forward_pre_hook(self._begin)
+        router.register_forward_hook(self._observe)
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts], as moe_utils.py:705 asks."""
+        routes = self._active
+        if routes is None or routes.action != "replay":
+            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return values, chosen
+        _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+        given = self._given(routes)
+        chosen = torch.where(given == FREE, live, given)
+        self._live = live
+        return scores.gather(1, chosen), chosen
+
+    def _given(self, routes: MicroRoutes) -> torch.Tensor:
+        assert routes.given is not None
+        return routes.given[:, self.layer].long()
+
+    def _begin(self, *_: Any) -> None:
+        replay = self.replay
+        if replay.computing:
+            self._active = replay.current
+            if replay.current is not None and replay.with_gradient and not torch.is_grad_enabled():
+                self.pending.append(replay.current)
+        else:
+            self._active = self.pending.popleft() if self.pending else None
+        self._counts = replay.computing
+
+    @torch.no_grad()
+    def _observe(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Compare what the router did, its routing map [t, experts], with what it was given."""
+        routes, live, self._active, self._live = self._active, self._live, None, None
+        if routes is None:
+            return
+        routing_map = output[1]
+        if routes.action == "record":
+            # each row has k marks, in ascending order of the expert
+            routes.recorded[self.layer] = routing_map.nonzero()[:, 1].view(-1, self.topk)
+            return
+        given = self._given(routes)
+        wanted = given[:, 0] != FREE
+        same = routing_map.gather(1, given.clamp(min=0)).all(1) & (routing_map.sum(1) == self.topk)
+        tally = self.replay.tally
+        if routes.action == "compare":
+            tally.add(used=wanted, differing=wanted & ~same)
+        elif self._counts:
+            other = (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
+            tally.add(used=wanted, mismatched=wanted & ~same)
+            tally.add(**{"drifted" if self.replay.with_gradient else "differing": wanted & other})
+        else:  # a recomputation: counted before, but it must not differ either
+            tally.add(mismatched=wanted & ~same)
+
+
+class _Tally:
+    """Counts of one pass; sums stay on the device until they are read once."""
+
+    NAMES = ("sent", "used", "mismatched", "differing", "drifted")
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, **masks: torch.Tensor) -> None:
+        """Add the number of true entries under each name."""
+        for name, mask in masks.items():
+            self._sums[name] = self._sums[name] + mask.sum() if name in self._sums else mask.sum()
+
+    def numbers(self) -> dict[str, int]:
+        """Every count by name."""
+        return {name: self.sent if name == "sent" else int(self._sums.get(name, torch.zeros(()))) for name in self.NAMES}
+
+
+def _segment_bounds(micro: MicroBatch) -> np.ndarray:
+    """[segments + 1] packed rows where the samples, in order, and the padding tail begin; the last is the length."""
+    bounds: np.ndarray = micro.packed.cu_seqlens_q.cpu().numpy()
+    return bounds

@@ -1,0 +1,49 @@
+"""Who holds the devices' memory when: the policy while it trains, the engines while they generate, both while weights travel.
+
+Between the phases below the engines may answer. With nothing to offload and engines that stay, each phase is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.trainer.protocols import RolloutService, TrainGroup
+
+
+class Phases:
+    """The order in which memory changes hands, at one place: never both the engines' cache and the optimizer."""
+
+    def __init__(self, config: RunConfig, policy: TrainGroup, engines: RolloutService) -> None:
+        self.policy, self.engines = policy, engines
+        offload = config.actor.offload
+        self._policy_sleeps = offload.weights or offload.gradients or offload.optimizer
+        self._engines_sleep = config.rollout.sleep_while_training
+        self._engines_asleep = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The engines give their memory away; the policy's weights stay on the device over several passes."""
+        if self._engines_sleep:
+            self.engines.sleep()
+            self._engines_asleep = True
+        if self._policy_sleeps:
+            self.policy.wake(("weights",))
+        yield
+        if self._policy_sleeps:
+            self.policy.sleep(("gradients", "optimizer", "reference"))
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Weights on both sides; then the policy leaves, and only then the engines take their cache again."""
+        if self._policy_sleeps:
+            self.policy.sleep(("gradients", "optimizer", "reference"))
+        if self._engines_asleep:
+            self.engines.wake(("weights",))
+        yield
+        if self._policy_sleeps:
+            self.policy.sleep(("weights",))
+        if self._engines_asleep:
+            self.engines.wake(("kv_cache",))
+            self._engines_asleep = False

@@ -1,0 +1,106 @@
+"""What a worker method needs on the device, how much it took at its peak, and what to do when that was too much."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hybridflow.config.schema import OffloadConfig
+from hybridflow.errors import MemoryExhaustedError
+from hybridflow.mcore.residency import Part, Residency
+from hybridflow.platform import Platform
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def needs(*parts: Part) -> Callable[[F], F]:
+    """Mark a method of a worker that has `memory: RoleMemory`: these parts are on the device while it runs.
+
+    Below `@register`. Running out of memory inside becomes MemoryExhaustedError with the method's name.
+    """
+
+    def mark(function: F) -> F:
+        @functools.wraps(function)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.memory.phase(function.__name__, parts):
+                return function(self, *args, **kwargs)
+
+        return method  # type: ignore[return-value]
+
+    return mark
+
+
+class RoleMemory:
+    """The memory of one role in one process."""
+
+    def __init__(self, residency: Residency, platform: Platform, offload: OffloadConfig) -> None:
+        self.residency, self.platform = residency, platform
+        self._offloads = {"weights": offload.weights, "gradients": offload.gradients, "optimizer": offload.optimizer}
+        self._offloads["reference"] = offload.weights
+        self._peaks: dict[str, int] = {}
+        self._reserved = 0
+
+    @contextmanager
+    def phase(self, name: str, parts: tuple[Part, ...]) -> Iterator[None]:
+        """`parts` are resident inside, and the peak is noted under `name`.
+
+        Raises:
+            MemoryExhaustedError: the device, or on CPU the machine, had no more.
+        """
+        self.platform.reset_peak_memory()
+        try:
+            # translated twice: inside, while what the method needs is still resident and counts; outside, for bringing it in
+            with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
+                yield
+        finally:
+            self._peaks[name] = max(self._peaks.get(name, 0), self.platform.peak_memory_bytes())
+            self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
+
+    def sleep(self, parts: tuple[Part, ...]) -> int:
+        """Those of `parts` that the configuration offloads leave the device. Returns the bytes freed."""
+        return self.residency.sleep(*(part for part in parts if self._offloads[part]))
+
+    def take_peaks(self) -> dict[str, int]:
+        """The largest number of bytes held in each phase since the last call."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def take_reserved(self) -> int:
+        """The largest number of bytes that the allocator has reserved since the last call."""
+        reserved, self._reserved = self._reserved, 0
+        return reserved
+
+    @contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._exhausted(name, error) from error
+
+    def _exhausted(self, name: str, error: BaseException) -> MemoryExhaustedError:
+        held = ", ".join(f"{part} {_gib(size)}" for part, size in self.residency.resident_bytes().items() if size)
+        keys = [f"actor.offload.{part}=true" for part in ("weights", "gradients", "optimizer") if not self._offloads[part]]
+        offload = f", set {' '.join(keys)}" if keys else ""
+        return MemoryExhaustedError(
+            f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of {_gib(self.platform.total_memory_bytes())}, of "
+            f"which {held or 'nothing'} of the model. Lower actor.max_tokens_per_micro_batch{offload}, raise actor.parallel.tensor, "
+            f"pipeline or expert, or lower rollout.mem_fraction_static where engines share the device. ({str(error).splitlines()[0][:200]})"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python says so. On CPU torch has no type of its own for it (c10/core/impl/alloc_cpu.cpp)."""
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "CUDA out of memory" in text)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

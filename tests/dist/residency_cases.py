@@ -1,0 +1,177 @@
+"""What each rank does in the tests of residency and of running out of memory."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.config.schema import OffloadConfig, OptimConfig
+from hybridflow.platform import Platform
+from hybridflow.protocol import DataProto
+from tests.dist.mcore_cases import _policy, _share, batch_of
+
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    Platform("cpu").empty_cache()
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"^Anonymous:\s+(\d+)", rollup, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+
+
+def _step(policy: Any, batch: DataProto) -> float:
+    from hybridflow.workers.losses import sft_loss
+
+    _, info = policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False)
+    return float(info["grad_norm"])
+
+
+def _everything(parts: Any) -> dict[str, torch.Tensor]:
+    """A copy of every tensor of every part, views included."""
+    return {f"{part}{i}": tensor.detach().clone() for part, listed in parts.items() for i, tensor in enumerate(listed())}
+
+
+def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return before.keys() == after.keys() and all(
+        before[name].dtype == after[name].dtype
+        and before[name].shape == after[name].shape
+        and torch.equal(before[name].view(bits[before[name].element_size()]), after[name].view(bits[before[name].element_size()]))
+        for name in before
+    )
+
+
+def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str = "float32") -> Any:
+    """Bytes before, during and after sleep; and five steps of training with sleep between them against five without."""
+    from hybridflow.mcore.model_parts import model_parts
+    from hybridflow.mcore.residency import PARTS, Residency
+
+    results, histories, finals = {}, [], []
+    for sleeps in (False, True):
+        policy = _policy_of(parallel, hf, dtype)
+        policy.set_optimizer(OPTIM)
+        policy.freeze_reference()
+        parts = model_parts(policy)
+        residency = Residency(parts, Platform("cpu"))
+        history = []
+        for step in range(5):
+            if sleeps:
+                residency.sleep(*PARTS)
+            with residency.resident(weights=True, gradients=True, optimizer=True):
+                history.append(_step(policy, _share(batch_of(8, step))))
+            with residency.resident(weights=True, reference=True), policy.as_reference():
+                policy.log_probs(_share(batch_of(8, step)), max_tokens=40, temperature=1.0, with_entropy=False)
+            assert residency.asleep == (frozenset(PARTS) if sleeps else frozenset())
+        histories.append(history)
+        if not sleeps:
+            results = _measured(policy, residency, parts)
+        residency.wake(*PARTS)
+        finals.append(_everything(parts))
+        del policy, residency, parts
+    return results | {"history": histories, "same_end": _same(*finals), "tensors": len(finals[0])}
+
+
+def _policy_of(parallel: dict[str, Any], hf: dict[str, Any], dtype: str) -> Any:
+    from hybridflow.config.schema import ParallelConfig
+    from hybridflow.mcore import parallel as groups
+    from hybridflow.mcore.policy import Policy
+    from hybridflow.models import family_of
+    from hybridflow.models.weights import RandomWeights
+
+    if not dist.is_initialized():
+        groups.initialize(ParallelConfig(**parallel), seed=1, backend="gloo", timeout_s=60)
+    family = family_of(hf)
+    return Policy(family, ParallelConfig(**parallel), dtype, RandomWeights(family.tensors(), 5, 0.2))
+
+
+def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
+    """One sleep of everything, and nested and partial residency."""
+    from hybridflow.mcore.residency import PARTS
+
+    before, held = _everything(parts), residency.resident_bytes()
+    pointers = [parameter.data_ptr() for parameter in policy.stages[0].parameters()]
+    awake = anonymous_bytes()
+    freed = residency.sleep(*PARTS)
+    asleep = anonymous_bytes()
+    left = residency.resident_bytes()
+    seen = []
+    with residency.resident(weights=True):
+        seen.append(sorted(residency.asleep))
+        with residency.resident(weights=True, optimizer=True):
+            seen.append(sorted(residency.asleep))
+            with residency.resident(weights=True):
+                pass
+            seen.append(sorted(residency.asleep))
+        seen.append(sorted(residency.asleep))
+    seen.append(sorted(residency.asleep))
+    residency.wake(*PARTS)
+    moved = sum(a != b.data_ptr() for a, b in zip(pointers, policy.stages[0].parameters(), strict=True))
+    same = _same(before, _everything(parts))
+    return {"held": held, "left": left, "freed": freed, "fell": awake - asleep, "same": same, "seen": seen, "moved": moved,
+            "gradient": max(float(t.abs().max()) for t in parts["gradients"]())}  # fmt: skip
+
+
+def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
+    """What is said when the offloaded bytes fit nowhere, and when a phase needs more memory than there is; and that both go on after."""
+    import tempfile
+
+    from hybridflow.errors import MemoryExhaustedError, ResourceError
+    from hybridflow.mcore.model_parts import model_parts
+    from hybridflow.mcore.residency import Residency
+    from hybridflow.workers.memory import RoleMemory, needs
+
+    policy = _policy(parallel, hf)
+    policy.set_optimizer(OPTIM)
+    parts, platform = model_parts(policy), Platform("cpu")
+    memory = RoleMemory(Residency(parts, platform), platform, OffloadConfig(weights=True, gradients=True))
+    tempfile.tempdir = folder
+    before, said = _everything(parts), {}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        memory.sleep(("weights",))
+    except ResourceError as error:
+        said["disk"] = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert memory.residency.asleep == frozenset() and _same(before, _everything(parts))
+
+    class Worker:
+        def __init__(self) -> None:
+            self.memory = memory
+
+        @needs("weights")
+        def compute_log_probs(self, rows: int) -> int:
+            assert memory.residency.asleep == {"gradients", "reference"}
+            return len(torch.empty(rows, 1 << 20))
+
+        @needs()
+        def wrong(self) -> None:
+            raise RuntimeError("something else")
+
+    assert memory.sleep(("weights", "gradients", "optimizer", "reference")) > 0
+    assert memory.residency.asleep == {"weights", "gradients", "reference"}  # the optimizer stays: it is not configured
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    try:
+        Worker().compute_log_probs(1 << 10)
+    except MemoryExhaustedError as error:
+        said["memory"] = str(error)
+    assert memory.residency.asleep == {"weights", "gradients", "reference"}
+    said["goes on"] = str(Worker().compute_log_probs(1))
+    try:
+        Worker().wrong()
+    except RuntimeError as error:
+        said["other"] = str(error)
+    memory.residency.wake("weights", "gradients")
+    assert _same(before, _everything(parts))
+    dist.barrier()
+    return {"said": said, "peaks": memory.take_peaks(), "again": memory.take_peaks()}

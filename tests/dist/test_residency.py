@@ -1,0 +1,48 @@
+"""Offload and reload: every byte comes back, the memory really falls, and training does not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.mcore_cases import TINY
+from tests.dist.ranks import run_ranks
+from tests.dist.test_mcore import FULL
+
+pytestmark = pytest.mark.slow
+# large enough that what stays (a Python process) does not drown what goes
+LARGE = {**TINY, "hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256, "intermediate_size": 512, "vocab_size": 4096}
+ALL = ["gradients", "optimizer", "reference", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dtype", "world"),
+    [
+        pytest.param(FULL, "float32", 4, id="tp2-pp2-ep2"),
+        pytest.param({"expert": 2}, "bfloat16", 2, id="dp2-ep2-bfloat16-sharded-main-parameters"),
+        pytest.param({"distributed_optimizer": False}, "float32", 1, id="one-process-whole-optimizer"),
+    ],
+)
+def test_everything_sleeps_and_comes_back_exactly(parallel: dict[str, Any], dtype: str, world: int) -> None:
+    for rank in run_ranks(world, "tests.dist.residency_cases:offloaded", parallel=parallel, hf=LARGE, dtype=dtype):
+        held, left = sum(rank["held"].values()), sum(rank["left"].values())
+        assert all(size > 4 << 20 for size in rank["held"].values()), rank["held"]
+        assert left < 0.05 * held and rank["freed"] == held - left
+        # the process itself, as the kernel counts it
+        assert rank["fell"] > 0.95 * held, rank
+        assert rank["same"] and rank["moved"] and rank["gradient"] > 1e-3
+        without_weights = ["gradients", "optimizer", "reference"]
+        assert rank["seen"] == [without_weights, ["gradients", "reference"], ["gradients", "reference"], without_weights, ALL]
+        assert rank["history"][0] == rank["history"][1] and rank["same_end"] and rank["tensors"] > 50
+
+
+def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_path: Any) -> None:
+    [rank] = run_ranks(1, "tests.dist.residency_cases:no_room", parallel={}, hf=TINY, folder=str(tmp_path))
+    said = rank["said"]
+    assert "no room to offload" in said["disk"] and "still in memory" in said["disk"] and "actor.offload.weights=false" in said["disk"]
+    assert "out of memory in compute_log_probs: peak " in said["memory"] and "weights 0.00 GiB" in said["memory"]
+    assert "Lower actor.max_tokens_per_micro_batch, set actor.offload.optimizer=true, raise actor.parallel.tensor" in said["memory"]
+    assert (said["goes on"], said["other"]) == ("1", "something else")
+    assert rank["peaks"].keys() == {"compute_log_probs", "wrong"} and min(rank["peaks"].values()) > 100 << 20
+    assert rank["again"] == {}
