@@ -62,26 +62,21 @@ def gae(
 def _discounted_sums(deltas_T: torch.Tensor, lengths_S: torch.Tensor, ends_S: torch.Tensor, factor: float) -> torch.Tensor:
     """[T] sum over the rest of the row of factor^i deltas[t + i].
 
-    Tokens are laid out by their distance to the end of the row, longer rows first: each step back in time is then one contiguous
-    in-place addition over the rows that reach that far.
+    Rows are walked from their ends side by side, longer ones first, so that those that reach one token further back are a prefix.
     """
     longest = int(lengths_S.max()) if len(lengths_S) else 0
     if longest < 2 or factor == 0.0:
         return deltas_T
-    rank = torch.empty_like(lengths_S)
-    rank[lengths_S.argsort(descending=True, stable=True)] = torch.arange(len(lengths_S))
-    row = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
-    distance = ends_S[row] - 1 - torch.arange(len(deltas_T))
-    active = torch.bincount(distance, minlength=longest)
-    starts = active.cumsum(0) - active
-    place = starts[distance] + rank[row]
-    sums = torch.empty_like(deltas_T)
-    sums[place] = deltas_T
-    begin, count = starts.tolist(), active.tolist()
-    for step in range(1, longest):
-        here, before, rows = begin[step], begin[step - 1], count[step]
-        sums[here : here + rows].add_(sums[before : before + rows], alpha=factor)
-    return sums[place]
+    active = (len(lengths_S) - torch.bincount(lengths_S, minlength=longest + 1).cumsum(0)).tolist()
+    place = ends_S[lengths_S.argsort(descending=True, stable=True)] - 1
+    running, sums = torch.zeros(len(lengths_S), dtype=deltas_T.dtype), torch.empty_like(deltas_T)
+    for step in range(longest):
+        rows = active[step]
+        here, total = place[:rows], running[:rows]
+        total.mul_(factor).add_(deltas_T.index_select(0, here))
+        sums.index_copy_(0, here, total)
+        place.sub_(1)
+    return sums
 
 
 def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:

@@ -56,15 +56,17 @@ def run_verify(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint verify`; exit code 1 when a file is not what it should be."""
     from hybridflow.trainer import checkpoint_tools as tools
 
-    folder = tools.locate(args.checkpoint)
-    manifest, problems = tools.verify(folder)
+    reports = []
+    for folder in tools.roles(args.checkpoint):
+        manifest, problems = tools.verify(folder)
+        reports.append({"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems})
+        if not problems and not args.json:
+            print(f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the manifest says (step {manifest.step})")
+        for problem in problems:
+            print(f"hybridflow: {problem}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems}, indent=2))
-    elif not problems:
-        print(f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the manifest says (step {manifest.step})")
-    for problem in problems:
-        print(f"hybridflow: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+        print(json.dumps(reports, indent=2))
+    return 1 if any(report["problems"] for report in reports) else 0
 
 
 def run_export(args: argparse.Namespace) -> int:

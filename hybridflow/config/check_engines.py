@@ -20,8 +20,8 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
             )
     if rollout.pipeline > 1:
         yield (
-            f"rollout.pipeline={rollout.pipeline}: an engine of several pipeline stages cannot join the broadcast that brings it weights "
-            "(SGLang numbers its ranks by tensor alone); set it to 1 and raise rollout.tensor"
+            f"rollout.pipeline={rollout.pipeline}: the stages of an engine cannot take weights together (SGLang tells a stage of a request "
+            "only when the one before it has carried it out); set it to 1 and raise rollout.tensor"
         )
 
 

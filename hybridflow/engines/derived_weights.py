@@ -13,6 +13,6 @@ def recompute_derived_weights(model: Any) -> None:
     `end_weight_update` leaves it out (sglang/srt/managers/scheduler_components/weight_updater.py:331), and the engine would go on with
     the old keys and values. The derived tensors are written in place.
     """
-    from sglang.srt.model_loader.loader import post_load_weights
-
-    post_load_weights(model)
+    finish = getattr(model, "post_load_weights", None)  # as SGLang's own loaders ask (model_loader/loader.py:315)
+    if finish is not None:
+        finish()

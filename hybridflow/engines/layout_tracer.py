@@ -118,6 +118,7 @@ class _Recorder(TorchDispatchMode):
         self.to_storage = {_storage(tensor): name for name, tensor in buffers.items()}
         self.joined: dict[int, tuple[_Joined, Shape]] = {}
         self.pieces: list[TracedPiece] = []
+        self.zeros: set[int] = set()  # storages that the loader made of zeros and has not written to: padding
         # a storage's address names it only while it lives
         self._keep: list[Any] = list(sources.values())
 
@@ -130,6 +131,11 @@ class _Recorder(TorchDispatchMode):
             self._fill(args[0], float(args[1]) if name == "fill_" else 0.0)
             return args[0]
         result = func(*args, **kwargs)
+        if name.endswith("_") and isinstance(args[0], torch.Tensor):
+            self.zeros.discard(_storage(args[0]))
+        elif name in ("zeros", "new_zeros", "zeros_like"):
+            self._keep.append(result)
+            self.zeros.add(_storage(result))
         if name in ("cat", "stack"):
             self._join(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), name == "stack", result)
         elif name in ("_to_copy", "clone", "contiguous", "detach") and _storage(args[0]) != _storage(result):
@@ -175,9 +181,13 @@ class _Recorder(TorchDispatchMode):
             raise WeightSyncError(f"the loader writes {name or 'a constant'} to {buffer} in other than a rectangle: stride {view.stride()}")
         self.pieces.append(TracedPiece(name, start, shape, buffer, *place, fill))
 
-    def _resolve(self, tensor: torch.Tensor, buffer: str) -> Iterator[tuple[str, Shape, Shape, list[tuple[int, int]]]]:
-        """(HF name, start, shape, part of `tensor` that it is) for every HF tensor that `tensor` shows."""
+    def _resolve(self, tensor: torch.Tensor, buffer: str) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
+        """(HF name, start, shape, part of `tensor` that it is) for every HF tensor that `tensor` shows; no name: zeros."""
         key = _storage(tensor)
+        if key in self.zeros:
+            if tensor.numel():
+                yield None, (), (), [(0, size) for size in tensor.shape]
+            return
         if key in self.from_storage:
             name = self.from_storage[key]
             place = _rectangle(tensor, self.shapes[name], 0)
@@ -195,7 +205,7 @@ class _Recorder(TorchDispatchMode):
 
     def _resolve_parts(
         self, join: _Joined, start: Shape, size: Shape, buffer: str
-    ) -> Iterator[tuple[str, Shape, Shape, list[tuple[int, int]]]]:
+    ) -> Iterator[tuple[str | None, Shape, Shape, list[tuple[int, int]]]]:
         row = 0
         for part in join.parts:
             whole = part.unsqueeze(join.axis) if join.stacked else part

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.engines.derived_weights import recompute_derived_weights
 from hybridflow.engines.layout_tracer import trace_layout
 from hybridflow.engines.weight_control import DESCRIBE, Control
 from hybridflow.errors import WeightSyncError
@@ -153,9 +154,7 @@ class WeightReceiver:
 
     def _after_load(self) -> None:
         """SGLang takes a custom load for a load and leaves this out (sglang/srt/managers/scheduler_components/weight_updater.py:332)."""
-        finish = getattr(self.model, "post_load_weights", None)
-        if finish is not None:
-            finish()
+        recompute_derived_weights(self.model)
 
 
 def problem_of(error: BaseException) -> str:

@@ -22,8 +22,8 @@ from hybridflow.reshard.session import Board, Order, Outcome, RankReport
 REPORT_GRACE_S = 5.0  # a rank reports before SGLang answers; a report later than this will not come
 
 
-class _RanksSilent(WeightSyncError):
-    """Ranks did not report: they are dead, or nobody knows what they are doing."""
+class _Unusable(WeightSyncError):
+    """The engine can take no further order: ranks are dead or nobody knows what they are doing, or its session stays open."""
 
 
 def answer_deadline(timeout_s: float) -> float:
@@ -65,7 +65,7 @@ def receive(client: EngineClient, order: Order, plan: str) -> Outcome:
         if board is not None:
             with suppress(RuntimeError):  # the store is gone: then so is whom this would tell
                 board.call_off(str(error))
-        if isinstance(error, EngineSilent | _RanksSilent):
+        if isinstance(error, EngineSilent | _Unusable):
             fate = "lost"
         return Outcome(order.engine, order.number, fate, f"{order.describe()}: {error}", 0, time.perf_counter() - started)
     board.clear()
@@ -108,7 +108,10 @@ def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
     except EngineError as error:
         refusal = str(error)
     reports = board.reports(REPORT_GRACE_S)
-    client.end_weight_update()
+    try:
+        client.end_weight_update()
+    except EngineError as error:
+        raise _Unusable(f"{order.engine}: its update session cannot be closed and would refuse the next: {error}") from error
     _check_reports(order.engine, ranks, reports, refusal)
     client.set_weight_version(order.version)
     client.resume()
@@ -122,6 +125,6 @@ def _check_reports(engine: str, ranks: tuple[int, ...] | range, reports: Mapping
     if refusal:
         raise WeightSyncError("; ".join([*faults, refusal]))
     if silent:
-        raise _RanksSilent("; ".join([*faults, f"{engine}: rank(s) {', '.join(silent)} did not report"]))
+        raise _Unusable("; ".join([*faults, f"{engine}: rank(s) {', '.join(silent)} did not report"]))
     if faults:
         raise WeightSyncError("; ".join(faults))

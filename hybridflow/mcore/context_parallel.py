@@ -60,6 +60,6 @@ def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int)
 
 def counts_tokens() -> bool:
     """Whether this rank reports the loss's count: every context-parallel rank computes the same loss, and Megatron adds up their counts
-    (finalize_model_grads.py:483).
+    (finalize_model_grads.py:493).
     """
     return bool(parallel_state.get_context_parallel_rank() == 0)

@@ -118,7 +118,7 @@ class Policy:
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:466)."""
+        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:476)."""
         return [(tensor, tensor.clone()) for name, tensor in held_weights(self.stages).items() if name.endswith(".expert_bias")]
 
     def _not_applied(

@@ -77,6 +77,8 @@ def missing(run: RunFolder) -> list[str]:
     for phase, names in EXPECTED_METRICS.items():
         if phase == "sft" and run.setting("sft.steps") in (0, None):
             continue
+        if phase != "sft" and run.names("reward"):
+            continue  # a reward model was trained: such a run has no steps of the loop and validates nothing
         logged = run.names(phase)
         absent = [name for name in names if name not in logged]
         if run.metrics and absent == list(names):

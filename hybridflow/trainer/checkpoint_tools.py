@@ -43,6 +43,14 @@ def locate(path: Path) -> Path:
     raise ConfigError(f"{path} holds no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json in it")
 
 
+def roles(path: Path) -> list[Path]:
+    """The folders of every role (policy, critic) of the checkpoint that `path` means; of a role's folder, that one alone."""
+    folder = locate(path)
+    if folder.resolve() == path.resolve():
+        return [folder]
+    return [folder, *(file.parent for file in sorted(folder.parent.glob(f"*/{MANIFEST}")) if file.parent != folder)]
+
+
 # ---- inspect and verify ---------------------------------------------------------------------------------------------------------------
 
 

@@ -133,7 +133,7 @@ class CheckpointStore:
         if pending is not None:
             pending.stop()
             with suppress(OSError):  # the checkpoint before it is in force then
-                if (pending.partial / "policy" / MANIFEST).exists():
+                if pending.is_whole():
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
@@ -217,6 +217,10 @@ class _Pending:
             raise self._error
         return True
 
+    def is_whole(self) -> bool:
+        """Whether the ranks of every role have written all of it (and it has not been committed yet)."""
+        return all((self.partial / name / MANIFEST).exists() for name in self.roles)
+
     def stop(self) -> None:
         """Commit no more."""
         self._stopped.set()
@@ -224,7 +228,7 @@ class _Pending:
 
     def _watch(self) -> None:
         try:
-            while not all((self.partial / name / MANIFEST).exists() for name in self.roles):
+            while not self.is_whole():
                 if self._stopped.wait(_POLL_S):
                     return
             self.store._commit(self.partial, self.final)

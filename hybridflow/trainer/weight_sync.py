@@ -33,6 +33,7 @@ class SliceSync:
         self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
         self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
         self._sessions = [0] * config.rollout.num_engines
+        self._folder = (derived.run_dir(config) / "sync").resolve()
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -44,6 +45,8 @@ class SliceSync:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
+        if self.sync_config.transport == "disk":
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)
         described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
         self._plan = self.policy.run(PolicyWorker.plan_weights, *self._at, described)[0]
@@ -52,35 +55,41 @@ class SliceSync:
         return self._plan.describe()
 
     def reconnect(self) -> None:
-        """After the policy's ranks were started again: they have a new store and no schedules."""
+        """After the policy's ranks were started again: they have a new store, no schedules and no sessions."""
+        self._sessions = [number + 1 for number in self._sessions]
+        self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         self.prepare()
 
     def sync(self, version: int) -> SyncReport:
         """See WeightSync."""
         if self._plan is None:
             raise RuntimeError("sync before prepare")
-        started, nbytes = time.perf_counter(), 0
+        started = time.perf_counter()
+        stale, nbytes = self._round(version)
+        if len(stale) == len(self._sessions) and any(state.state == "starting" for state in self.engines.states()):
+            self.engines.states(wait_s=self.config.rollout.start_timeout_s)  # better late than not at all
+            stale, nbytes = self._round(version)
+        self.engines.quarantine(stale)
+        if len(stale) == len(self._sessions):
+            reasons = "\n".join(f"  - {why}" for why in stale.values())
+            raise WeightSyncError(f"weight version {version}: no engine could take it\n{reasons}")
+        named = {_name(number): why for number, why in stale.items()}
+        return SyncReport(version, time.perf_counter() - started, nbytes, named)
+
+    def _round(self, version: int) -> tuple[dict[int, str], int]:
+        """Attempts at all engines that are up. Returns why engines did not take the weights, and bytes that reached those that did."""
         states = self.engines.states()
-        if all(state.state != "up" for state in states):  # better late than not at all
-            states = self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
-        pending = [number for number in range(len(states)) if number not in stale]
+        pending, nbytes = [number for number in range(len(states)) if number not in stale], 0
         for _ in range(1 + self.sync_config.max_retries):
             outcomes = self._attempt(pending, version) if pending else []
-            nbytes += sum(outcome.nbytes for outcome in outcomes)
             for outcome in outcomes:
+                nbytes += outcome.nbytes
                 stale.pop(outcome.number, None)
                 if outcome.fate != "served":
                     stale[outcome.number] = outcome.error
-                    self._sessions[outcome.number] += 1
             pending = [outcome.number for outcome in outcomes if outcome.fate == "stale"]
-        self.engines.quarantine(stale)
-        if len(stale) == len(states):
-            raise WeightSyncError(
-                f"weight version {version}: no engine could take it\n" + "\n".join(f"  - {why}" for why in stale.values())
-            )
-        named = {states[number].name: why for number, why in stale.items()}
-        return SyncReport(version, time.perf_counter() - started, nbytes, named)
+        return stale, nbytes
 
     def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
         """Orders to these engines, carried out at both ends at once; the outcomes at the engines, with what senders had to say."""
@@ -91,16 +100,18 @@ class SliceSync:
         sending = self.policy.submit(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
         received: list[Outcome] = self.engines.group.run(RolloutWorker.receive_weights, orders, timeout=wait, only=numbers)
         try:
-            sent: list[list[Outcome]] = sending.result()
+            sent: list[Outcome] = [outcome for rank in sending.result() for outcome in rank]
         except HybridFlowError:  # a trainer rank is gone: the run ends with its error, the engines' side is in the log
             self.engines.quarantine({**self.engines.stale, **{o.number: o.error for o in received if o.fate != "served"}})
             raise
-        return [_joined(outcome, [one for rank in sent for one in rank if one.number == outcome.number]) for outcome in received]
+        for number in {outcome.number for outcome in (*received, *sent) if outcome.fate != "served"}:
+            self._sessions[number] += 1  # either end has given the session up
+        return [_joined(outcome, [one for one in sent if one.number == outcome.number]) for outcome in received]
 
     def _order(self, number: int, version: int) -> Order:
         plan, sync = self._plan, self.sync_config
         assert plan is not None
-        name = f"engine-{number}"
+        name = _name(number)
         endpoint = Endpoint(
             transport=self._transport(),
             session=f"{self._run}.{name}.{self._sessions[number]}",
@@ -110,12 +121,16 @@ class SliceSync:
             receivers=plan.receivers[number],
             message_bytes=plan.message_bytes[number],
             timeout_s=sync.timeout_s,
-            folder=str((derived.run_dir(self.config) / "sync").resolve()),
+            folder=str(self._folder),
         )
         return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
 
     def _transport(self) -> str:
         return "p2p" if self.sync_config.transport == "auto" else self.sync_config.transport
+
+
+def _name(number: int) -> str:
+    return f"engine-{number}"
 
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:

@@ -45,7 +45,8 @@ class RolloutWorker:
             max_running_requests=config.max_running_requests,
             max_total_tokens=config.max_total_tokens,
             mem_fraction_static=config.mem_fraction_static,
-            extra_args=dict(config.extra_args),
+            # requests paused in place keep the cache from being emptied, and prefixes of old weights would go on being used
+            extra_args={**({"disable_radix_cache": True} if config.sync.pause == "in_place" else {}), **config.extra_args},
             start_timeout_s=config.start_timeout_s,
             request_timeout_s=config.request_timeout_s,
             seed=seed + context.rank,

@@ -68,14 +68,14 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import sglang.srt.managers.scheduler  # noqa: F401  (shared with the forks)
+    import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
 
     folder = Path(sys.argv[1])
     failed = False
     for case in json.loads((folder / "cases.json").read_text()):
         pids = [fork_rank(case, rank, folder) for rank in range(case["tensor"] * case["pipeline"])]
-        failed |= any([os.waitpid(pid, 0)[1] != 0 for pid in pids])
+        failed |= sum(os.waitpid(pid, 0)[1] != 0 for pid in pids) > 0  # waits for each
     sys.exit(int(failed))
 
 

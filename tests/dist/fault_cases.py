@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.mcore_cases import TINY, batch_of, _policy, _share
+from tests.dist.mcore_cases import TINY, _policy, _share, batch_of
 
 DENSE = {**TINY, "model_type": "qwen3"}
 
@@ -38,7 +38,13 @@ def faults(worlds: Any, folder: Path) -> dict[str, Any]:
             with worlds.world(range(1)):
                 expected[name] = _norms(_policy({}, hf))
     cases = (
-        ("batched sends of two interleaved stages", {"pipeline": 2, "virtual_pipeline": 2}, "dense", "schedule_settings", lambda parallel: {}),
+        (
+            "batched sends of two interleaved stages",
+            {"pipeline": 2, "virtual_pipeline": 2},
+            "dense",
+            "schedule_settings",
+            lambda parallel: {},
+        ),
         ("experts of other tensor parallelism", {"expert_tensor": 2}, "moe", "mark_experts", lambda models: None),
     )
     for title, parallel, name, function, nothing in cases:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridflow.config.schema import ActorConfig
 from hybridflow.protocol import DataProto, Jagged
-from tests.dist.mcore_cases import TINY, batch_of, _policy, _share
+from tests.dist.mcore_cases import TINY, _policy, _share, batch_of
 
 ROWS = 12
 _POLICY = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5)
@@ -69,8 +69,9 @@ def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
 def _measure(cut: Cut, path: Path) -> dict[str, float]:
     from tests.dist.parity_cases import wait_for
 
-    # one dense model: what a mixture of experts chooses may flip with the last bit, and then no bound holds
-    policy = _policy({**cut.parallel, "distributed_optimizer": False}, {**TINY, "model_type": "qwen3"})
+    # a dense model: what a mixture of experts chooses may flip with the last bit, and then no bound holds; and small weights, since large
+    # ones amplify the rounding of activations (1.4e-6 at 0.2), which is not what this is about
+    policy = _policy({**cut.parallel, "distributed_optimizer": False}, {**TINY, "model_type": "qwen3"}, std=0.05)
     batch = batch_with_columns(policy)
     batch = batch.reorder(np.arange(ROWS)[::-1]) if cut.is_reversed else batch
     found = {name: _gradient(policy, _share(batch), config, cut.max_tokens) for name, config in LOSSES.items()}
@@ -96,7 +97,7 @@ def batch_with_columns(policy: Any, rows: int = ROWS) -> DataProto:
     def column(spread: float, middle: float) -> Jagged:
         return Jagged.from_rows([rng.normal(middle, spread, n).astype(np.float32) for n in lengths], np.float32)
 
-    return batch.with_columns(old_log_probs=column(0.7, -4.5), ref_log_probs=column(0.7, -4.5), advantages=column(1.0, 0.0))
+    return batch.with_columns(old_log_probs=column(0.5, -3.9), ref_log_probs=column(0.5, -3.9), advantages=column(1.0, 0.0))
 
 
 def _gradient(policy: Any, batch: DataProto, config: ActorConfig | None, max_tokens: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.mcore_cases import TINY, batch_of, _policy, digest, _share
+from tests.dist.mcore_cases import TINY, _policy, _share, batch_of, digest
 
 PARALLEL = {"pipeline": 2}  # and DP2: ranks 0, 1 hold the first stage, 2, 3 the second
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.mcore_cases import TINY, batch_of, _policy, _share
+from tests.dist.mcore_cases import TINY, _policy, _share, batch_of
 
 DENSE = {**TINY, "model_type": "qwen3"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

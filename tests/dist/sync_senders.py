@@ -1,6 +1,6 @@
 """A trainer rank of the weight-sync tests: holds the slices of a Megatron layout and sends them with the product's `WeightSender`.
 
-`python -m tests.dist.sync_senders RANK HOST PORT MODEL SHAPE` obeys commands `command/N` in the store and answers `answer/N/RANK`. Faults
+`python -m tests.dist.sync_senders RANK HOST PORT MODEL SHAPE KIND` obeys commands `command/N` in the store and answers `answer/N/RANK`. Faults
 are made here, around the channel; the product knows nothing of them.
 """
 
@@ -10,11 +10,13 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybridflow.config.schema import OptimConfig
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights
 from hybridflow.rendezvous import client_store
@@ -99,10 +101,41 @@ class Rank:
         return [asdict(outcome) for outcome in self.sender.send([Order.from_dict(order) for order in orders], go_timeout_s)]
 
 
+class MegatronRank(Rank):
+    """A rank of a real Megatron world, which trains. `shape` has the parallel sizes."""
+
+    def __init__(self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, Any]) -> None:
+        from tests.dist.mcore_cases import _policy
+
+        self.rank, self.model, self.host, self.port, self.faults = rank, model, host, port, {}
+        self.policy = _policy({name: size for name, size in shape.items() if name != "ranks"}, model)
+        self.policy.set_optimizer(OptimConfig(lr=1e-2))
+        self.sender = WeightSender(rank, self.policy.parameters, self.open)
+
+    def coordinates(self) -> list[list[int]]:
+        from hybridflow.mcore.parallel import all_coordinates
+
+        return [list(astuple(at)) for at in all_coordinates()]
+
+    def step(self, seed: int) -> float:
+        """One optimizer update; returns the gradient's norm."""
+        from hybridflow.workers.losses import sft_loss
+        from tests.dist.mcore_cases import _share, batch_of
+
+        batch = _share(batch_of(8, seed))
+        _, info = self.policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False)
+        return float(info["grad_norm"])
+
+    def export(self, folder: str) -> None:
+        from hybridflow.mcore.hf_export import export
+
+        export(self.policy, Path(folder), self.model, None)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    rank, host, port, model, shape = sys.argv[1:]
-    me = Rank(int(rank), host, int(port), json.loads(model), json.loads(shape))
+    rank, host, port, model, shape, kind = sys.argv[1:]
+    me = {"held": Rank, "megatron": MegatronRank}[kind](int(rank), host, int(port), json.loads(model), json.loads(shape))
     store = client_store(host, int(port), 3600)
     number = json.loads(store.get("commands"))
     while True:

@@ -23,13 +23,15 @@ from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
 from hybridflow.engines.client import EngineClient, SamplingParams
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
-from hybridflow.rendezvous import master_store
+from hybridflow.models.layout import Coordinates
+from hybridflow.rendezvous import client_store, master_store
 from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.groups import EngineGroup
 from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.rollout import RolloutWorker
+from tests.dist.ranks import free_port
 from tests.dist.sync_senders import tensors_of
 
 HOST = "127.0.0.1"
@@ -44,7 +46,9 @@ class Threads:
         self.workers, self.world_size = list(workers), len(workers)
         self.pool = ThreadPoolExecutor(8)
 
-    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None) -> Future[Any]:
+    def submit(
+        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
+    ) -> Future[Any]:
         ranks = range(self.world_size) if only is None else only
         mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
         plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
@@ -58,7 +62,8 @@ class Threads:
 class Senders:
     """The policy's worker group: one process a rank, and the store that the first rank would hold."""
 
-    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, int]) -> None:
+    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, Any], kind: str = "held") -> None:
+        self.kind = kind
         self.model, self.shape, self.pool = dict(model), dict(shape), ThreadPoolExecutor(4)
         self.store = master_store(HOST, 0, 60.0)
         self.number, self.world_size = 0, shape["ranks"]
@@ -72,10 +77,14 @@ class Senders:
             process.kill()
             process.wait()
         self.store.set("commands", json.dumps(self.number))
-        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape), self.kind]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}
         command = [sys.executable, "-m", "tests.dist.sync_senders"]
-        self.processes = [subprocess.Popen([*command, str(rank), *words], env=env) for rank in range(self.world_size)]
+        self.processes = [
+            subprocess.Popen([*command, str(rank), *words], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self.world_size)
+        ]
 
     def command(self, name: str, wait_s: float = 60.0, **arguments: Any) -> list[Any]:
         """What each rank answers; WorkerError when one has died."""
@@ -103,7 +112,10 @@ class Senders:
         return HOST, self.store.port
 
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
-        ranks = ParallelShape(**self.shape).coordinates()
+        if self.kind == "megatron":
+            ranks = [Coordinates(*at) for at in self.command("coordinates")[0]]
+        else:
+            ranks = ParallelShape(**self.shape).coordinates()
         self.facts = make_weight_plan(self.store, family_of(self.model), ranks, "float32", engines, SYNC.staging_bytes, 20.0)
         self.command("adopt", plan=self.facts.digest)
         return [self.facts]
@@ -119,16 +131,19 @@ class Senders:
 
 
 class SyncWorld:
-    """Engines of the given tensor sizes, trainer ranks, and `SliceSync` over them; engines start without weights."""
+    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and `SliceSync` over them."""
 
-    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, int], tensors: Sequence[int], folder: Path) -> None:
+    def __init__(
+        self, model: Mapping[str, Any], shape: Mapping[str, int], engines: Sequence[int | Mapping[str, int]], folder: Path
+    ) -> None:
         self.model, self.folder = dict(model), folder
         engine_folder = folder / "model"
         engine_folder.mkdir(parents=True)
         (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
         self.senders = Senders(model, shape)
-        self.configs = [RolloutConfig(num_engines=len(tensors), tensor=tensor, request_timeout_s=60.0, sync=SYNC) for tensor in tensors]
-        contexts = [WorkerContext(r, len(tensors), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(tensors))]
+        shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
+        self.configs = [RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=SYNC) for sizes in shapes]
+        contexts = [WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))]
         self.workers = [RolloutWorker(c, config, engine_folder, "float32", 1) for c, config in zip(contexts, self.configs, strict=True)]
         self.group: Any = Threads(self.workers)
         config = RunConfig(output_dir=str(folder), rollout=self.configs[0])
@@ -139,15 +154,19 @@ class SyncWorld:
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
-        settings = replace(SYNC, **sync)
+        self.settings = settings = replace(SYNC, **sync)
         config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
         senders: Any = self.senders
         for worker in self.workers:
             worker.config = replace(worker.config, sync=settings)
-            client = worker.keeper.client
-            client.resume()  # a client left paused by a fault has to describe itself
         self.sync = SliceSync(senders, self.engines, config)
         self.plan_line = self.sync.prepare()
+
+    def cut(self, shape: Mapping[str, int]) -> None:
+        """Trainer ranks of another layout in place of these."""
+        self.senders.close()
+        self.senders = Senders(self.model, shape)
+        self.configure()
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -175,14 +194,17 @@ class SyncWorld:
     def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
         return self.workers[number].keeper.client.with_timeout(timeout_s)
 
-    def difference(self, number: int, seed: int) -> float:
-        """Largest |log-prob of the engine - transformers' under the weights of a seed| over greedy tokens."""
+    def difference(self, number: int, weights: int | Path, prompts: Sequence[list[int]] = PROMPTS) -> float:
+        """Largest |log-prob of the engine - transformers' under the weights of a seed or folder| over greedy tokens."""
         from transformers import AutoModelForCausalLM
 
-        completions = self.client(number).generate(PROMPTS, SamplingParams(temperature=0.0), 8)
-        model = AutoModelForCausalLM.from_pretrained(self.exported(seed), dtype=torch.float32, attn_implementation="eager").eval()
+        completions = self.client(number).generate(prompts, SamplingParams(temperature=0.0), 8)
+        folder = weights if isinstance(weights, Path) else self.exported(weights)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        # in a process that has imported Megatron, transformers 5.19 leaves buffers that are not saved uninitialised
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
         worst = 0.0
-        for prompt, completion in zip(PROMPTS, completions, strict=True):
+        for prompt, completion in zip(prompts, completions, strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -201,7 +223,8 @@ class SyncWorld:
             return False
 
     def wait_for_key(self, key: str, wait_s: float = 30.0) -> None:
-        self.senders.store.wait([key], timedelta(seconds=wait_s))
+        # a client of its own: one that waits answers nobody else
+        client_store(HOST, self.senders.store.port, wait_s).wait([key], timedelta(seconds=wait_s))
 
     def close(self) -> None:
         self.senders.close()

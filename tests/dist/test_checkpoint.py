@@ -1,4 +1,4 @@
-"""Checkpoints of four ranks: a resumed training is the uninterrupted one, in any layout; broken ones are named, failed saves leave nothing."""
+"""Checkpoints of four ranks: training resumed in any layout is the uninterrupted one; broken ones are named, failed saves leave nothing."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(results: Result
         (2, {}),
         (2, {"distributed_optimizer": False}),
         pytest.param(2, {"tensor": 2, "sequence": True}, marks=pytest.mark.full),
-        (4, {"pipeline": 2, "expert": 2}),
+        (4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}),
+        pytest.param(2, {"context": 2, "expert_tensor": 2}, marks=pytest.mark.full),
         pytest.param(4, {"tensor": 2, "expert": 2, "sequence": True}, marks=pytest.mark.full),
     ],
 )
 def test_another_layout_goes_on_as_the_uninterrupted_run(
     saved: tuple[Path, list[dict[str, Any]]], world: int, parallel: dict[str, Any]
 ) -> None:
-    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2, PP2·EP2 and others."""
+    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2, PP2·VPP2·EP2 and others."""
     folder, whole = saved
     resumed = run_ranks(
         world, "tests.dist.checkpoint_cases:load_and_go_on", parallel=parallel, hf=TINY, folder=str(folder), broken=[], other={}

@@ -122,8 +122,8 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(world: World) -> None
         before = latest(world.folder)
         target = before + 3  # a save that begins under our eyes
         if isinstance(point, str):
-            seen = world.folder / f"global_step{point.format(target)}"
-            wait_until(lambda seen=seen: os.path.lexists(seen) or (world.folder / f"global_step_{target}").exists())
+            seen, whole = world.folder / f"global_step{point.format(target)}", world.folder / f"global_step_{target}"
+            wait_until(lambda seen=seen, whole=whole: os.path.lexists(seen) or whole.exists())
         else:
             began = world.folder / f"global_step_{target}.partial"
             wait_until(lambda began=began: began.exists())

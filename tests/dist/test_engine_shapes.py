@@ -6,7 +6,6 @@ import base64
 import json
 import pickle
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import requests
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.engines import guard
@@ -23,10 +21,11 @@ from hybridflow.engines.client import Completion, EngineClient, SamplingParams
 from hybridflow.engines.server import EngineServer, EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.ranks import free_port
+from tests.dist.sync_world import SyncWorld
 
 pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "max_position_embeddings": 1024, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 QWEN = {
@@ -117,11 +116,29 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
     first, second = (save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second")))
     with EngineServer(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
         server.start()
-        server.wait_ready(200.0)
+        server.wait_ready(400.0)
         check(server, first)
         assert post(server, "update_weights_from_disk", {"model_path": str(second)})["success"]
         check(server, second)
     assert guard.session_members(server.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
+        pytest.param(DEEPSEEK, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2", marks=pytest.mark.full),
+    ],
+)
+def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
+    """From two pipeline stages of a trainer; the engine starts without weights."""
+    world = SyncWorld({**model, **ONLY_PUBLISHED}, {"ranks": 2, "pipeline": 2}, [shape], tmp_path)
+    try:
+        for seed in (1, 2):
+            assert world.sync.sync(world.train(seed)).stale == {}
+            assert world.difference(0, seed) <= 1e-5
+    finally:
+        world.close()
 
 
 def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +150,7 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
     spec = EngineSpec(name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]})
     with EngineServer(spec, tmp_path / "engine.log") as server:
         server.start()
-        server.wait_ready(200.0)
+        server.wait_ready(400.0)
         check(server, first)
         post(server, "begin_weight_update", {})
         nothing = base64.b64encode(pickle.dumps([])).decode()
@@ -152,7 +169,7 @@ def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
         for server in servers:
             stack.enter_context(server).start()
         for server in servers:
-            server.wait_ready(200.0)
+            server.wait_ready(400.0)
         check(servers[0], model)
         for server in servers:
             server.check_alive()

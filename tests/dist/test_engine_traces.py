@@ -70,9 +70,7 @@ def contents(rank: RankLayout, catalog: Catalog, weights: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_engines_hold_what_the_hand_written_layout_says(
-    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
-) -> None:
+def test_engines_hold_what_the_hand_written_layout_says(model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
     decoder = cases.decoder_of(model)
     catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
     written = engine_layout(decoder, (SHAPES[name][0],), "float32")
@@ -88,9 +86,7 @@ def test_engines_hold_what_the_hand_written_layout_says(
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_plans_to_the_real_layouts_are_proven_and_execute(
-    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
-) -> None:
+def test_plans_to_the_real_layouts_are_proven_and_execute(model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
     decoder = cases.decoder_of(model)
     catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
     ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, name])

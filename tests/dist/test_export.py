@@ -22,7 +22,15 @@ from tests.dist.ranks import run_ranks
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 SHARD = 40_000  # bytes
-BIG = {**TINY, "model_type": "qwen3", "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048, "head_dim": 64}
+BIG = {
+    **TINY,
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 2048,
+    "head_dim": 64,
+}
 BIG = {key: value for key, value in BIG.items() if "expert" not in key} | {"num_attention_heads": 8, "num_key_value_heads": 4}
 MIB = 1 << 20
 
@@ -107,7 +115,11 @@ def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.Capture
     err = capsys.readouterr().err
     assert f"{largest} does not have the content" in err and "stray does not belong" in err and err.count("hybridflow: ") == 2
     assert main(["checkpoint", "verify", str(copy), "--json"]) == 1
-    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+    [report] = json.loads(capsys.readouterr().out)
+    assert len(report["problems"]) == 2
+    shutil.copytree(folder / "checkpoint", copy / "critic")  # of two roles, each is looked at
+    assert main(["checkpoint", "verify", str(copy)]) == 1
+    assert f"{copy / 'critic'}: " in capsys.readouterr().out
     (copy / "policy" / "manifest.json").unlink()
     assert main(["checkpoint", "inspect", str(copy)]) == 1
     assert "is not a whole checkpoint" in capsys.readouterr().err

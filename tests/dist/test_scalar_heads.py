@@ -40,9 +40,9 @@ def oracle(folder: Path, task: str) -> tuple[list[float], list[float]]:
     ("parallel", "hf", "task", "bias", "max_tokens"),
     [
         pytest.param({}, TINY, TOKENS, True, 4096, id="moe-1-process"),
-        pytest.param({}, DENSE, SEQUENCE, False, 20, id="tied-1-process"),
+        pytest.param({}, DENSE, SEQUENCE, False, 20, id="tied-1-process", marks=pytest.mark.full),
         pytest.param(FULL, TINY, TOKENS, False, 40, id="moe-tp2-pp2-ep2"),
-        pytest.param(FULL, TINY, SEQUENCE, False, 40, id="moe-score-tp2-pp2-ep2"),
+        pytest.param(FULL, TINY, SEQUENCE, False, 40, id="moe-score-tp2-pp2-ep2", marks=pytest.mark.full),
         pytest.param(FULL_DENSE, DENSE, TOKENS, True, 60, id="tied-tp2-pp2"),
         pytest.param({"tensor": 2, "pipeline": 2}, DENSE, SEQUENCE, False, 60, id="tied-score-tp2-pp2-without-sp"),
         pytest.param(FULL_DENSE, LLAMA, TOKENS, False, 60, id="llama-tp2-pp2"),
@@ -67,7 +67,7 @@ def test_values_and_scores_equal_transformers_on_the_exported_folder(tmp_path, p
     ("parallel", "pairs"),
     [
         pytest.param(FULL, False, id="values-tp2-pp2-ep2"),
-        pytest.param({"expert": 2}, True, id="pairs-dp2-ep2"),
+        pytest.param({"expert": 2}, True, id="pairs-dp2-ep2", marks=pytest.mark.full),
         pytest.param(FULL, True, id="pairs-tp2-pp2-ep2"),
     ],
 )

@@ -241,7 +241,9 @@ def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> 
     """Each deed in a session of its own, then a good sync in another."""
     case, facts = Case([EngineShape(tensor=2)], staging=1 << 16), {}
     for deed, side in DEEDS:
-        endpoint = Endpoint(transport, f"{transport}, {deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder)
+        endpoint = Endpoint(
+            transport, f"{transport}, {deed} {side}", host, port, (0, 1, 2, 3), (0, 1), case.plan.bucket_bytes, DEADLINE, folder
+        )
         line_up(endpoint.session, TRAINERS + 2)
         is_bad = rank == (BAD_TRAINER if side == "trainer" else TRAINERS + BAD_ENGINE)
         if is_bad and deed == "kill":

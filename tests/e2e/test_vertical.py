@@ -79,7 +79,8 @@ def test_the_summary_has_every_number(finished: Finished) -> None:
 
 
 def test_engines_and_trainer_agree_at_every_step(finished: Finished) -> None:
-    steps = finished.records("train")
+    steps, index = finished.records("train"), finished.folder / "export" / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())["metadata"]["total_size"]
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
         assert record["actor/grad_norm"] > 1e-3  # the weights do change, so old weights in an engine would show
@@ -87,6 +88,8 @@ def test_engines_and_trainer_agree_at_every_step(finished: Finished) -> None:
         assert abs(record["actor/first_ppo_kl"]) <= 1e-6
         assert record["actor/ppo_kl"] != 0  # of the second update: its weights are no longer those of the samples
         assert record["actor/skipped_updates"] == 0
+        assert record["sync/engines_stale"] == 0 and 0 < record["sync/seconds"] < record["timing_s/step"]
+        assert record["sync/bytes"] == 2 * weights  # both engines hold all of the model once: no byte travels twice
     assert steps[0]["actor/ref_kl"] == 0 and steps[1]["actor/ref_kl"] != 0
     assert [record["step"] for record in finished.records("sft")] == [1, 2]
     assert [record["step"] for record in finished.records("val")] == [0, 2]
@@ -102,6 +105,7 @@ def test_every_rollout_tells_the_weights_it_came_from(finished: Finished) -> Non
         dump = read_rollouts(finished.folder / folder / f"step_{step:06d}.parquet")
         assert len(dump) == rows
         assert {row["weight_version"] for row in dump} == {version}, (folder, step)
+        assert all(row["response_versions"] == [int(version)] * row["response_length"] for row in dump)
         assert all(0 < row["response_length"] <= 16 for row in dump)
     rollouts = read_rollouts(finished.folder / "rollouts" / "step_000001.parquet")
     for uid in {row["uid"] for row in rollouts}:  # four samples of one prompt, advantages relative to each other

@@ -128,7 +128,7 @@ def test_a_traced_module_can_be_on_meta() -> None:
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda toy, weights: toy.down.data.copy_(torch.zeros(HIDDEN, 6)), "fills down from something that is no HF tensor"),
+        (lambda toy, weights: toy.down.data.copy_(torch.ones(HIDDEN, 6)), "fills down from something that is no HF tensor"),
         (lambda toy, weights: toy.embed.data.copy_(dict(weights)["down.weight"].T[:8]), "other than a rectangle of down.weight for embed"),
         (lambda toy, weights: toy.embed.data.T.copy_(dict(weights)["embed.weight"][:8]), "embed in other than a rectangle"),
         (lambda toy, weights: toy.embed.data[::2].copy_(dict(weights)["k.weight"]), "embed in other than a rectangle"),
@@ -138,3 +138,26 @@ def test_what_cannot_be_followed_is_refused(load: object, message: str) -> None:
     toy = Toy()
     with pytest.raises(WeightSyncError, match=message):
         trace_layout(toy, lambda weights: load(toy, weights), TENSORS, torch.float32)  # type: ignore[operator]
+
+
+def test_zeros_that_a_loader_pads_with_are_padding() -> None:
+    """SGLang's `pad_or_narrow_weight` (layers/utils/common.py:20); zeros that were written to are something else."""
+    toy = Toy()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensor = dict(weights)["b.weight"]
+        toy.joined.data.copy_(torch.cat([tensor.narrow(0, 1, 4), torch.zeros(4, HIDDEN, device=tensor.device)], dim=0))
+
+    traced = trace_layout(toy, load, TENSORS, torch.float32)
+    assert traced.pieces == (
+        TracedPiece("b.weight", (1, 0), (4, HIDDEN), "joined", (0, 0), (4, HIDDEN)),
+        TracedPiece(None, (), (), "joined", (4, 0), (4, HIDDEN)),
+    )
+
+    def overwritten(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        pad = torch.zeros(8, HIDDEN)
+        pad.add_(1.0)
+        toy.joined.data.copy_(pad)
+
+    with pytest.raises(WeightSyncError, match="no HF tensor"):
+        trace_layout(toy, overwritten, TENSORS, torch.float32)

@@ -124,6 +124,21 @@ def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
     assert names(tmp_path) == ["global_step_2", "latest.json"]
 
 
+def test_both_roles_must_be_whole(tmp_path: Path) -> None:
+    store, policy, critic = store_in(tmp_path), Ranks(), Ranks()
+    store.save("rl", 1, {}, policy, critic=critic)
+    policy.finish()
+    time.sleep(0.2)
+    store.settle()
+    assert store.latest() is None
+    store.save("rl", 2, {}, policy, critic=critic)
+    policy.finish()
+    critic.finish()
+    store.settle()
+    latest = store.latest()
+    assert latest is not None and latest.step == 2 and latest.critic.is_dir()
+
+
 @pytest.mark.parametrize(
     ("last", "every", "kept"), [(0, 0, [1, 2, 3, 4, 5, 6, 7]), (1, 0, [7]), (2, 0, [6, 7]), (2, 3, [3, 6, 7]), (1, 2, [2, 4, 6, 7])]
 )

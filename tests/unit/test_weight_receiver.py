@@ -100,7 +100,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(weight_receiver, "_tensor_rank", lambda: 0)  # SGLang is not running here
+    monkeypatch.setattr(weight_receiver, "_rank_in_engine", lambda: 0)  # SGLang is not running here
     built = Bench()
     yield built
     for sender in built.senders:

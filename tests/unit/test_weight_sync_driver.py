@@ -29,7 +29,7 @@ class Ends:
         self.fates, self.state_names, self.sender_dies = list(fates), list(states), sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
-        self.waited = 0.0
+        self.waited, self.senders_fail = 0.0, False
 
     @property
     def group(self) -> Ends:
@@ -37,19 +37,22 @@ class Ends:
 
     def states(self, wait_s: float = 0.0) -> list[EngineState]:
         self.waited += wait_s
-        names = self.state_names
         if wait_s:
-            names = ["up" if name == "starting" else name for name in names]
-        return [EngineState(f"engine-{n}", name, 0, "" if name == "up" else "it died") for n, name in enumerate(names)]
+            self.state_names = ["up" if name == "starting" else name for name in self.state_names]
+        return [EngineState(f"engine-{n}", name, 0, "" if name == "up" else "it died") for n, name in enumerate(self.state_names)]
 
     def quarantine(self, stale: dict[int, str]) -> None:
         self.stale = dict(stale)
+
+    def sender_says(self, fate: str) -> tuple[str, str]:
+        return ("served", "") if fate == "served" and not self.senders_fail else ("stale", "trainer rank 1: gone")
 
     def submit(self, method: Any, *args: Any, timeout: float, only: Any = None) -> Answer:
         def senders() -> list[list[Outcome]]:
             if self.sender_dies:
                 raise WorkerError("the worker process died", role="actor", rank=1)
-            return [[Outcome(o.engine, o.number, "stale", "trainer rank 1: gone", rank=1) for o in args[0]]]
+            fates = self.fates[len(self.orders) - 1]
+            return [[Outcome(o.engine, o.number, *self.sender_says(fates[o.number]), rank=1) for o in args[0]]]
 
         return Answer(senders)
 
@@ -66,6 +69,9 @@ class Ends:
         assert list(only) == [order.number for order in orders]
         fates = self.fates[len(self.orders)]
         self.orders.append(orders)
+        for number, fate in fates.items():
+            if fate == "lost":
+                self.state_names[number] = "starting"
         reasons = {n: "" if fate == "served" else f"engine-{n} rank {n}: bucket 3 is broken" for n, fate in fates.items()}
         return [Outcome(o.engine, o.number, fates[o.number], reasons[o.number], 100 * (fates[o.number] == "served")) for o in orders]
 
@@ -128,8 +134,22 @@ def test_without_any_engine_the_sync_waits_for_one_to_start() -> None:
     assert set(sync_of(ends).sync(1).stale) == {"engine-1"} and ends.waited > 0
 
 
+def test_engines_lost_in_the_sync_are_waited_for_when_there_is_no_other() -> None:
+    ends = Ends([{0: "lost", 1: "lost"}, {0: "served", 1: "served"}])
+    assert sync_of(ends).sync(1).stale == {} and ends.waited > 0
+
+
+def test_a_sender_that_fails_after_its_last_message_costs_the_session_alone() -> None:
+    ends = Ends([{0: "served", 1: "served"}] * 2)
+    ends.senders_fail = True
+    sync = sync_of(ends)
+    assert sync.sync(1).stale == {}
+    sync.sync(2)
+    assert {order.endpoint.session for order in ends.orders[0]}.isdisjoint(order.endpoint.session for order in ends.orders[1])
+
+
 def test_no_engine_at_all_names_every_reason() -> None:
-    ends = Ends([{0: "refused", 1: "lost"}])
+    ends = Ends([{0: "refused", 1: "refused"}])
     with pytest.raises(WeightSyncError, match=r"no engine could take it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: "):
         sync_of(ends).sync(1)
     assert set(ends.stale) == {0, 1}
