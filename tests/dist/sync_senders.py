@@ -1,7 +1,7 @@
 """A trainer rank of the weight-sync tests: holds the slices of a Megatron layout and sends them with the product's `WeightSender`.
 
-`python -m tests.dist.sync_senders RANK HOST PORT MODEL SHAPE KIND` obeys commands `command/N` in the store and answers `answer/N/RANK`. Faults
-are made here, around the channel; the product knows nothing of them.
+`python -m tests.dist.sync_senders RANK HOST PORT MODEL SHAPE KIND` obeys commands `command/N` in the store and answers `answer/N/RANK`.
+Faults are made here, around the channel; the product knows nothing of them.
 """
 
 from __future__ import annotations
