@@ -32,7 +32,7 @@ ROLLOUT_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "response_length": (pa.int32(), "tokens of the response"),
     "finish_reason": (pa.string(), "stop | length | abort"),
     "weight_version": (pa.string(), "version of the weights that made the last token"),
-    "response_versions": (pa.list_(pa.int64()), "version of the weights that made each token of the response"),
+    "response_versions": (pa.list_(pa.list_(pa.int64())), "[version of the weights, tokens that they made in a row] through the response"),
     "logprob_diff_mean": (pa.float32(), "mean over tokens of |rollout - trainer| log-probability"),
     "logprob_diff_max": (pa.float32(), "largest |rollout - trainer| log-probability of a token"),
     "extra_info": (pa.string(), "JSON of the dataset row's extra_info"),

@@ -77,7 +77,7 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "response_length": batch["response_length"].tolist(),
         "finish_reason": batch["finish_reason"].tolist(),
         "weight_version": batch["weight_version"].tolist(),
-        "response_versions": [row.tolist() for row in batch.jagged("response_versions")],
+        "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
         "extra_info": batch["extra_info"].tolist(),
     }
     if "advantages" in batch:
@@ -92,3 +92,10 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
 
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else 0.0
+
+
+def _runs(values: np.ndarray) -> list[list[int]]:
+    """[value, length] of each run of equal values: thousands of tokens have one or two versions."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    lengths = np.diff(starts, append=len(values))
+    return np.stack([values[starts], lengths], 1).tolist()

@@ -35,7 +35,7 @@ def outputs_and_export(parallel: dict[str, Any], hf: dict[str, Any], folder: str
     export(model, Path(folder), model.family.hf, None)
     batch = batch_of(12, 3)
     found = model.values(batch, max_tokens=max_tokens), model.scores(batch, max_tokens=max_tokens)
-    for parameter in model.stage.parameters():
+    for parameter in (one for stage in model.stages for one in stage.parameters()):
         parameter.data.zero_()
     model.load_from(SafetensorsFolder(folder))
     again = model.values(batch, max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""Router replay in Megatron: any layout against one process, own routes against no replay, recomputation against none, and what is refused."""
+"""Router replay in Megatron: any layout against one process, own routes against none, recomputation against none, what is refused."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def one_process(model_type: str) -> dict[str, Any]:
     return one
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_replay_is_the_same_on_any_layout(name: str) -> None:
-    world, parallel, hf = LAYOUTS[name]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replay_is_the_same_on_any_layout(layout: str) -> None:
+    world, parallel, hf = LAYOUTS[layout]
     one = one_process(hf["model_type"])
     many = run_ranks(world, CASE, parallel=parallel, hf=hf, max_tokens=40)
     last = next(rank for rank in many if rank["free"])
@@ -67,7 +67,8 @@ def test_replay_is_the_same_on_any_layout(name: str) -> None:
 
     for rank in (one, *many):
         gradients = rank["gradients"]
-        assert max(gradients["own"], gradients["full"], gradients["moe"]) <= 1e-6 < 1e-2 < gradients["other"], gradients
+        assert max(gradients["own"], gradients["full"], gradients["moe"]) <= 1e-6, gradients
+        assert gradients["other"] > 1e-2, gradients
     np.testing.assert_allclose(many[0]["norms"], one["norms"], rtol=1e-4)
     weights = merged(many, "digest")
     assert weights.keys() == one["digest"].keys()

@@ -25,7 +25,7 @@ from tests.e2e.runs import LOOPBACK, Run
 pytestmark = pytest.mark.slow
 SUMMARY = {
     "seed", "layout", "accuracy_before", "accuracy_after", "seconds_sft", "seconds_grpo", "seconds_total", "logprob_diff_mean",
-    "logprob_diff_max", "first_ppo_kl_max", "steps", "exported_to",
+    "logprob_diff_max", "first_ppo_kl_max", "steps", "restarts", "exported_to",
 }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_every_rollout_tells_the_weights_it_came_from(finished: Finished) -> Non
         dump = read_rollouts(finished.folder / folder / f"step_{step:06d}.parquet")
         assert len(dump) == rows
         assert {row["weight_version"] for row in dump} == {version}, (folder, step)
-        assert all(row["response_versions"] == [int(version)] * row["response_length"] for row in dump)
+        assert all(row["response_versions"] == [[int(version), row["response_length"]]] for row in dump)
         assert all(0 < row["response_length"] <= 16 for row in dump)
     rollouts = read_rollouts(finished.folder / "rollouts" / "step_000001.parquet")
     for uid in {row["uid"] for row in rollouts}:  # four samples of one prompt, advantages relative to each other
