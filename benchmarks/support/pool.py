@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PATIENCE_S = 100
+_PATIENCE_S = 200
 
 
 def free_port() -> int:
@@ -25,7 +25,9 @@ class Pool:
     """One process a rank, each with a `module:class` made as `cls(rank, **arguments)`; its methods are the jobs."""
 
     def __init__(self, world: int, target: str, /, **arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        # ranks are forks of one process that has torch loaded: eight imports of it take minutes on a busy machine
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
         self.ends, self.processes = [], []
         for rank in range(world):
             end, far = context.Pipe()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hybridflow.models import family_of
 from hybridflow.rendezvous import client_store, master_store
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.gather import gather_stage
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
 from hybridflow.reshard.messages import Messages
 from hybridflow.reshard.plan import plan_stages
@@ -22,6 +21,7 @@ from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
 from hybridflow.reshard.transports import open_receiver, open_sender
 from hybridflow.reshard.transports.base import Endpoint
+from support.gather import gather_stage
 
 HOST = "127.0.0.1"
 

@@ -1,0 +1,46 @@
+"""The other way to bring weights to engines: the ranks of a pipeline stage hand their pieces to its leader, which assembles whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.reshard.plan import Bucket, StagePlan
+
+_TAG = 7311
+
+
+@torch.no_grad()
+def gather_stage(plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield, for each bucket, the whole tensors {HF name: [shape] of `dtype`} on the stage's leader, an empty dict elsewhere.
+
+    Called by every rank of the stage, which must exhaust the iterator. One message per rank and bucket; at most one bucket is in memory.
+    """
+    rank = dist.get_rank()
+    for bucket in plan.buckets:
+        mine = [owned for owned in bucket.pieces if owned.rank == rank]
+        parts = [parameters[owned.parameter][owned.piece.slices()].reshape(-1).to(dtype) for owned in mine]
+        packed = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        if rank == plan.leader:
+            yield _assemble(bucket, packed, rank)
+            continue
+        if mine:
+            dist.send(packed, plan.leader, tag=_TAG)
+        yield {}
+
+
+def _assemble(bucket: Bucket, own: torch.Tensor, leader: int) -> dict[str, torch.Tensor]:
+    whole = {name: own.new_empty(shape) for name, shape in bucket.tensors}
+    for sender, group in groupby(bucket.pieces, key=lambda owned: owned.rank):
+        pieces = [owned.piece for owned in group]
+        packed = own
+        if sender != leader:
+            packed = own.new_empty(sum(piece.numel for piece in pieces))
+            dist.recv(packed, sender, tag=_TAG)
+        for piece, values in zip(pieces, packed.split([piece.numel for piece in pieces]), strict=True):
+            region = tuple(slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True))
+            whole[piece.source][region] = values.view(piece.shape)
+    return whole
