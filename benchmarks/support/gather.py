@@ -1,4 +1,4 @@
-"""The other way to bring weights to engines: the ranks of a pipeline stage hand their pieces to its leader, which assembles whole tensors."""
+"""The other way to bring weights to engines: whole tensors, assembled by the leader of each pipeline stage from its ranks' pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from hybridflow.reshard.plan import Bucket, StagePlan
+from hybridflow.reshard.plan import Bucket, OwnedPiece, StagePlan
 
 _TAG = 7311
 
@@ -22,7 +22,7 @@ def gather_stage(plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype:
     rank = dist.get_rank()
     for bucket in plan.buckets:
         mine = [owned for owned in bucket.pieces if owned.rank == rank]
-        parts = [parameters[owned.parameter][owned.piece.slices()].reshape(-1).to(dtype) for owned in mine]
+        parts = [_local(parameters[owned.parameter], owned).to(dtype) for owned in mine]
         packed = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         if rank == plan.leader:
             yield _assemble(bucket, packed, rank)
@@ -30,6 +30,12 @@ def gather_stage(plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype:
         if mine:
             dist.send(packed, plan.leader, tag=_TAG)
         yield {}
+
+
+def _local(values: torch.Tensor, owned: OwnedPiece) -> torch.Tensor:
+    """The piece `[n]` of a buffer whose shape may be padded with ones from the left."""
+    slices = owned.piece.slices()
+    return values[(0,) * (values.dim() - len(slices))][slices].reshape(-1)
 
 
 def _assemble(bucket: Bucket, own: torch.Tensor, leader: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _PATIENCE_S = 200
@@ -45,25 +45,33 @@ class Pool:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        answers, deadline = [], time.monotonic() + _PATIENCE_S
-        for rank, end in enumerate(self.ends):
-            if not end.poll(max(deadline - time.monotonic(), 0)):
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(answers) < len(self.ends):
+            waiting = {end: rank for rank, end in enumerate(self.ends) if rank not in answers}
+            ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
+            if not ready:
                 self.stop()
-                raise TimeoutError(f"rank {rank} did not answer within {_PATIENCE_S} s")
-            try:
-                answers.append(end.recv())
-            except EOFError:
-                answers.append(RuntimeError("its process has ended"))
-        if failed := [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, Exception)]:
-            self.stop()
-            raise RuntimeError("; ".join(failed))
-        return answers
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {_PATIENCE_S} s")
+            for end in ready:
+                answers[waiting[end]] = answer = _received(end)
+                if isinstance(answer, Exception):  # the others may wait for this rank
+                    self.stop()
+                    raise RuntimeError(f"rank {waiting[end]}: {answer}")
+        return [answers[rank] for rank in range(len(self.ends))]
 
     def stop(self) -> None:
         """End all ranks."""
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def _received(end: Connection) -> Any:
+    try:
+        return end.recv()
+    except EOFError:
+        return RuntimeError("its process has ended")
 
 
 def _serve(end: Connection, target: str, rank: int, arguments: dict[str, Any]) -> None:
