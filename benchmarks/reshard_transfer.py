@@ -19,7 +19,7 @@ from support import peer
 from support.pool import Pool, free_port
 from support.report import Figure, faster, interleaved, median, write
 
-ROUNDS = 7
+ROUNDS = 5
 MIB = 1 << 20
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,

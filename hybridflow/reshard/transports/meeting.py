@@ -137,6 +137,11 @@ class PeerWatch:
         if self._fd >= 0:
             self._poll.register(self._fd, select.POLLIN)
 
+    @property
+    def fd(self) -> int:
+        """Readable when the process has ended; -1 if it is not watched."""
+        return self._fd
+
     def has_ended(self) -> bool:
         """Whether the process is known to be gone."""
         return self._ended or (self._fd >= 0 and bool(self._poll.poll(0)))

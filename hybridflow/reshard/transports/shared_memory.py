@@ -4,6 +4,8 @@ Every (sender, receiver) pair has a segment of two slots. The sender packs into 
 buffers from it (`borrow`): each byte is copied once on either side. Segments are anonymous (`memfd_create`), handed over as
 `/proc/PID/fd/N`: they have no name that could stay behind, and go with the last process that maps them, however it ends.
 
+Who waits for the other side sleeps until its bell rings (`bell.py`), and hears of its death at once.
+
 A counter is written after what it stands for. x86 keeps that order for readers; where a machine does not, a torn message has a wrong
 checksum and the sync fails.
 """
@@ -21,6 +23,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.transports.base import Endpoint, Work
+from hybridflow.reshard.transports.bell import Bell, make_pipes, open_pipes
 from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet
 
 SLOTS = 2
@@ -28,8 +31,6 @@ _PAGE = 4096
 _ROOM = 64  # beyond the endpoint's message_bytes, for a checksum
 # int64 places in the header, a cache line apart: each is written by one side
 _WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
-# A sleep is a sixteenth of the wait so far: it costs little beside packing a slot, and a long wait little of a processor.
-_SLEEP_S, _LONGEST_SLEEP_S, _SHARE, _LOOK_S = 2e-5, 1e-3, 1 / 16, 0.05
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Sender:
@@ -45,8 +46,8 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Receiv
 class _Segment:
     """One pair's memory, seen from one side."""
 
-    def __init__(self, seat: Seat, peer: int, fd: int, watch: PeerWatch) -> None:
-        self._seat, self._peer, self._watch = seat, peer, watch
+    def __init__(self, seat: Seat, peer: int, fd: int, watch: PeerWatch, bell: Bell) -> None:
+        self._seat, self._peer, self._watch, self._bell = seat, peer, watch, bell
         self._slot_bytes = slot_bytes(seat.endpoint)
         memory = torch.frombuffer(mmap.mmap(fd, segment_bytes(seat.endpoint)), dtype=torch.uint8)
         self._header = memory[:_PAGE].view(torch.int64).numpy()
@@ -68,6 +69,7 @@ class _Segment:
         self._header[label], self._header[label + 1] = tag, nbytes
         self.count += 1
         self._header[_WRITTEN] = self.count
+        self._bell.ring()
 
     def message(self, tag: int, nbytes: int) -> torch.Tensor:
         """The next message, once it is there."""
@@ -83,27 +85,26 @@ class _Segment:
         """Give the slot of `message` back to the sender."""
         self.count += 1
         self._header[_TAKEN] = self.count
+        self._bell.ring()
 
     def leave(self) -> None:
         """Tell the other side that nothing more will happen here."""
         self._header[self._mine] = 1
+        self._bell.ring()
+        self._bell.close()
         self._watch.close()
 
     def _wait(self, tag: int, is_ready: Callable[[], bool]) -> None:
         if is_ready():
             return
-        start = now = time.monotonic()
-        deadline, look = start + self._seat.endpoint.timeout_s, start + _LOOK_S
-        while not is_ready():
-            time.sleep(min(max(_SLEEP_S, (now - start) * _SHARE), _LONGEST_SLEEP_S))
-            now = time.monotonic()
-            if now < look:
-                continue
-            look = now + _LOOK_S
+        deadline = time.monotonic() + self._seat.endpoint.timeout_s
+        while not self._bell.wait(is_ready, deadline):
             ended, left = self._watch.has_ended(), bool(self._header[self._theirs])
+            if self._header[self._mine]:
+                raise self._seat.failure(self._peer, tag, "the session was given up meanwhile")
             if (ended or left) and not is_ready():  # it may have done its part just before
                 raise self._seat.gone(self._peer, tag, "its process has ended" if ended else "it has closed the session")
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise self._seat.late(self._peer, tag)
 
 
@@ -118,17 +119,21 @@ class Sender:
     def __init__(self, seat: Seat, device: torch.device) -> None:
         _refuse_device(seat, device)
         self.seat = seat
-        fds = {peer: os.memfd_create(f"hybridflow-{seat.rank}-{peer}", os.MFD_CLOEXEC) for peer in seat.peers}
+        # of each receiver: its segment, the sender's ends of the pipes, the receiver's
+        fds = {peer: [os.memfd_create(f"hybridflow-{seat.rank}-{peer}", os.MFD_CLOEXEC), *make_pipes()] for peer in seat.peers}
+        self._segments: dict[int, _Segment] = {}
         try:
-            for fd in fds.values():
-                os.ftruncate(fd, segment_bytes(seat.endpoint))
-            meeting = meet(seat, segments=fds)
+            for segment, *_ in fds.values():
+                os.ftruncate(segment, segment_bytes(seat.endpoint))
+            meeting = meet(seat, segments={peer: (each[0], *each[3:]) for peer, each in fds.items()})
             watches = _watches(seat, meeting)
-            self._segments = {peer: _Segment(seat, peer, fd, watches[peer]) for peer, fd in fds.items()}
             # the receivers open the files by our process's number: they must stay open until then
             _wait_for_maps(seat, meeting)
+            for peer, each in fds.items():
+                bell = Bell(each.pop(1), each.pop(1), watches[peer])
+                self._segments[peer] = _Segment(seat, peer, each[0], watches[peer], bell)
         finally:
-            for fd in fds.values():
+            for fd in (fd for each in fds.values() for fd in each):
                 os.close(fd)
 
     def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
@@ -166,15 +171,17 @@ class Receiver:
         self._segments: dict[int, _Segment] = {}
         self._pending: dict[int, list[_Arrival]] = {peer: [] for peer in seat.peers}
         for peer, said in meeting.peers.items():
+            number, *pipes = said["segments"][str(seat.rank)]
             try:
-                fd = os.open(f"/proc/{said['process']}/fd/{said['segments'][str(seat.rank)]}", os.O_RDWR | os.O_CLOEXEC)
+                fd = os.open(f"/proc/{said['process']}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    bell = Bell(*open_pipes(said["process"], pipes), watches[peer])
+                    self._segments[peer] = _Segment(seat, peer, fd, watches[peer], bell)
+                finally:
+                    os.close(fd)
             except OSError as error:
                 what = f"its memory cannot be opened ({error}); both need one user, or use the transport p2p"
                 raise seat.failure(peer, 0, what) from error
-            try:
-                self._segments[peer] = _Segment(seat, peer, fd, watches[peer])
-            finally:
-                os.close(fd)
         meeting.store.set(f"mapped/{seat.rank}", "")
 
     def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
