@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from support import peer
@@ -29,7 +30,9 @@ MOE: dict[str, Any] = {
 }  # fmt: skip
 LARGER = {**MOE, "num_hidden_layers": 15}
 GLOO = {"staging": 16 * MIB, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
-SHM = {"staging": 8 * MIB, "peer_mb": (512, 2048, 64)}
+SHM = {"staging": 8 * MIB, "peer_mb": (2048, 512, 64)}
+# verl/workers/config/rollout.py:135, handed on in vllm_rollout.py:235; bucketed_weight_transfer.py:89
+PEER_DEFAULTS = {2048: " (its configuration's default)", 512: " (its class's default)"}
 
 
 def gloo() -> list[Figure]:
@@ -59,9 +62,27 @@ def gloo() -> list[Figure]:
             "bare": lambda: pool.run("bare", GLOO["bare"]),
         }
         times = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
+        cpu = {name: median([sum(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "bare")}
     finally:
         pool.stop()
-    return _gloo_figures(stats, times, median(commits))
+    return [
+        *_gloo_figures(stats, times, median(commits)),
+        _processor("MoE TP2.PP2.EP2 to TP2 over gloo: in place, all ranks", *cpu.values()),
+    ]
+
+
+def _cpu(pool: Pool, side: Callable[[], Any]) -> list[list[float]]:
+    """Processor seconds of each rank in each round: what a busy machine distorts least."""
+    found = []
+    for _ in range(ROUNDS):
+        before = pool.run("cpu")
+        side()
+        found.append([after - start for after, start in zip(pool.run("cpu"), before, strict=True)])
+    return found
+
+
+def _processor(name: str, ours: float, limit: float) -> Figure:
+    return Figure(f"{name}, processor time", ours, "s", limit=limit, share=limit / ours)
 
 
 def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: float) -> list[Figure]:
@@ -89,7 +110,7 @@ def shm() -> list[Figure]:
         )  # fmt: skip
         try:
             pool.run("open", "shm")
-            moved = pool.run("peer_sync", 512)[1]
+            moved = pool.run("peer_sync", 64)[1]
             stats = pool.run("sync", False)
             sides: dict[str, Any] = {
                 "in place": lambda: pool.run("sync", False),
@@ -99,15 +120,18 @@ def shm() -> list[Figure]:
             for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
                 sides[f"verl {size}"] = lambda size=size: pool.run("peer_sync", size)
             found = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
+            cpu = {name: median([max(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "staged", "copy")}
         finally:
             pool.stop()
     total = stats[1]["payload_bytes"]
     figures = [Figure("one host: bytes", total, "bytes"), Figure("one host: bytes of the peer", moved, "bytes")]
     for side in ("in place", "staged"):
         for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
-            label = f"{peer.NAME} bucketed transfer, {size} MiB" + (" (its class's default)" if size == 512 else "")
+            label = f"{peer.NAME} bucketed transfer, {size} MiB" + PEER_DEFAULTS.get(size, "")
             theirs = found[f"verl {size}"]
             figures.append(faster(f"one host, shared memory: {side}, beside {size} MiB", found[side], theirs, label, limit=found["copy"]))
+    for side in ("in place", "staged"):
+        figures.append(_processor(f"one host, shared memory: {side}, busier rank", cpu[side], cpu["copy"]))
     return figures
 
 
