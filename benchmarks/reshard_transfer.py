@@ -65,10 +65,7 @@ def gloo() -> list[Figure]:
         cpu = {name: median([sum(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "bare")}
     finally:
         pool.stop()
-    return [
-        *_gloo_figures(stats, times, median(commits)),
-        _processor("MoE TP2.PP2.EP2 to TP2 over gloo: in place, all ranks", *cpu.values()),
-    ]
+    return _gloo_figures(stats, times, median(commits), cpu)
 
 
 def _cpu(pool: Pool, side: Callable[[], Any]) -> list[list[float]]:
@@ -85,7 +82,7 @@ def _processor(name: str, ours: float, limit: float) -> Figure:
     return Figure(f"{name}, processor time", ours, "s", limit=limit, share=limit / ours)
 
 
-def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: float) -> list[Figure]:
+def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: float, cpu: dict[str, float]) -> list[Figure]:
     name, total = "MoE TP2.PP2.EP2 to TP2 over gloo", sum(rank["payload_bytes"] for rank in stats[4:])
     bare = total / times["bare"] / 1e9
     figures = [Figure(f"{name}: bytes", total, "bytes")]
@@ -95,6 +92,7 @@ def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: 
     for side, seconds in (("staged, without the commit", times["staged"] - commit), ("in place", times["in place"])):
         rate = total / seconds / 1e9
         figures.append(Figure(f"{name}: {side}, rate", rate, "GB/s", limit=bare, share=rate / bare))
+    figures.append(_processor(f"{name}: in place, all ranks", cpu["in place"], cpu["bare"]))
     figures.append(Figure(f"{name}: commit", commit, "s"))
     figures.append(Figure(f"{name}: sender's staging", max(rank["peak_staging_bytes"] for rank in stats[:4]), "bytes"))
     return figures
