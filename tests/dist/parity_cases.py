@@ -214,8 +214,8 @@ def _log_probs(policy: Any) -> torch.Tensor:
 
 def _weights(policy: Any) -> dict[str, torch.Tensor]:
     """The HF tensors that this rank assembles as its stage's leader."""
+    from benchmarks.support.gather import gather_stage
     from hybridflow.mcore.parallel import all_coordinates
-    from hybridflow.reshard.gather import gather_stage
     from hybridflow.reshard.plan import plan_stages
 
     ranks, found = all_coordinates(), {}
