@@ -57,6 +57,17 @@ class BlockQuantisation:
         """Shape of the scales of a weight `[..., rows, columns]`."""
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
+    def checkpoint(self, tensors: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """({HF name: shape} with the scales behind their tensors, {HF name: dtype} of quantised tensors and of scales)."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
+        for name, shape in tensors.items():
+            shapes[name] = tuple(shape)
+            if self.covers(name, shape):
+                shapes[f"{name}{SCALE_SUFFIX}"] = self.scale_shape(shape)
+                dtypes |= {name: FP8, f"{name}{SCALE_SUFFIX}": "float32"}
+        return shapes, dtypes
+
     def config(self) -> dict[str, Any]:
         """The `quantization_config` of a config.json by which an engine makes such buffers."""
         skipped = {"modules_to_not_convert": list(self.skipped)} if self.skipped else {}

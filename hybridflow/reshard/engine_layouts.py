@@ -85,6 +85,7 @@ def engine_layout(
     """
     shapes = decoder.tensors()
     index = (catalog or Catalog.of(shapes, quantisation)).index()
+    covered = {name: shape for name, shape in shapes.items() if quantisation is not None and quantisation.covers(name, shape)}
     classes: list[RankLayout] = []
     rank_class: list[int] = []
     replica: list[int] = []
@@ -93,7 +94,7 @@ def engine_layout(
         first, ranks = len(classes), shape.tensor * shape.pipeline
         for rank in range(ranks):
             tensors = _Rank(decoder, shape, rank).tensors()
-            classes.append(RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, shapes), index, dtype))
+            classes.append(RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, covered), index, dtype))
         for _ in range(shape.count):
             number = replica[-1] + 1 if replica else 0
             rank_class += range(first, first + ranks)
@@ -101,7 +102,7 @@ def engine_layout(
     return Layout(tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
 
 
-def in_fp8(tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, shapes: Mapping[str, Sequence[int]]) -> list[LocalTensor]:
+def in_fp8(tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, covered: Mapping[str, Sequence[int]]) -> list[LocalTensor]:
     """Buffers of linears in fp8, each with a buffer of scales behind it (`NAME_scale_inv`); others as they are.
 
     Raises:
@@ -109,10 +110,10 @@ def in_fp8(tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, shap
     """
     result: list[LocalTensor] = []
     for local in tensors:
-        if not local.pieces or not all(quantisation.covers(piece.source, shapes[piece.source]) for piece in local.pieces):
+        if not local.pieces or not all(piece.source in covered for piece in local.pieces):
             result.append(local)
             continue
-        scales = tuple(_scale_piece(piece, local.name, quantisation, shapes[piece.source]) for piece in local.pieces)
+        scales = tuple(_scale_piece(piece, local.name, quantisation, covered[piece.source]) for piece in local.pieces)
         result.append(replace(local, dtype=FP8))
         result.append(LocalTensor(f"{local.name}{SCALE_SUFFIX}", quantisation.scale_shape(local.shape), scales, dtype="float32"))
     return result

@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
-from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
+from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.layout import Coordinates, LocalTensor
 
 DIMS = 3
@@ -53,14 +53,12 @@ class Catalog:
     @classmethod
     def of(cls, tensors: Mapping[str, Sequence[int]], quantisation: BlockQuantisation | None = None) -> Catalog:
         """From {HF name: shape}; with a quantisation the scales of each tensor that it covers follow that tensor."""
-        shapes, pairs = dict(tensors), []
+        shapes: Mapping[str, Sequence[int]] = tensors
+        pairs: list[tuple[int, ...]] = []
         if quantisation is not None:
-            shapes = {}
-            for name, shape in tensors.items():
-                shapes[name] = shape
-                if quantisation.covers(name, shape):
-                    pairs.append((len(shapes) - 1, len(shapes), *quantisation.block))
-                    shapes[f"{name}{SCALE_SUFFIX}"] = quantisation.scale_shape(shape)
+            shapes, dtypes = quantisation.checkpoint(tensors)
+            # the scales come right behind their tensor
+            pairs = [(position, position + 1, *quantisation.block) for position, name in enumerate(shapes) if dtypes.get(name) == FP8]
         matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(-1, DIMS)
         return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
 
