@@ -127,9 +127,9 @@ def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, ful
                 f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} on, which is not "
                 f"in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
             )
-    start = tuple(at // step for at, step in zip(piece.source_start, block, strict=True))
-    local = (*piece.local_start[:-2], *(at // step for at, step in zip(place, block, strict=True)))
-    return Piece(f"{piece.source}{SCALE_SUFFIX}", start, local, quantisation.scale_shape(piece.shape))
+    first = tuple(begin // step for begin, step in zip(piece.source_start, block, strict=True))
+    local = (*piece.local_start[:-2], *(begin // step for begin, step in zip(place, block, strict=True)))
+    return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, quantisation.scale_shape(piece.shape))
 
 
 class _Rank:

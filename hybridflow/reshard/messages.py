@@ -37,7 +37,10 @@ class Item:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Item:
         """From what `dataclasses.asdict` and JSON have made of one."""
-        blocks = data["blocks"] and Blocks(**{k: tuple(v) if isinstance(v, list) else v for k, v in data["blocks"].items()})
+        made, blocks = data["blocks"], None
+        if made is not None:
+            rows, columns = made["block"]
+            blocks = Blocks(made["makes"], tuple(made["start"]), tuple(made["size"]), (rows, columns))
         return cls(data["buffer"], tuple(data["start"]), tuple(data["size"]), data["dtype"], blocks)
 
 
