@@ -9,12 +9,14 @@ from math import prod
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import SCALES, Blocks
 from hybridflow.reshard.fp8_cast import write_scales, write_weights
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
 from hybridflow.reshard.messages import Item, Message
 
-_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+# fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
+_DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _make(item: Item, blocks: Blocks, weights: torch.Tensor, view: torch.Tensor)
     if blocks.makes == SCALES:
         write_scales(weights, blocks.block, view)
     else:
-        write_weights(weights, blocks.block, item.start[1], item.start[2], view)
+        write_weights(weights, blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
 
 
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
@@ -144,4 +146,4 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
         )
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         view = view.narrow(axis, start, size)
-    return view
+    return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
-import reshard_cases as cases
 import torch
 
 from hybridflow.models.fp8 import BlockQuantisation
@@ -16,6 +15,7 @@ from hybridflow.reshard.messages import Message, Messages
 from hybridflow.reshard.schedule import Schedule
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
+from tests.unit import reshard_cases as cases
 
 Tensors = dict[str, torch.Tensor]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import fp8_cases as fp8
@@ -13,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.cli.main import main
 from hybridflow.errors import ModelError, WeightSyncError
 from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.layout import LocalTensor, Piece
+from hybridflow.models.published import published
 from hybridflow.reshard import fp8_cast
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
@@ -330,3 +333,19 @@ def test_plan_keeps_its_blocks_in_json_and_in_its_hash() -> None:
     data["catalog"]["scales"][0][2] = 8
     with pytest.raises(WeightSyncError, match="hash"):
         SlicePlan.from_dict(data)
+
+
+def test_the_dry_run_shows_about_half_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model", "qwen3-30b-a3b", "--trainer", "ranks=16,tp=4,ep=8", "--engines", "2xtp=4,ep=4"]
+    figures = []
+    for dtype in ("bfloat16", "fp8"):
+        assert main(["reshard", "plan", *sizes, "--engine-dtype", dtype, "--json"]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    plain, half = figures
+    assert half["parameters"] == plain["parameters"]
+    # embeddings, norms, routers and the head stay bf16; a block of 16,384 has a scale of 4 bytes
+    config = published("qwen3-30b-a3b")
+    unquantised = 2 * config["vocab_size"] * config["hidden_size"] / plain["parameters"]
+    assert half["wire_bytes"] / plain["wire_bytes"] == pytest.approx((1 + unquantised + 4 / 16384) / 2, rel=2e-2)
+    assert half["seconds"] < 0.6 * plain["seconds"]
+    assert ["bfloat16", FP8] in half["conversions"]
