@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.models.fp8 import FP8
 from hybridflow.reshard import report as dry
 from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.layout import ParallelShape
@@ -39,6 +40,7 @@ class Case:
     engines: tuple[str, ...]
     peer: str | None = None
     peer_seconds: float | None = None
+    engine_dtype: str | None = None
 
 
 K2_TRAINER = "ranks=2048,tp=8,pp=16,ep=32,first=3,last=2"
@@ -46,8 +48,11 @@ V3_TRAINER = "ranks=256,tp=8,pp=8,ep=32,first=7,last=6"
 CASES = (
     Case("kimi-k2 2048 to 1024", "kimi-k2", K2_TRAINER, ("32xtp=32,ep=32",)),
     Case("kimi-k2 2048 to 1024, attention by data", "kimi-k2", K2_TRAINER, ("32xtp=32,ep=32,dpa=32",)),
-    Case("kimi-k2 256 to 128", "kimi-k2", V3_TRAINER, ("4xtp=32,ep=32",), "Perplexity (to fp8)", 1.3),
+    Case("kimi-k2 2048 to 1024, fp8", "kimi-k2", K2_TRAINER, ("32xtp=32,ep=32,dense=1",), engine_dtype=FP8),
+    Case("kimi-k2 256 to 128", "kimi-k2", V3_TRAINER, ("4xtp=32,ep=32",)),
+    Case("kimi-k2 256 to 128, fp8", "kimi-k2", V3_TRAINER, ("4xtp=32,ep=32,dense=1",), "Perplexity", 1.3, FP8),
     Case("deepseek-v3 256 to 32", "deepseek-v3", V3_TRAINER, ("tp=32,ep=32",), "NeMo-RL nccl_reshard (FFN only)", 2.39),
+    Case("deepseek-v3 256 to 32, fp8", "deepseek-v3", V3_TRAINER, ("tp=32,ep=32,dense=1",), engine_dtype=FP8),
     Case("qwen3-235b 128 to 64", "qwen3-235b-a22b", "ranks=128,tp=4,pp=2,ep=16", ("8xtp=8,ep=8",), "miles", 3.16),
     Case("qwen3-30b 32 to 32", "qwen3-30b-a3b", "ranks=32,tp=4,ep=8", ("16xtp=2",), "miles", 2.16),
 )
@@ -57,7 +62,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Figures of one case; for comparison, the same plan with all receivers beginning at the first layer."""
     trainer, engines = dry.build(ParallelShape, case.trainer), [dry.build(EngineShape, text) for text in case.engines]
     before = resource.getrusage(resource.RUSAGE_SELF)
-    run = dry.dry_run(dry.read_config(case.model), trainer, engines, "bfloat16", STAGING, Fabric())
+    run = dry.dry_run(dry.read_config(case.model), trainer, engines, "bfloat16", STAGING, Fabric(), case.engine_dtype)
     after = resource.getrusage(resource.RUSAGE_SELF)
     in_step = dataclasses.replace(run.plan, phase=np.zeros_like(run.plan.phase))
     return run.figures() | {

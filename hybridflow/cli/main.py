@@ -65,8 +65,9 @@ example:
 
 Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json, such a file, or
 one of kimi-k2, deepseek-v3, qwen3-235b-a22b, qwen3-30b-a3b, llama-3.1-70b. Sizes of the trainer: ranks, tp, pp, vpp, cp, ep, etp, first
-and last (layers of the first and last pipeline stage). Sizes of an engine: tp, ep, dpa (data-parallel attention), pp; NUMBERx before
-them is the number of such engines, and --engines may be given several times.
+and last (layers of the first and last pipeline stage). Sizes of an engine: tp, ep, dpa (data-parallel attention), pp, and dense=1
+where dense MLPs and shared experts are whole on every rank (--moe-dense-tp-size 1 and an --moe-a2a-backend); NUMBERx before them is the
+number of such engines, and --engines may be given several times.
 """
 
 
@@ -173,6 +174,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 def run_reshard_plan(args: argparse.Namespace) -> int:
     """`hybridflow reshard plan`."""
+    from hybridflow.models.fp8 import FP8
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
     from hybridflow.reshard.layout import ParallelShape
@@ -180,7 +182,8 @@ def run_reshard_plan(args: argparse.Namespace) -> int:
 
     trainer, engines = report.build(ParallelShape, args.trainer), [report.build(EngineShape, text) for text in args.engines]
     fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
-    run = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric)
+    engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
+    run = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
     if args.write is not None:
         args.write.write_text(json.dumps(run.plan.to_dict()), encoding="utf-8")
     print(json.dumps(run.figures(), indent=2) if args.json else report.table(run))
@@ -265,6 +268,11 @@ def _add_reshard_plan(reshard: argparse.ArgumentParser) -> None:
     plan.add_argument("--trainer", required=True, metavar="SIZES", help="for example ranks=256,tp=8,pp=8,ep=32")
     plan.add_argument("--engines", required=True, action="append", metavar="SIZES", help="for example 2xtp=16,ep=16; may be repeated")
     plan.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights (default: bfloat16)")
+    plan.add_argument(
+        "--engine-dtype",
+        choices=("bfloat16", "float16", "float32", "fp8"),
+        help="of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along",
+    )
     plan.add_argument("--staging-mib", type=int, default=1024, metavar="MIB", help="memory for messages under way, a rank (default: 1024)")
     plan.add_argument("--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)")
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -83,14 +83,24 @@ class TracedLayout:
         return RankLayout(names, dtypes, shapes, table[:, 0], table[:, 1:4], table[:, 4:7], table[:, 7], table[:, 8:11])
 
 
-def trace_layout(module: torch.nn.Module, load_weights: Loader, tensors: Mapping[str, Sequence[int]], dtype: torch.dtype) -> TracedLayout:
+def trace_layout(
+    module: torch.nn.Module,
+    load_weights: Loader,
+    tensors: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> TracedLayout:
     """Trace `load_weights` (of `module` or of a wrapper) for the HF tensors {name: shape}.
+
+    Args:
+        dtype: of the tensors; `dtypes` has those that are of another in the checkpoint (block-wise fp8 and its scales).
 
     Raises:
         WeightSyncError: the loader copies from something that is no HF tensor, or in other than rectangles; the message names both ends.
     """
     buffers = dict(module.named_parameters(remove_duplicate=True)) | dict(module.named_buffers())
-    sources = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in tensors.items()}
+    kinds = dtypes or {}
+    sources = {name: torch.empty(tuple(shape), dtype=kinds.get(name, dtype), device="meta") for name, shape in tensors.items()}
     recorder = _Recorder(sources, buffers)
     with torch.no_grad(), recorder:
         load_weights(iter(list(sources.items())))

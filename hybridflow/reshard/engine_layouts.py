@@ -8,14 +8,15 @@ KV heads repeated when there are fewer than ranks, experts cut by expert paralle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.fp8 import FP8, SCALE_SUFFIX, BlockQuantisation
 from hybridflow.models.layout import LocalTensor, Piece, split, stacked, vocabulary, whole
 from hybridflow.models.mla import LatentAttention
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
@@ -26,7 +27,8 @@ VOCAB_MULTIPLE = 64
 @dataclass(frozen=True)
 class EngineShape:
     """`count` equal engines of `tensor * pipeline` ranks. `expert` and `data_attention` divide `tensor`, as SGLang's `--ep-size` and
-    `--dp-size --enable-dp-attention` do.
+    `--dp-size --enable-dp-attention` do. `dense`, 1 or all of `tensor` (0), is the tensor size of dense MLPs and shared experts: SGLang's
+    `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole on every rank.
     """
 
     tensor: int = 1
@@ -34,11 +36,14 @@ class EngineShape:
     data_attention: int = 1
     pipeline: int = 1
     count: int = 1
+    dense: int = 0
 
     def check(self, decoder: Decoder) -> None:
         """Raise WeightSyncError where the model does not divide by this shape."""
         if min(self.tensor, self.expert, self.data_attention, self.pipeline, self.count) < 1:
             raise WeightSyncError(f"all sizes of an engine and their number must be 1 or more: {self}")
+        if self.dense not in (0, 1):
+            raise WeightSyncError(f"dense is the tensor size of dense MLPs, 1 or left out: {self}")
         attention_ranks = self.tensor // self.data_attention
         rules = [
             ("the engine's tensor size", self.tensor, "its expert size", self.expert),
@@ -55,33 +60,76 @@ class EngineShape:
             if isinstance(mlp, Experts):
                 rules.append(("num_experts", mlp.num_experts, "the engine's expert size", self.expert))
                 rules.append(("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert))
-                rules.append(("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.tensor))
+                rules.append(("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.dense or self.tensor))
             elif isinstance(mlp, DenseMlp):
-                rules.append(("intermediate_size", mlp.ffn, "the engine's tensor size", self.tensor))
+                rules.append(("intermediate_size", mlp.ffn, "the engine's tensor size", self.dense or self.tensor))
         for field, value, key, size in rules:
             if size < 1 or value % size:
                 raise WeightSyncError(f"{field} is {value}, which {key} {size} does not divide; choose another engine shape")
 
 
-def engine_layout(decoder: Decoder, engines: Sequence[EngineShape], dtype: str, catalog: Catalog | None = None) -> Layout:
+def engine_layout(
+    decoder: Decoder,
+    engines: Sequence[EngineShape],
+    dtype: str,
+    catalog: Catalog | None = None,
+    quantisation: BlockQuantisation | None = None,
+) -> Layout:
     """The layout of all ranks of all engines, engine after engine.
 
+    Args:
+        dtype: of what is not quantised. quantisation: of engines that keep their linears in block-wise fp8.
+
     Raises:
-        WeightSyncError: the model cannot take an engine's shape.
+        WeightSyncError: the model cannot take an engine's shape, or an engine's rank would hold a part of an fp8 block.
     """
-    index = (catalog or Catalog.of(decoder.tensors())).index()
+    shapes = decoder.tensors()
+    index = (catalog or Catalog.of(shapes, quantisation)).index()
+    covered = {name: shape for name, shape in shapes.items() if quantisation is not None and quantisation.covers(name, shape)}
     classes: list[RankLayout] = []
     rank_class: list[int] = []
     replica: list[int] = []
     for shape in engines:
         shape.check(decoder)
         first, ranks = len(classes), shape.tensor * shape.pipeline
-        classes += [RankLayout.of(_Rank(decoder, shape, rank).tensors(), index, dtype) for rank in range(ranks)]
+        for rank in range(ranks):
+            tensors = _Rank(decoder, shape, rank).tensors()
+            classes.append(RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, covered), index, dtype))
         for _ in range(shape.count):
             number = replica[-1] + 1 if replica else 0
             rank_class += range(first, first + ranks)
             replica += [number] * ranks
     return Layout(tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
+
+
+def in_fp8(tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, covered: Mapping[str, Sequence[int]]) -> list[LocalTensor]:
+    """Buffers of linears in fp8, each with a buffer of scales behind it (`NAME_scale_inv`); others as they are.
+
+    Raises:
+        WeightSyncError: a buffer begins or ends within a block, which SGLang refuses as well.
+    """
+    result: list[LocalTensor] = []
+    for local in tensors:
+        if not local.pieces or not all(piece.source in covered for piece in local.pieces):
+            result.append(local)
+            continue
+        scales = tuple(_scale_piece(piece, local.name, quantisation, covered[piece.source]) for piece in local.pieces)
+        result.append(replace(local, dtype=FP8))
+        result.append(LocalTensor(f"{local.name}{SCALE_SUFFIX}", quantisation.scale_shape(local.shape), scales, dtype="float32"))
+    return result
+
+
+def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, full: Sequence[int]) -> Piece:
+    block, place = quantisation.block, piece.local_start[-2:]
+    for start, at, size, whole_size, step in zip(piece.source_start, place, piece.shape, full, block, strict=True):
+        if start % step or at % step or ((start + size) % step and start + size != whole_size):
+            raise WeightSyncError(
+                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} on, which is not "
+                f"in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
+            )
+    first = tuple(begin // step for begin, step in zip(piece.source_start, block, strict=True))
+    local = (*piece.local_start[:-2], *(begin // step for begin, step in zip(place, block, strict=True)))
+    return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, quantisation.scale_shape(piece.shape))
 
 
 class _Rank:
@@ -173,10 +221,11 @@ class _Rank:
         raise WeightSyncError(f"no engine layout is written for an MLP of kind {type(block).__name__}")
 
     def _gated(self, hf: str, hidden: int, ffn: int, names: MlpNames) -> list[LocalTensor]:
-        rows = ffn // self.shape.tensor
-        parts = [(f"{hf}{name}.weight", self.rank * rows, rows) for name in (names.gate, names.up)]
+        size = self.shape.dense or self.shape.tensor
+        rows, rank = ffn // size, self.rank % size
+        parts = [(f"{hf}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
         down = f"{hf}{names.down}.weight"
-        return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), split(down, down, (hidden, ffn), 1, self.rank, self.shape.tensor)]
+        return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), split(down, down, (hidden, ffn), 1, rank, size)]
 
     def _experts(self, block: Experts, hf: str) -> list[LocalTensor]:
         share, cols = block.num_experts // self.shape.expert, block.ffn // self.expert_size

@@ -8,13 +8,14 @@ place in a stack of experts `[expert, row, column]` differ by an offset alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
+from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.layout import Coordinates, LocalTensor
 
 DIMS = 3
@@ -39,15 +40,27 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The HF tensors that both sides speak of: names and shapes `[T, 3]`."""
+    """The HF tensors that both sides speak of: names and shapes `[T, 3]`.
+
+    `scales` `[S, 4]` has a row for each tensor that some engine takes in block-wise fp8: (its index, that of its scales, rows of a block,
+    columns of a block). The scales are tensors of the catalog.
+    """
 
     names: tuple[str, ...]
     shapes: np.ndarray
+    scales: np.ndarray = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Sequence[int]]) -> Catalog:
-        """From {HF name: shape}."""
-        return cls(tuple(tensors), np.array([padded(shape, 1) for shape in tensors.values()], dtype=np.int64).reshape(-1, DIMS))
+    def of(cls, tensors: Mapping[str, Sequence[int]], quantisation: BlockQuantisation | None = None) -> Catalog:
+        """From {HF name: shape}; with a quantisation the scales of each tensor that it covers follow that tensor."""
+        shapes: Mapping[str, Sequence[int]] = tensors
+        pairs: list[tuple[int, ...]] = []
+        if quantisation is not None:
+            shapes, dtypes = quantisation.checkpoint(tensors)
+            # the scales come right behind their tensor
+            pairs = [(position, position + 1, *quantisation.block) for position, name in enumerate(shapes) if dtypes.get(name) == FP8]
+        matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(-1, DIMS)
+        return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
 
     def index(self) -> dict[str, int]:
         """Name to position."""

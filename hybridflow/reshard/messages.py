@@ -7,11 +7,14 @@ moment the message with the lowest step can move: no cycle of waits is possible.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from hybridflow.reshard.fp8_blocks import Blocks, made_by_sender
 from hybridflow.reshard.layout import ITEM_BYTES, Layout
 from hybridflow.reshard.planner import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
@@ -21,13 +24,24 @@ from hybridflow.reshard.slices import SlicePlan, piece_columns
 class Item:
     """A slice in a rank's buffer: rectangle of the buffer's shape (padded with ones from the left to three dimensions).
 
-    `dtype` is that of the wire: the engine's.
+    `dtype` is that of the wire: the engine's. Where a sender makes block-wise fp8, `blocks` are what it reads of the buffer, and the
+    rectangle is one of what it makes of them.
     """
 
     buffer: str
     start: tuple[int, ...]
     size: tuple[int, ...]
     dtype: str
+    blocks: Blocks | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Item:
+        """From what `dataclasses.asdict` and JSON have made of one."""
+        made, blocks = data["blocks"], None
+        if made is not None:
+            rows, columns = made["block"]
+            blocks = Blocks(made["makes"], tuple(made["start"]), tuple(made["size"]), (rows, columns))
+        return cls(data["buffer"], tuple(data["start"]), tuple(data["size"]), data["dtype"], blocks)
 
 
 @dataclass(frozen=True)
@@ -108,17 +122,17 @@ class Messages:
         is_new = np.ones(len(row), dtype=bool)
         is_new[1:] = (step[1:] != step[:-1]) | (peer[1:] != peer[:-1])
         bounds = [*np.flatnonzero(is_new).tolist(), len(row)]
+        dtypes = [dtypes[n] for n in order.tolist()]
+        sends = side is self.plan.source
+        made = made_by_sender(self.plan.catalog, layout, piece, table.start[row], table.size[row], dtypes) if sends else {}
+
+        def item(i: int) -> Item:
+            read, start, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))
+            return Item(layout.names[int(layout.buffer[read])], start, tuple(table.size[row[i]].tolist()), dtypes[i], blocks)
+
         messages = []
         for low, high in pairwise(bounds):
-            items = tuple(
-                Item(
-                    layout.names[int(layout.buffer[piece[i]])],
-                    tuple(local[i].tolist()),
-                    tuple(table.size[row[i]].tolist()),
-                    dtypes[int(order[i])],
-                )
-                for i in range(low, high)
-            )
+            items = tuple(item(i) for i in range(low, high))
             nbytes = int(table.nbytes[row[low:high]].sum())
             messages.append(Message(int(step[low]), int(table.bucket[row[low]]), int(peer[low]), nbytes, items))
         return messages

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.fp8 import FP8
 from hybridflow.reshard import regions as boxes
 from hybridflow.reshard.balance import assign_sources
+from hybridflow.reshard.fp8_blocks import SCALE_DTYPE, Quantised, with_scales
 from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_item_bytes, piece_columns
 
 Array = np.ndarray
 Table = dict[str, Array]
 
-# dtypes that a sender casts between while it packs; block-wise fp8 needs scales and is no plain cast
+# dtypes that a sender casts between while it packs; block-wise fp8 is made only of tensors that the catalog has scales for
 CASTS = ("float32", "bfloat16", "float16")
 
 
@@ -21,18 +25,21 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     """Plan the transfer of everything that the target's pieces name.
 
     Args:
+        catalog: with scales for the tensors that an engine takes in block-wise fp8; the source need not speak of them.
         staging_bytes: memory that a rank, sending or receiving, may use for messages under way; two buckets fit into it.
 
     Raises:
-        WeightSyncError: the source lacks what the target needs, a dtype pair has no conversion, or a fused tensor does not fit a bucket.
+        WeightSyncError: the source lacks what the target needs, a dtype pair has no conversion, a trainer rank's piece cuts
+            through an fp8 block, or a fused tensor does not fit a bucket.
     """
+    conversions = _conversions(catalog, source, target)
+    source = with_scales(source, catalog)
     have, need = piece_columns(source), piece_columns(target)
     regions, of_piece = _regions(have)
-    conversions = _conversions(source, target)
     deliveries = _intersect(catalog, regions, need)
     deliveries["item"] = buffer_item_bytes(target, need)[deliveries["need"]]
     bucket_bytes = staging_bytes // 2
-    rows = _fill_buckets(_order(_chop(deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
+    rows = _fill_buckets(_order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
     table = _table(rows, need)
     holders = Regions(
         have["tensor"][regions["first"]], have["start"][regions["first"]], have["size"][regions["first"]], *_holders(have, of_piece)
@@ -88,8 +95,10 @@ def _atoms(need: Table) -> tuple[Array, Array]:
     return atom, np.bincount(atom[pairs]) > 1
 
 
-def _chop(rows: Table, need: Table, bucket_bytes: int) -> Table:
-    """Cut slices that are larger than a bucket into blocks along their first axis that is longer than one."""
+def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Table:
+    """Cut slices that are larger than a bucket along their first axis that is longer than one; fp8 between its blocks where that is fine
+    enough, or a sender would work out a block's scale twice.
+    """
     atom, fused = _atoms(need)
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
     large = np.flatnonzero((nbytes > bucket_bytes) & ~fused[atom[rows["need"]]])
@@ -101,6 +110,10 @@ def _chop(rows: Table, need: Table, bucket_bytes: int) -> Table:
     if (step < 1).any():
         most = int((nbytes // length)[step < 1].max())
         raise WeightSyncError(f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes to {2 * most} or more")
+    table = Quantised.of(catalog)
+    tensor = need["tensor"][rows["need"][large]]
+    block = np.where(table.scale_of[tensor] >= 0, table.block[tensor, axis[large]], 1)
+    step[large] = np.where(step[large] >= block, step[large] // block * block, step[large])
     counts[large] = -(-length[large] // step[large])
     pick, block = np.repeat(np.arange(len(counts)), counts), boxes.ranges(counts)
     chopped = {name: values[pick] for name, values in rows.items()}
@@ -174,12 +187,30 @@ def _phases(table: Deliveries, target: Layout) -> Array:
     return np.floor(place * (last[target.rank_class] + 1)).astype(np.int64)
 
 
-def _conversions(source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
+def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tuple[str, str], ...]:
     """Pairs (trainer dtype, engine dtype) that differ, cast by the sender while it packs."""
     kinds = [{dtype for rank in layout.classes for dtype in rank.dtypes} for layout in (source, target)]
-    bad = sorted(dtype for dtype in kinds[0] | kinds[1] if dtype not in CASTS)
+    bad = sorted((kinds[0] - set(CASTS)) | (kinds[1] - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
-            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among {', '.join(CASTS)}"
+            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among {', '.join(CASTS)}, "
+            f"and from these to block-wise {FP8}"
         )
+    problem = next(fp8_faults(catalog, target), None)
+    if problem is not None:
+        raise WeightSyncError(f"{problem}; plan with the scales of the model's quantization_config, or serve in bfloat16")
     return tuple((a, b) for a in sorted(kinds[0]) for b in sorted(kinds[1]) if a != b)
+
+
+def fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
+    """Pieces of engine buffers in fp8 whose tensor has no scales, and of scales in other than float32."""
+    table = Quantised.of(catalog)
+    for rank in target.classes:
+        real = rank.tensor >= 0
+        for rows, wanted, problem in (
+            (table.scale_of[rank.tensor] < 0, (*CASTS,), f"is to be filled in {FP8}, for which the catalog has no scales"),
+            (table.weight_of[rank.tensor] >= 0, (SCALE_DTYPE,), f"takes scales, which are {SCALE_DTYPE}, in another dtype"),
+        ):
+            allowed = np.array([dtype in wanted for dtype in rank.dtypes], dtype=bool)
+            for row in np.flatnonzero(real & rows & ~allowed[rank.buffer])[:1].tolist():
+                yield f"the engine's {rank.names[int(rank.buffer[row])]} {problem} ({catalog.names[int(rank.tensor[row])]})"

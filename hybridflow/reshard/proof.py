@@ -2,7 +2,8 @@
 
 Shown: every element of every engine buffer is written exactly once or is declared padding; every slice comes whole from a region that its
 sender holds; every engine rank of a class is served once; every HF tensor is used whole by every engine, or named as unused; fused
-tensors travel in one bucket; no bucket is larger than it may be.
+tensors travel in one bucket; no bucket is larger than it may be; senders hold all of the blocks that they make fp8 and scales of, and an
+engine that takes a weight in fp8 takes its scales.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.fp8 import FP8
 from hybridflow.reshard import regions as boxes
+from hybridflow.reshard.fp8_blocks import Quantised, blocks_of_scales, enclosing
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, padded
-from hybridflow.reshard.planner import CASTS, group_rows
+from hybridflow.reshard.planner import CASTS, fp8_faults, group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
 _SHOWN = 5
@@ -45,6 +48,7 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
     faults += [*_bounds_faults("engine", plan.catalog, plan.target), *_bounds_faults("trainer", plan.catalog, plan.source)]
     _refuse(faults)  # the checks below rely on the tables being sound
     faults += [*_piece_faults(plan), *_sender_faults(plan), *_service_faults(plan), *_bucket_faults(plan), *_dtype_faults(plan)]
+    faults += _block_faults(plan)
     unused, partial = tensor_use(plan.catalog, plan.target)
     faults += [f"an engine takes only a part of {name}" for name in partial]
     faults += [
@@ -72,8 +76,9 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """HF tensors of which some engine takes (nothing, only a part)."""
-    pieces = piece_columns(target)
+    """HF tensors of which some engine takes (nothing, only a part). Scales are asked for only by engines that take the weight in fp8."""
+    pieces, table = piece_columns(target), Quantised.of(catalog)
+    in_fp8 = _pieces_in_fp8(target)
     kinds = {tuple(np.unique(target.rank_class[target.replica == replica]).tolist()) for replica in np.unique(target.replica)}
     unused: set[int] = set()
     partial: set[int] = set()
@@ -85,7 +90,8 @@ def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
         owner, _, parts = boxes.make_disjoint(tensor[first], start[first], size[first])
         taken = np.zeros(len(full), dtype=np.int64)
         np.add.at(taken, tensor[first][owner], boxes.volumes(parts))
-        unused |= set(np.flatnonzero(taken == 0).tolist())
+        asked = (table.weight_of < 0) | np.isin(table.weight_of, pieces["tensor"][mine & in_fp8])
+        unused |= set(np.flatnonzero((taken == 0) & asked).tolist())
         partial |= set(np.flatnonzero((taken != full) & (taken > 0)).tolist())
     return [catalog.names[t] for t in sorted(unused)], [catalog.names[t] for t in sorted(partial)]
 
@@ -190,5 +196,43 @@ def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
 
 
 def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
-    for kind in sorted({dtype for layout in (plan.source, plan.target) for rank in layout.classes for dtype in rank.dtypes} - set(CASTS)):
-        yield f"no conversion for dtype {kind}"
+    for layout, known in ((plan.source, {*CASTS}), (plan.target, {*CASTS, FP8})):
+        for kind in sorted({dtype for rank in layout.classes for dtype in rank.dtypes} - known):
+            yield f"no conversion for dtype {kind}"
+    yield from fp8_faults(plan.catalog, plan.target)
+
+
+def _pieces_in_fp8(target: Layout) -> np.ndarray:
+    """Which rows of `piece_columns(target)` lie in buffers of fp8."""
+    flags = [np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer[rank.tensor != PADDING]] for rank in target.classes]
+    return np.concatenate(flags)
+
+
+def _block_faults(plan: SlicePlan) -> Iterator[str]:
+    """Scales and fp8 weights that their senders could not make: a block that is not all theirs."""
+    catalog, table = plan.catalog, Quantised.of(plan.catalog)
+    for number, rank in enumerate(plan.source.classes):
+        weights, scales = table.weight_rows(rank.tensor), table.scale_rows(rank.tensor)
+        wanted = rank.tensor[scales]
+        weight = table.weight_of[wanted]
+        start, size = blocks_of_scales(rank.start[scales], rank.size[scales], table.block[wanted], catalog.shapes[weight])
+        first = int(np.flatnonzero(plan.source.rank_class == number)[0])
+        if len(weights) != len(scales):
+            yield f"trainer rank {first} has {len(weights)} pieces of weights with scales and {len(scales)} of scales"
+            continue
+        unlike = (rank.tensor[weights] != weight) | (rank.start[weights] != start).any(axis=1) | (rank.size[weights] != size).any(axis=1)
+        for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
+            yield f"trainer rank {first} does not hold the weights of its part of {catalog.names[int(wanted[row])]}"
+    regions, rows = plan.regions, np.flatnonzero(_deliveries_in_fp8(plan))
+    region = plan.deliveries.region[rows]
+    tensor = regions.tensor[region]
+    start, size = enclosing(plan.deliveries.start[rows], plan.deliveries.size[rows], table.block[tensor], catalog.shapes[tensor])
+    low, high = regions.start[region], regions.start[region] + regions.size[region]
+    for row in np.flatnonzero(((start < low) | (start + size > high)).any(axis=1))[:_SHOWN].tolist():
+        yield f"slice {int(rows[row])} of {catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the region it is made of"
+
+
+def _deliveries_in_fp8(plan: SlicePlan) -> np.ndarray:
+    first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
+    flags = [np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer] for rank in plan.target.classes]
+    return np.concatenate(flags)[first[plan.deliveries.receiver] + plan.deliveries.piece]

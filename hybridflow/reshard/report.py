@@ -10,9 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.models.published import published
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
@@ -41,7 +44,7 @@ class DryRun:
         plan = self.plan
         return {
             "plan_hash": self.proof.digest,
-            "parameters": int(plan.catalog.shapes.prod(axis=1).sum()),
+            "parameters": int(np.delete(plan.catalog.shapes, plan.catalog.scales[:, 1], axis=0).prod(axis=1).sum()),
             "trainer_ranks": plan.source.num_ranks,
             "engine_ranks": plan.target.num_ranks,
             "engines": int(plan.target.replica.max()) + 1,
@@ -82,16 +85,26 @@ def build(kind: type, text: str) -> Any:
     values, known = parse_shape(text), {field.name for field in fields(kind)}
     unknown = sorted(values.keys() - known)
     if unknown or (kind is ParallelShape and "ranks" not in values):
-        names = sorted({short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count"}))
+        names = sorted({short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count", "dense"}))
         problem = f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
         raise WeightSyncError(f"{text!r}: {problem}; there are {', '.join(names)}")
     return kind(**values)
 
 
 def dry_run(
-    config: Mapping[str, Any], trainer: ParallelShape, engines: Sequence[EngineShape], dtype: str, staging_bytes: int, fabric: Fabric
+    config: Mapping[str, Any],
+    trainer: ParallelShape,
+    engines: Sequence[EngineShape],
+    dtype: str,
+    staging_bytes: int,
+    fabric: Fabric,
+    engine_dtype: str | None = None,
 ) -> DryRun:
     """Plan, prove and simulate.
+
+    Args:
+        dtype: of the trainer's weights. engine_dtype: of the engines', where it is another; FP8 is block-wise, as the config's
+            `quantization_config` has it or in blocks of 128 x 128, and leaves the other tensors in `dtype`.
 
     Raises:
         ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
@@ -100,9 +113,11 @@ def dry_run(
     if not isinstance(decoder, Decoder):
         raise WeightSyncError(f"no engine layout is written for model_type {config.get('model_type')!r}")
     times = [time.perf_counter()]
-    catalog = Catalog.of(decoder.tensors())
+    quantisation = BlockQuantisation.of(config) if engine_dtype == FP8 else None
+    catalog = Catalog.of(decoder.tensors(), quantisation)
     source = megatron_layout(decoder, trainer.coordinates(), dtype, catalog)
-    plan = make_plan(catalog, source, engine_layout(decoder, engines, dtype, catalog), staging_bytes)
+    plain = dtype if quantisation else engine_dtype or dtype
+    plan = make_plan(catalog, source, engine_layout(decoder, engines, plain, catalog, quantisation), staging_bytes)
     times.append(time.perf_counter())
     proof = prove(plan)
     times.append(time.perf_counter())
@@ -120,6 +135,7 @@ def table(run: DryRun) -> str:
         ("ranks", f"{f['trainer_ranks']:,} trainer, {f['engine_ranks']:,} engine ({f['engines']} engines)"),
         ("slices", f"{f['slices']:,} in {f['buckets']} buckets, {f['messages']:,} messages"),
         ("bytes on the wire", f"{f['wire_bytes'] / gb:,.2f} GB, each needed byte once"),
+        ("casts", ", ".join(f"{a} to {b}" for a, b in f["conversions"]) or "none"),
         ("bytes per sender link", f"{f['sender_bytes_min'] / gb:,.3f} to {f['sender_bytes_max'] / gb:,.3f} GB"),
         ("bytes per receiver link", f"up to {f['receiver_bytes_max'] / gb:,.3f} GB"),
         ("hottest link", f"{f['hottest_link_bytes'] / gb:,.3f} GB, {f['hottest_link_ratio']:.3f} x the lower bound"),

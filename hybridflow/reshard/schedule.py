@@ -55,8 +55,7 @@ class Schedule:
     def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
         """The inverse of `to_dict`."""
         messages = tuple(
-            Message(**{**m, "items": tuple(Item(**{**i, "start": tuple(i["start"]), "size": tuple(i["size"])}) for i in m["items"])})
-            for m in data["messages"]
+            Message(**{**message, "items": tuple(Item.from_dict(item) for item in message["items"])}) for message in data["messages"]
         )
         return cls(data["plan"], RankLayout.from_dict(data["layout"]), messages)
 

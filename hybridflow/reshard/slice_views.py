@@ -9,10 +9,14 @@ from math import prod
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.models.fp8 import FP8
+from hybridflow.reshard.fp8_blocks import SCALES, Blocks
+from hybridflow.reshard.fp8_cast import write_scales, write_weights
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
 from hybridflow.reshard.messages import Item, Message
 
-_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+# fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
+_DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,23 @@ class Copies:
         self._messages = messages
         self._slices = [_slices(message) for message in messages]
         self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
+        self._made = [
+            [(index, piece.item, piece.item.blocks) for index, piece in enumerate(pieces) if piece.item.blocks is not None]
+            for pieces in self._slices
+        ]
         self._packed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
 
     def pack(self, number: int, payload: torch.Tensor) -> None:
-        """Copy the slices of a message into `payload` (uint8, at least its bytes), cast to the engine's dtypes."""
-        torch._foreach_copy_(self._views(number, payload), self._local[number])
+        """Copy the slices of a message into `payload` (uint8, at least its bytes), cast to the engine's dtypes or made of blocks."""
+        views, local = self._views(number, payload), self._local[number]
+        if made := self._made[number]:
+            for index, item, blocks in made:
+                _make(item, blocks, local[index], views[index])
+            computed = {index for index, _, _ in made}
+            views, local = ([view for index, view in enumerate(some) if index not in computed] for some in (views, local))
+        if views:
+            torch._foreach_copy_(views, local)
 
     def scatter(self, number: int, payload: torch.Tensor) -> None:
         """Copy the slices of a message from `payload` into the buffers."""
@@ -97,7 +112,7 @@ def _slices(message: Message) -> list[_Slice]:
 
 def _joins(first: Item, second: Item) -> int | None:
     """The axis along which `second` continues `first`, in the buffer and in the message alike; None where it does not."""
-    if first.buffer != second.buffer or first.dtype != second.dtype:
+    if first.buffer != second.buffer or first.dtype != second.dtype or first.blocks is not None or second.blocks is not None:
         return None
     apart = [d for d in range(DIMS) if first.start[d] != second.start[d] or first.size[d] != second.size[d]]
     # packed row after row, the two are one block only if nothing before the axis is longer than one
@@ -107,7 +122,17 @@ def _joins(first: Item, second: Item) -> int | None:
     return axis if first.start[axis] + first.size[axis] == second.start[axis] else None
 
 
+def _make(item: Item, blocks: Blocks, weights: torch.Tensor, view: torch.Tensor) -> None:
+    """Write the block-wise fp8 weights, or their scales, that the item names."""
+    if blocks.makes == SCALES:
+        write_scales(weights, blocks.block, view)
+    else:
+        write_weights(weights, blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
+
+
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
+    """What of the buffer is read or written."""
+    starts, sizes = (item.blocks.start, item.blocks.size) if item.blocks else (item.start, item.size)
     whole = buffers.get(item.buffer)
     if whole is None:
         raise WeightSyncError(
@@ -115,11 +140,10 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
         )
     view = whole.detach()
     view = view[(None,) * (DIMS - view.dim())]
-    if any(start + size > full for start, size, full in zip(item.start, item.size, view.shape, strict=True)):
+    if any(start + size > full for start, size, full in zip(starts, sizes, view.shape, strict=True)):
         raise WeightSyncError(
-            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {item.size} from {item.start} on; "
-            "make the plan from this rank's layout"
+            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} on; make the plan from this rank's layout"
         )
-    for axis, (start, size) in enumerate(zip(item.start, item.size, strict=True)):
+    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         view = view.narrow(axis, start, size)
-    return view
+    return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view

@@ -19,7 +19,7 @@ import numpy as np
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES, PADDING, Catalog, Layout, RankLayout
 
-VERSION = 1
+VERSION = 2
 Array = np.ndarray
 
 
@@ -87,7 +87,7 @@ class SlicePlan:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` gives an equal plan back."""
         tables = {name: {k: v.tolist() for k, v in vars(getattr(self, name)).items()} for name in ("regions", "deliveries", "sends")}
-        catalog = {"names": list(self.catalog.names), "shapes": self.catalog.shapes.tolist()}
+        catalog = {"names": list(self.catalog.names), "shapes": self.catalog.shapes.tolist(), "scales": self.catalog.scales.tolist()}
         return {
             "version": VERSION,
             "hash": self.digest(),
@@ -110,12 +110,15 @@ class SlicePlan:
         if data.get("version") != VERSION:
             raise WeightSyncError(f"the plan is of version {data.get('version')}, this program reads {VERSION}; make the plan again")
 
+        def matrix(rows: Any, width: int) -> Array:
+            return np.array(rows, dtype=np.int64).reshape(-1, width)
+
         def table(kind: type, name: str) -> Any:
             columns = {k: np.array(v, dtype=np.int64) for k, v in data[name].items()}
             return kind(**{k: v.reshape(-1, DIMS) if k in ("start", "size") else v for k, v in columns.items()})
 
         plan = cls(
-            Catalog(tuple(data["catalog"]["names"]), np.array(data["catalog"]["shapes"], dtype=np.int64).reshape(-1, DIMS)),
+            Catalog(tuple(data["catalog"]["names"]), matrix(data["catalog"]["shapes"], DIMS), matrix(data["catalog"]["scales"], 4)),
             Layout.from_dict(data["source"]),
             Layout.from_dict(data["target"]),
             table(Regions, "regions"),

@@ -20,6 +20,7 @@ import torch
 from hybridflow.engines.layout_tracer import trace_layout
 from hybridflow.engines.server import EngineSpec, command_line, environment, server_arguments
 from hybridflow.models import family_of
+from hybridflow.models.fp8 import BlockQuantisation
 
 
 def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
@@ -29,12 +30,16 @@ def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.model_loader import get_model
+    from sglang.srt.model_loader import get_model, loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import prepare_server_args
 
     shape = {key: case[key] for key in ("tensor", "expert", "pipeline", "data_attention")}
-    spec = EngineSpec(name=case["name"], model_path=case["model"], extra_args={"load-format": "dummy"}, **shape)
+    config = json.loads((Path(case["model"]) / "config.json").read_text())
+    in_fp8 = "quantization_config" in config
+    dtype = "bfloat16" if in_fp8 else "float32"
+    spec = EngineSpec(name=case["name"], model_path=case["model"], dtype=dtype, extra_args={"load-format": "dummy"}, **shape)
     (folder / case["name"]).mkdir(exist_ok=True)
     os.environ |= environment(spec, str(folder / case["name"]))
     arguments = prepare_server_args(command_line(server_arguments(spec, 20000 + os.getpid() % 10000)))
@@ -43,9 +48,18 @@ def trace_rank(case: dict[str, Any], rank: int, folder: Path) -> None:
     model_config = ModelConfig.from_server_args(arguments)
     bootstrap.init_layer_runtime(model_config=model_config)
     initialize_moe_config()
-    model = get_model(model_config=model_config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cpu"))
-    tensors = family_of(json.loads((Path(case["model"]) / "config.json").read_text())).tensors()
-    traced = trace_layout(model, model.load_weights, tensors, torch.float32)
+    tensors, load = family_of(config).tensors(), LoadConfig(load_format="dummy")
+    if in_fp8:
+        tensors, kinds = BlockQuantisation.of(config).checkpoint(tensors)
+        dtypes = {name: getattr(torch, kind) for name, kind in kinds.items()}
+        # SGLang makes fp8 buffers on any CPU but refuses to prepare them for use on one without AMX
+        # (sglang/srt/layers/quantization/fp8.py:827), so the model is taken as its loader fills it
+        with set_default_torch_dtype(model_config.dtype):
+            model = loader._initialize_model(model_config, load, loader._get_quantization_config(model_config, load))
+    else:
+        dtypes = {}
+        model = get_model(model_config=model_config, load_config=load, device_config=DeviceConfig("cpu"))
+    traced = trace_layout(model, model.load_weights, tensors, getattr(torch, dtype), dtypes)
     (folder / f"{case['name']}-{rank}.json").write_text(json.dumps(asdict(traced)))
 
 

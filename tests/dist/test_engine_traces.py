@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece
+from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
+from hybridflow.models.fp8 import FP8, BlockQuantisation
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
+from tests.unit import fp8_cases as fp8
 from tests.unit import reshard_cases as cases
 
 pytestmark = pytest.mark.slow
@@ -27,6 +31,8 @@ SHAPES = {
     "tp2-dpa2": (EngineShape(tensor=2, data_attention=2), ("qwen3_moe", "deepseek_v3")),
     "pp2": (EngineShape(pipeline=2), ("qwen2", "deepseek_v3")),
 }
+FP8_BLOCK = (8, 8)
+FP8_CASES = [("qwen3_moe", "tp2-ep2"), ("deepseek_v3", "tp2"), ("glm4_moe", "tp2")]
 CASES = [(model, shape) for shape, (_, models) in SHAPES.items() for model in models]
 TRAINERS = (ParallelShape(4, tensor=2, pipeline=2, expert=2), ParallelShape(4, tensor=4), ParallelShape(2, pipeline=2, virtual_pipeline=2))
 
@@ -41,18 +47,22 @@ def checkpoint_config(model: str) -> dict[str, Any]:
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[TracedLayout]]:
     """What each rank's loader did, by (model, shape)."""
     folder, asked = tmp_path_factory.mktemp("traces"), []
-    for model, name in CASES:
-        (folder / model).mkdir(exist_ok=True)
-        (folder / model / "config.json").write_text(json.dumps(checkpoint_config(model)))
-        shape = SHAPES[name][0]
+    in_fp8 = {"quantization_config": BlockQuantisation(FP8_BLOCK).config()}
+    everything: list[tuple[str, str, str, dict[str, Any]]] = [(model, name, name, {}) for model, name in CASES]
+    everything += [(model, name, f"{name}-fp8", in_fp8) for model, name in [*FP8_CASES, ("llama", "tp2")]]
+    for model, shape_name, name, more in everything:
+        place = folder / f"{model}-{name}-model"
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps({**checkpoint_config(model), **more}))
+        shape = SHAPES[shape_name][0]
         sizes = {key: getattr(shape, key) for key in ("tensor", "expert", "pipeline", "data_attention")}
-        asked.append({"name": f"{model}-{name}", "model": str(folder / model), **sizes})
+        asked.append({"name": f"{model}-{name}", "model": str(place), **sizes})
     (folder / "cases.json").write_text(json.dumps(asked))
     command = [sys.executable, "-m", "tests.dist.engine_traces", str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2], check=False)
     errors = {path.name: path.read_text()[-1500:] for path in folder.glob("*.error")}
     assert run.returncode == 0 and not errors, f"{errors}\n{run.stderr[-2000:]}"
-    return {(model, name): [read_trace(folder / f"{model}-{name}-{rank}.json") for rank in range(2)] for model, name in CASES}
+    return {(model, name): [read_trace(folder / f"{model}-{name}-{rank}.json") for rank in range(2)] for model, _, name, _ in everything}
 
 
 def read_trace(path: Path) -> TracedLayout:
@@ -98,3 +108,37 @@ def test_plans_to_the_real_layouts_are_proven_and_execute(model: str, name: str,
         cases.execute(plan, trainers, engines)
         for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
             assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)
+
+
+@pytest.mark.parametrize(("model", "name"), FP8_CASES)
+def test_engines_in_fp8_get_their_slices_of_the_quantised_tensors(
+    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
+    """SGLang's own fp8 buffers, traced: those of the hand-written layout, and a plan to them brings what the whole tensors' form has."""
+    decoder, quantisation = cases.decoder_of(model), BlockQuantisation(FP8_BLOCK)
+    catalog, weights = Catalog.of(decoder.tensors(), quantisation), cases.random_weights(decoder)
+    ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, f"{name}-fp8"])
+    target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
+    want = fp8.engine_buffers(target, catalog, fp8.forms_of(weights, quantisation))
+    written = engine_layout(decoder, (SHAPES[name][0],), "bfloat16", catalog, quantisation)
+    assert [sorted(mine) for mine in want] == [sorted(written.classes[number].names) for number in written.rank_class.tolist()]
+    by_hand = fp8.engine_buffers(written, catalog, fp8.forms_of(weights, quantisation))
+    quantised = {name for name, dtype in zip(ranks[0].names, ranks[0].dtypes, strict=True) if dtype == FP8 or name.endswith("_scale_inv")}
+    fp8.assert_equal([{n: v for n, v in mine.items() if n in quantised} for mine in by_hand], want)
+    shape = ParallelShape(4, tensor=2, pipeline=2, expert=2)
+    plan = make_plan(catalog, megatron_layout(decoder, shape.coordinates(), "float32", catalog), target, 1 << 20)
+    assert prove(plan).unused == ()
+    held = cases.trainer_buffers(decoder, shape.coordinates(), weights)
+    live = fp8.engine_buffers(target, catalog, None)
+    fp8.stream(plan, [{n: torch.from_numpy(v) for n, v in mine.items()} for mine in held], live, staged=True)
+    fp8.assert_equal(want, live)
+
+
+def test_scales_that_an_engine_would_drop_are_found(traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
+    """SGLang's Llama renames `weight_scale_inv` while it loads, finds no such parameter and goes on (sglang/srt/models/llama.py:724)."""
+    decoder = cases.decoder_of("llama")
+    catalog = Catalog.of(decoder.tensors(), BlockQuantisation(FP8_BLOCK))
+    target = Layout(tuple(traced.rank_layout(catalog) for traced in traces["llama", "tp2-fp8"]), np.arange(2), np.zeros(2, np.int64))
+    plan = make_plan(catalog, megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", catalog), target, 1 << 20)
+    with pytest.raises(WeightSyncError, match=r"no part of model\.layers\.0\.\S+_scale_inv is taken"):
+        prove(plan)

@@ -19,29 +19,6 @@ from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_strea
 from hybridflow.reshard.transports import open_sender
 from hybridflow.reshard.transports.base import Endpoint
 
-Mail = dict[tuple[int, int, int], torch.Tensor]
-
-
-class Post:
-    """A channel whose messages are there at once."""
-
-    def __init__(self, mail: Mail, rank: int) -> None:
-        self.mail, self.rank = mail, rank
-
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Post:
-        assert (self.rank, peer, tag) not in self.mail
-        self.mail[self.rank, peer, tag] = payload.clone()
-        return self
-
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Post:
-        into.copy_(self.mail.pop((peer, self.rank, tag)))
-        return self
-
-    def wait(self) -> None:
-        pass
-
-    close = abort = wait
-
 
 def tensors(held: list[cases.Buffers]) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.from_numpy(values) for name, values in mine.items()} for mine in held]
@@ -64,9 +41,9 @@ def test_messages_of_mixed_dtypes_are_cast_and_arrive(name: str) -> None:
     live = [{n: v.to(getattr(torch, kinds[n])) for n, v in mine.items()} for mine, kinds in zip(empty, dtypes, strict=True)]
     if name != "qwen3":
         assert any(len({item.dtype for item in m.items}) == 2 for r in range(3) for m in messages.incoming(r)), "no mixed message"
-    mail: Mail = {}
-    senders = [(messages.outgoing(r), Post(mail, r), SendStaging(r)) for r in range(4)]
-    receivers = [(messages.incoming(r), Post(mail, r), ReceiveStaging(r)) for r in range(3)]
+    mail: cases.Mail = {}
+    senders = [(messages.outgoing(r), cases.Post(mail, r), SendStaging(r)) for r in range(4)]
+    receivers = [(messages.incoming(r), cases.Post(mail, r), ReceiveStaging(r)) for r in range(3)]
     for staged in (True, False):
         sent = [send_stream(m, trainers[r], channel, staging) for r, (m, channel, staging) in enumerate(senders)]
         for rank, (m, channel, staging) in enumerate(receivers):
@@ -112,8 +89,8 @@ def test_a_plan_of_other_buffers_is_refused_by_name() -> None:
 
 def test_moved_buffers_are_noticed() -> None:
     message = Message(0, 0, 0, 16, (Item("b", (0, 0, 0), (1, 1, 4), "float32"),))
-    mail: Mail = {}
-    channel, staging, messages = Post(mail, 0), SendStaging(0), [message]
+    mail: cases.Mail = {}
+    channel, staging, messages = cases.Post(mail, 0), SendStaging(0), [message]
     for value in (1.0, 2.0):
         send_stream(messages, {"b": torch.full((4,), value)}, channel, staging)
         assert mail.pop((0, 0, 0))[:16].view(torch.float32).tolist() == [value] * 4

@@ -1,0 +1,160 @@
+"""Where the blocks of block-wise fp8 lie: what a trainer rank can make of the weights that it holds.
+
+A rank whose region of `X.weight` consists of whole blocks also holds, in effect, the same region in fp8 and the rectangle of
+`X.weight_scale_inv` that belongs to it. The latter is a piece of its own, in a buffer that exists only in the plan. A sender makes both
+forms from whole blocks while it packs, so that a part of what it makes is always that part of the whole tensor's fp8 form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.models.fp8 import FP8, SCALE_SUFFIX
+from hybridflow.reshard.layout import PADDING, Catalog, Layout, RankLayout
+
+Array = np.ndarray
+SCALE_DTYPE = "float32"
+WEIGHTS, SCALES = "weights", "scales"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Whole blocks of a sender's buffer, `[start : start + size]`, and what is made of them: WEIGHTS (fp8) or SCALES (float32).
+
+    Only a tensor's last blocks may be smaller than `block` (rows, columns).
+    """
+
+    makes: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A catalog's fp8 tensors as columns: `scale_of`, `weight_of` `[T]`, -1 where there is none; `block` `[T, 3]` of weights and scales."""
+
+    scale_of: Array
+    weight_of: Array
+    block: Array
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> Quantised:
+        """From the catalog's table of scales."""
+        scale_of, weight_of = (np.full(len(catalog.names), -1, dtype=np.int64) for _ in range(2))
+        block = np.ones_like(catalog.shapes)
+        weight, scale = catalog.scales[:, 0], catalog.scales[:, 1]
+        scale_of[weight], weight_of[scale] = scale, weight
+        block[weight, 1:] = block[scale, 1:] = catalog.scales[:, 2:]
+        return cls(scale_of, weight_of, block)
+
+    def weight_rows(self, tensor: Array) -> Array:
+        """Rows of a piece table's column `tensor` that have scales, ascending."""
+        return np.flatnonzero((tensor != PADDING) & (self.scale_of[tensor] >= 0))
+
+    def scale_rows(self, tensor: Array) -> Array:
+        """Rows of a piece table's column `tensor` that are scales, ascending."""
+        return np.flatnonzero((tensor != PADDING) & (self.weight_of[tensor] >= 0))
+
+
+def enclosing(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
+    """(start, size) of the whole blocks around rectangles of tensors of shape `full`; all `[N, 3]`."""
+    first = start // block * block
+    return first, np.minimum(-(-(start + size) // block) * block, full) - first
+
+
+def blocks_of_scales(start: Array, size: Array, block: Array, full: Array) -> tuple[Array, Array]:
+    """(start, size) in the weights, of shape `full`, of rectangles of their scales."""
+    return start * block, np.minimum((start + size) * block, full) - start * block
+
+
+def with_scales(source: Layout, catalog: Catalog) -> Layout:
+    """The trainer's side with the scales that it can compute: for the k-th piece with scales of a class, the class's k-th piece of scales.
+
+    Raises:
+        WeightSyncError: a rank's piece cuts through a block.
+    """
+    if not len(catalog.scales):
+        return source
+    table = Quantised.of(catalog)
+    classes = []
+    for number, rank in enumerate(source.classes):
+        mine = table.weight_rows(rank.tensor)
+        start, size, tensor = rank.start[mine], rank.size[mine], rank.tensor[mine]
+        block = table.block[tensor]
+        whole_start, whole_size = enclosing(start, size, block, catalog.shapes[tensor])
+        cut = np.flatnonzero(((whole_start != start) | (whole_size != size)).any(axis=1))
+        if len(cut):
+            _refuse_cut(catalog, rank, int(mine[cut[0]]), int(np.flatnonzero(source.rank_class == number)[0]), block[cut[0]])
+        classes.append(_extended(rank, mine, table.scale_of[tensor], start // block, -(-size // block)))
+    return replace(source, classes=tuple(classes))
+
+
+def _extended(rank: RankLayout, weights: Array, scale: Array, start: Array, size: Array) -> RankLayout:
+    count = len(rank.names)
+    names = tuple(f"{rank.names[b]}{SCALE_SUFFIX}:{row}" for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True))
+    return RankLayout(
+        (*rank.names, *names),
+        (*rank.dtypes, *([SCALE_DTYPE] * len(names))),
+        np.concatenate([rank.shapes, size]),
+        np.concatenate([rank.tensor, scale]),
+        np.concatenate([rank.start, start]),
+        np.concatenate([rank.size, size]),
+        np.concatenate([rank.buffer, count + np.arange(len(names), dtype=np.int64)]),
+        np.concatenate([rank.local, np.zeros_like(start)]),
+    )
+
+
+def _refuse_cut(catalog: Catalog, rank: RankLayout, row: int, first_rank: int, block: Array) -> None:
+    low, high = rank.start[row, 1:].tolist(), (rank.start[row] + rank.size[row])[1:].tolist()
+    name, full = catalog.names[int(rank.tensor[row])], catalog.shapes[int(rank.tensor[row]), 1:].tolist()
+    raise WeightSyncError(
+        f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} {full} in one piece "
+        f"({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 block of {int(block[1])} x {int(block[2])}, whose scale no rank "
+        f"could compute alone. Choose actor.parallel.tensor (or expert_tensor) so that a rank's rows and columns, and a head's, are "
+        f"multiples of the block, name the module in quantization_config.modules_to_not_convert, or serve in bfloat16"
+    )
+
+
+def made_by_sender(
+    catalog: Catalog, layout: RankLayout, piece: Array, start: Array, size: Array, dtypes: list[str]
+) -> dict[int, tuple[int, tuple[int, ...], Blocks]]:
+    """What must be computed of a rank's deliveries: {row: (piece that is read, where the slice begins in what is made, the blocks)}.
+
+    Args:
+        piece: `[N]` row of the layout's pieces that each delivery comes from. start, size: `[N, 3]` in the HF tensor.
+        dtypes: of the wire, `N`.
+    """
+    if not len(catalog.scales):
+        return {}
+    table = Quantised.of(catalog)
+    tensor = layout.tensor[piece]
+    is_scale = table.weight_of[tensor] >= 0
+    # the k-th piece of scales belongs to the k-th piece that has scales (`with_scales`)
+    weight_rows, scale_rows = table.weight_rows(layout.tensor), table.scale_rows(layout.tensor)
+    read = piece.copy()
+    read[is_scale] = weight_rows[np.searchsorted(scale_rows, piece[is_scale])]
+    block, full = table.block[tensor], catalog.shapes[layout.tensor[read]]
+    first, extent = (
+        np.where(is_scale[:, None], a, b)
+        for a, b in zip(blocks_of_scales(start, size, block, full), enclosing(start, size, block, full), strict=True)
+    )
+    place = layout.local[read] + first - layout.start[read]
+    inside = np.where(is_scale[:, None], 0, start - first)
+    rows = [n for n, dtype in enumerate(dtypes) if dtype == FP8 or is_scale[n]]
+    return {
+        n: (
+            int(read[n]),
+            tuple(inside[n].tolist()),
+            Blocks(
+                SCALES if is_scale[n] else WEIGHTS,
+                tuple(place[n].tolist()),
+                tuple(extent[n].tolist()),
+                (int(block[n, 1]), int(block[n, 2])),
+            ),
+        )
+        for n in rows
+    }
