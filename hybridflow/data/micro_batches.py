@@ -44,7 +44,7 @@ def unpack(values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[Packe
     tail = values_per_micro[0].shape[1:]
     rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):
-        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy())[:-1])
+        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy()))[:-1]  # cut at the end too: a micro-batch may hold no sample
         for sample, part in zip(micro.samples.tolist(), parts, strict=True):
             rows[sample] = part
     return Jagged.from_rows(rows, dtype)

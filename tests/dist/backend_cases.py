@@ -123,14 +123,21 @@ def misfits(policy: Any, hf: dict[str, Any], at: Path) -> dict[str, str]:
     return said
 
 
-def resumed(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
-    """A new world, of whatever size, from the checkpoint that `contract` left."""
+def resumed(backend: str, hf: dict[str, Any], folder: str, foreign: str) -> dict[str, Any]:
+    """A new world, of whatever size, from the checkpoint that `contract` left; and what it says to another backend's."""
+    from hybridflow.errors import CheckpointError
+
     policy = open_policy(backend, hf, 0.1)
     policy.set_optimizer(OPTIM)
     policy.freeze_reference()
+    try:
+        policy.load(Path(foreign) / "checkpoint")
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
     policy.load(Path(folder) / "checkpoint")
     history = steps(policy, range(3, 5))
-    found = {"history": history, "end": digest(whole(policy))}
+    found = {"history": history, "end": digest(whole(policy)), "said": said}
     with policy.as_reference():
         scored = policy.log_probs(share(policy, batch_of(12, 3)), max_tokens=4096, temperature=0.7, with_entropy=False)
     return found | {"reference": scored[0].values.tolist()}
@@ -143,11 +150,19 @@ def held(backend: str, hf: dict[str, Any], folder: str) -> None:
     policy.export(Path(folder) / "hf", hf, None)
 
 
-def gradients(backend: str, hf: dict[str, Any]) -> dict[str, float]:
-    """Relative difference of gradient norm and of the weights after one plain step, under other packings and orders of one batch."""
+def updates(backend: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """Other packings and orders of one batch; a NaN; weights off the device and back; more work on one rank than on the other."""
+    policy = open_policy(backend, hf, 0.05)
+    result = packings(policy) | {"poisoned": poisoned(policy), "memory": slept(policy)}
+    rows = [1, 12][dist.get_rank()]
+    found = policy.log_probs(batch_of(rows, 3), max_tokens=20, temperature=1.0, with_entropy=False)
+    return result | {"unequal": [rows, len(found[0])]}
+
+
+def packings(policy: Any) -> dict[str, float]:
+    """Largest relative difference of gradient norm, and of the weights after one step, from one micro-batch a rank."""
     from hybridflow.workers.losses import PolicyLoss
 
-    policy = open_policy(backend, hf, 0.05)
     loss = PolicyLoss(ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.1, kl_loss_coef=0.5))
     rng, batch = np.random.default_rng(0), batch_of(12, 5)
     lengths = batch["response_ids"].lengths
@@ -155,22 +170,75 @@ def gradients(backend: str, hf: dict[str, Any]) -> dict[str, float]:
         name: Jagged.from_rows([rng.normal(middle, 0.5, n).astype(np.float32) for n in lengths], np.float32)
         for name, middle in (("old_log_probs", -3.9), ("ref_log_probs", -3.9), ("advantages", 0.0))
     }
-    batch = batch.with_columns(**columns)
-    first = whole(policy)
-    start = {name: tensor.clone() for name, tensor in policy.parameters().items()}
-    found = []
-    for max_tokens, order in ((4096, slice(None)), (20, slice(None)), (33, slice(None, None, -1))):
-        for name, tensor in policy.parameters().items():
-            tensor.copy_(start[name])
+    batch, before, found = batch.with_columns(**columns), whole(policy), []
+    policy.freeze_reference()
+    for max_tokens, order in ((4096, 1), (20, 1), (33, -1)):
         policy.set_optimizer(OptimConfig(lr=1e-3, adam_eps=1e-3, weight_decay=0.0, clip_grad=0.0))
-        rows = batch.reorder(np.arange(12)[order])
-        _, info = policy.train_mini_batch(
-            share(policy, rows), loss, columns=loss.columns, max_tokens=max_tokens, temperature=0.8, with_entropy=True
-        )
+        rows = share(policy, batch.reorder(np.arange(12)[::order]))
+        _, info = policy.train_mini_batch(rows, loss, columns=loss.columns, max_tokens=max_tokens, temperature=0.8, with_entropy=True)
         found.append((info["grad_norm"], whole(policy)))
+        with torch.no_grad():  # back to the first weights
+            for name, tensor in policy.parameters().items():
+                tensor.copy_(policy.reference_state()[name])
     (norm, one), others = found[0], found[1:]
     return {
         "norm": max(abs(other / norm - 1) for other, _ in others),
         "weights": max(float((two[name] - one[name]).abs().max()) for _, two in others for name in one),
-        "moved": max(float((one[name] - first[name]).abs().max()) for name in one),
+        "moved": max(float((one[name] - before[name]).abs().max()) for name in one),
+    }
+
+
+def poisoned(policy: Any) -> dict[str, Any]:
+    """A loss that is NaN on rank 1 in its second micro-batch."""
+    from hybridflow.errors import NonFiniteError
+    from hybridflow.workers.losses import sft_loss
+
+    seen: list[int] = []
+
+    def loss(log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
+        seen.append(1)
+        total, count, metrics = sft_loss(log_probs, entropy, micro)
+        return total * (torch.nan if dist.get_rank() == 1 and len(seen) == 2 else 1.0), count, metrics
+
+    before, said = whole(policy), ""
+    try:
+        policy.train_mini_batch(share(policy, batch_of(ROWS, 0)), loss, columns=(), max_tokens=20, temperature=1.0, with_entropy=False)
+    except NonFiniteError as error:
+        said = str(error)
+    after = whole(policy)
+    return {"said": said, "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def slept(policy: Any) -> dict[str, Any]:
+    """Everything leaves and comes back."""
+    from hybridflow.residency import PARTS, Residency
+
+    residency = Residency(policy.memory_parts(), Platform("cpu"), policy.settle)
+    batch = share(policy, batch_of(12, 3))
+    scores, held = [], residency.resident_bytes()
+    scores.append(policy.log_probs(batch, max_tokens=64, temperature=1.0, with_entropy=False)[0].values.tolist())
+    freed = residency.sleep(*PARTS)
+    left = residency.resident_bytes()
+    residency.wake(*PARTS)
+    scores.append(policy.log_probs(batch, max_tokens=64, temperature=1.0, with_entropy=False)[0].values.tolist())
+    return {"equal": scores[0] == scores[1], "held": dict(held), "freed": freed, "left": dict(left)}
+
+
+def low_precision(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
+    """bf16: log-probs, losses of a repeated batch, and the folder written at the end."""
+    from hybridflow.workers.losses import sft_loss
+
+    policy = open_policy(backend, hf, 0.05, dtype="bfloat16")
+    batch = share(policy, batch_of(ROWS, 0))
+    scored = policy.log_probs(batch, max_tokens=40, temperature=1.0, with_entropy=False)
+    policy.export(Path(folder), hf, None)
+    policy.set_optimizer(OptimConfig(lr=3e-3))
+    losses = []
+    for _ in range(6):
+        metrics, _ = policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False)
+        losses.append(metrics["loss"][0])
+    return {
+        "log_probs": scored[0].values.tolist(),
+        "losses": losses,
+        "dtypes": sorted({str(t.dtype) for t in policy.parameters().values()}),
     }
