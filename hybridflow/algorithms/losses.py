@@ -6,9 +6,30 @@ depend on how a batch was cut. T is the number of response tokens of a micro-bat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
 import torch
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class ResponseTokens(Protocol):
+    """What a loss sees of a micro-batch besides the model's results."""
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[S] response tokens of each sequence."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """Per-response-token columns [T]."""
+        ...
+
+
+# (log-probs [T], entropies [T] or None, micro-batch) -> (loss sum, count, metric sums with counts)
+LossFunction = Callable[[torch.Tensor, torch.Tensor | None, ResponseTokens], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
 def aggregate(values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import check_engines, derived, roles
+from hybridflow.config import check_backend, check_engines, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 from hybridflow.routes import num_experts
@@ -103,6 +103,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         return found  # the checks below divide by these numbers
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source, check_engines.shape_problems),
+        check_backend.problems,
     )
     found = [line for one in checks for line in one(config)]
     found += roles.problems(config, job)

@@ -14,7 +14,13 @@ ROUTER_REPLAY: dict[str, str] = {
     "r3": "the old-log-prob pass and updates use the experts that the engine used",
 }
 
+BACKENDS: dict[str, str] = {
+    "megatron": "Megatron-Core: every parallelism, dense and mixture of experts",
+    "fsdp": "FSDP2 over transformers' models: dense families, weights sharded over all processes",
+}
+
 CHOICES: dict[str, tuple[str, ...]] = {
+    "actor.backend": tuple(BACKENDS),
     "data.prepare.task": tuple(PREPARE_TASKS),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),

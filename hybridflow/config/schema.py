@@ -104,6 +104,7 @@ class OffloadConfig:
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
+    backend: str = "megatron"  # megatron | fsdp: FSDP2 over transformers' dense models, every process a data-parallel rank
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = 64  # prompts an optimizer update (x rollout.n samples)

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.mcore.vocab_parallel import SumOverGroup
+from hybridflow.algorithms.vocab_parallel import SumOverGroup
 
 
 @dataclass(frozen=True)

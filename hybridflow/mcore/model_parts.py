@@ -8,7 +8,7 @@ import torch
 
 from hybridflow.mcore.optimizer import inner_optimizers
 from hybridflow.mcore.policy import Policy
-from hybridflow.mcore.residency import Part
+from hybridflow.residency import Part
 
 
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:

@@ -1,8 +1,4 @@
-"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch, and makes all ranks agree on it.
-
-Every micro-batch is watched at three places of each stage: the loss, the gradient that enters the stage and the one that leaves it. What
-arises in between shows in the latter. The flags stay on the device until the mini-batch is done: one look, one small all-gather.
-"""
+"""`algorithms.nonfinite` over Megatron's stages: the gradient that enters a stage, the one that leaves it, and the flat buffers."""
 
 from __future__ import annotations
 
@@ -10,30 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.algorithms import nonfinite
 from hybridflow.mcore.parallel import device
 
-_PLACES = ("the loss", "a gradient", "the reduced gradients")  # in the order of cause and effect
 
-
-class Watch:
-    """Watches one mini-batch on this rank."""
+class Watch(nonfinite.Watch):
+    """Watches one mini-batch on this rank, at three places of each stage."""
 
     def __init__(self, num_micro_batches: int) -> None:
-        # one row a place, the last without micro-batches
-        self.flags = torch.zeros((2, num_micro_batches), dtype=torch.bool, device=device())
-
-    def loss(self, micro_batch: int, total: torch.Tensor) -> None:
-        """`total` is a loss of this micro-batch."""
-        self._note(0, micro_batch, total)
-
-    def gradient_of(self, tensor: torch.Tensor | None, micro_batch: int) -> None:
-        """The gradient of `tensor` belongs to this micro-batch."""
-        if tensor is not None and tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._note(1, micro_batch, grad))
+        super().__init__(num_micro_batches, device())
 
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
@@ -48,33 +30,6 @@ class Watch:
         finally:
             handle.remove()
 
-    def _note(self, place: int, micro_batch: int, values: torch.Tensor) -> None:
-        self.flags[place, micro_batch] |= ~torch.isfinite(values).all()
-
     def report(self, chunks: Sequence[Any]) -> str:
-        """What is wrong with this mini-batch, equal on all ranks; empty when nothing is. Collective over the world.
-
-        `chunks` hold the reduced gradients.
-        """
-        buffers = [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        reduced = torch.stack([~torch.isfinite(data).all() for data in buffers]).any()
-        # the first micro-batch at each place, -1: none
-        found = [torch.where(row.any(), row.int().argmax(), -1) for row in self.flags]
-        mine = torch.stack([*found, torch.where(reduced, 0, -1)]).to(torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return describe(torch.stack(everyone).tolist())
-
-
-def describe(found: Sequence[Sequence[int]]) -> str:
-    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is finite; the likeliest causes alone."""
-    for place, name in enumerate(_PLACES):
-        ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
-        if not ranks:
-            continue
-        if place == len(_PLACES) - 1:
-            return f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch were: their sum overflowed"
-        shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
-        more = f" and {len(ranks) - 4} more ranks" if len(ranks) > 4 else ""
-        return f"{name} is not finite: {shown}{more} (counted from 0)"
-    return ""
+        """`report_of` the buffers of `chunks`, which hold the reduced gradients. Collective over the world."""
+        return self.report_of(buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))

@@ -10,9 +10,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.data.micro_batches import ranges, sequence_lengths
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.parallel import device
-from hybridflow.protocol import DataProto, Jagged
+from hybridflow.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,6 @@ class MicroBatch:
         return int(self.lengths.sum())
 
 
-def sequence_lengths(batch: DataProto) -> np.ndarray:
-    """[B] prompt plus response tokens."""
-    return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
-
-
 def build_micro_batches(
     batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], cut: Cut, total: int | None = None
 ) -> list[MicroBatch]:
@@ -98,8 +94,8 @@ def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Seque
     bounds = np.concatenate([[0], np.cumsum(padded[rows])]).astype(np.int64)
     tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
     starts = bounds[:-1]
-    tokens[_ranges(starts, prompts.lengths)] = prompts.values
-    response_rows = _ranges(starts + prompts.lengths, responses.lengths)
+    tokens[ranges(starts, prompts.lengths)] = prompts.values
+    response_rows = ranges(starts + prompts.lengths, responses.lengths)
     tokens[response_rows] = responses.values
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
@@ -126,23 +122,3 @@ def _segments(bounds: np.ndarray, here: torch.device) -> PackedSeqParams:
     cu_seqlens, longest = torch.from_numpy(bounds.astype(np.int32)).to(here), int(np.diff(bounds).max())
     # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The concatenation of arange(start, start + length)."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
-
-
-def unpack(
-    values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[MicroBatch], num_samples: int, dtype: type = np.float32
-) -> Jagged:
-    """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of the batch."""
-    tail = values_per_micro[0].shape[1:]
-    rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
-    for values, micro in zip(values_per_micro, micro_batches, strict=True):
-        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy())[:-1])
-        for sample, part in zip(micro.samples.tolist(), parts, strict=True):
-            rows[sample] = part
-    return Jagged.from_rows(rows, dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 from dataclasses import astuple
 
 import torch
@@ -14,7 +12,7 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.models.layout import Coordinates
-from hybridflow.rendezvous import client_store, master_store
+from hybridflow.rendezvous import join_world
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
@@ -22,14 +20,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
 
     `timeout_s` bounds every collective: a rank that is gone becomes an error in the others, not a hang.
     """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if backend == "gloo":
-        torch.set_num_threads(1)  # ranks share the cores; a second thread each costs more than it brings
-    if not dist.is_initialized():
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        connect = master_store if rank == 0 else client_store
-        store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    join_world(backend, timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hybridflow.algorithms.nonfinite import not_applied
+from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
-from hybridflow.errors import NonFiniteError
 from hybridflow.mcore import parallel
 from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
-from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches, sequence_lengths, unpack
+from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
 from hybridflow.mcore.router_replay import RouterReplay
 from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward, forward, forward_top, metrics_to_floats
-from hybridflow.mcore.vocab_parallel import Scoring
 from hybridflow.models import Family
 from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
@@ -113,25 +112,13 @@ class Policy:
         if problem := watch.report(self.chunks):
             for live, before in biases:
                 live.copy_(before)
-            return self._not_applied(problem, metrics)
+            return not_applied(problem, self.on_nonfinite, metrics, self.optimizer.learning_rate())
         applied, grad_norm, rate = self.optimizer.step()
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:476)."""
         return [(tensor, tensor.clone()) for name, tensor in held_weights(self.stages).items() if name.endswith(".expert_bias")]
-
-    def _not_applied(
-        self, problem: str, metrics: dict[str, tuple[float, float]]
-    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        if self.on_nonfinite == "stop" or self.optimizer is None:
-            raise NonFiniteError(
-                f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, sft.optim.lr) and run "
-                "the same command again to resume from the last checkpoint, or leave such updates out with actor.on_nonfinite=skip"
-            )
-        logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
-        finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}
-        return finite, {"grad_norm": math.nan, "lr": self.optimizer.learning_rate(), "applied": 0.0}
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """A fresh optimizer (moments zero) over the present weights."""
@@ -173,6 +160,11 @@ class Policy:
     def freeze_reference(self) -> None:
         """Keep the present weights as the reference policy."""
         self._reference = {name: parameter.detach().clone() for name, parameter in self.weights().items()}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether `set_optimizer` has been called."""
+        return self.optimizer is not None
 
     @property
     def has_reference(self) -> bool:

@@ -31,9 +31,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
-from hybridflow.mcore.packed import MicroBatch, sequence_lengths
+from hybridflow.mcore.packed import MicroBatch
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.routes import FREE, ROUTES
 

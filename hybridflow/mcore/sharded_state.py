@@ -9,7 +9,7 @@ its successor-less predecessor needs `flattened_range`, which mapping.py:134 ref
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -27,20 +27,10 @@ from hybridflow.mcore.model import by_chunk, local_parameters
 from hybridflow.mcore.optimizer import inner_optimizers
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
+from hybridflow.saving.files import HfSlice
 
 _REFERENCE = "reference."
 _OPTIMIZER = "optimizer.state."
-
-
-@dataclass(frozen=True)
-class HfSlice:
-    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the checkpoint (leading ones of key apart)."""
-
-    source: str
-    source_start: tuple[int, ...]
-    shape: tuple[int, ...]
-    key: str
-    start: tuple[int, ...]
 
 
 class ShardedState:

@@ -13,12 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
 from hybridflow.mcore.context_parallel import counts_tokens, gather_tokens
 from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import device, is_last_stage
-from hybridflow.mcore.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)

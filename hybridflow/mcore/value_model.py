@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from hybridflow.data.micro_batches import unpack
 from hybridflow.mcore import parallel
 from hybridflow.mcore.context_parallel import gather_tokens
 from hybridflow.mcore.model import load_weights
-from hybridflow.mcore.packed import MicroBatch, unpack
+from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.step import Metrics, backward_outputs, forward_outputs
 from hybridflow.models.scalar_head import ScalarHead

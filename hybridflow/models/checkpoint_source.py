@@ -50,7 +50,7 @@ class CheckpointFolder:
             lead = len(key_start) - len(low)
             inside = tuple(base + a - b for base, a, b in zip(key_start[lead:], low, slice_start, strict=True))
             size = tuple(b - a for a, b in zip(low, high, strict=True))
-            values = self._region(key, (*key_start[:lead], *inside), (1,) * lead + size).view(size)
+            values = self.region(key, (*key_start[:lead], *inside), (1,) * lead + size).view(size)
             found = torch.empty(shape, dtype=values.dtype) if found is None else found
             found[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))] = values
             filled += values.numel()
@@ -58,8 +58,8 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.folder}: {name} has {filled} elements of the region {start}+{shape}")
         return found
 
-    def _region(self, key: str, start: Start, size: Start) -> torch.Tensor:
-        """A region of a global tensor, out of the rectangles it was saved in."""
+    def region(self, key: str, start: Start, size: Start) -> torch.Tensor:
+        """A region of a global tensor, out of the rectangles it was saved in. CheckpointError when no file holds it."""
         found = None
         for chunk in self._chunks.get(key, ()):
             low = [max(a, b) for a, b in zip(start, chunk["start"], strict=True)]

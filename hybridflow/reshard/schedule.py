@@ -16,9 +16,8 @@ import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
-from hybridflow.models.layout import Coordinates
 from hybridflow.reshard.checksum import TRAILER
-from hybridflow.reshard.layout import Catalog, Layout, RankLayout, megatron_layout
+from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 from hybridflow.reshard.messages import Item, Message, Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import Proof, compare_buffers, prove
@@ -190,8 +189,7 @@ def post_catalog(store: Store, tensors: Mapping[str, Sequence[int]], dtype: str)
 def make_weight_plan(
     store: Store,
     family: Family,
-    ranks: Sequence[Coordinates],
-    dtype: str,
+    source: Layout,
     engines: Sequence[EngineLayout],
     staging_bytes: int,
     wait_s: float,
@@ -199,7 +197,7 @@ def make_weight_plan(
     """Plan, prove, and post what every rank has to do.
 
     Args:
-        ranks: every trainer rank's place. dtype: of the trainer's parameters.
+        source: the trainer's side, over the catalog of the family's tensors (`megatron_layout`, `fsdp_layout`).
         engines: what each engine has described, in the plan's order.
         staging_bytes: that a rank may use for messages under way.
         wait_s: deadline for each posted layout.
@@ -208,7 +206,6 @@ def make_weight_plan(
         WeightSyncError: no plan, or no proof.
     """
     catalog = Catalog.of(family.tensors())
-    source, target = megatron_layout(family, ranks, dtype, catalog), engine_layout(store, engines, wait_s)
-    facts = post_schedules(store, *plan_and_prove(catalog, source, target, staging_bytes))
+    facts = post_schedules(store, *plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes))
     store.set(PLAN_KEY, json.dumps(facts.digest))
     return facts

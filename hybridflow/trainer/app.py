@@ -91,7 +91,7 @@ class _Job:
         config = self.config
         spec = PolicySpec(config, self.hf_config, self.tokenizer.path.resolve())
         beside = {role: (self.value_spec(role),) for role in others}
-        with self.progress.stage(f"start {derived.world_size(config)} Megatron ranks ({_layout(config)})"):
+        with self.progress.stage(f"start {derived.world_size(config)} {config.actor.backend} ranks ({_layout(config)})"):
             pool = ResourcePool.allocate(cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus())
             if beside:
                 worker = colocated(PolicyWorker, *(_WORKERS[role] for role in beside))
@@ -345,6 +345,8 @@ def _how_to_resume(store: CheckpointStore) -> str:
 def _layout(config: RunConfig) -> str:
     parallel = config.actor.parallel
     parts = [f"TP{parallel.tensor}", f"PP{parallel.pipeline}", f"EP{parallel.expert}", f"DP{derived.data_parallel_size(config)}"]
+    if config.actor.backend == "fsdp":
+        parts = [f"FSDP{derived.world_size(config)}"]
     if parallel.sequence:
         parts.append("SP")
     rollout = config.rollout

@@ -16,8 +16,8 @@ from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow
 from hybridflow.engines.keeper import EngineState
 from hybridflow.errors import EngineError
-from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
+from hybridflow.residency import Part
 from hybridflow.routes import ROUTES
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.trainer.observations import memory_metrics, replay_metrics

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridflow.config.schema import OptimConfig, SamplingConfig
-from hybridflow.mcore.residency import Part
 from hybridflow.protocol import DataProto
+from hybridflow.residency import Part
 
 
 @dataclass(frozen=True)

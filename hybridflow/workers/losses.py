@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.algorithms.losses import Metrics, aggregate, kl_penalty, ppo_token_loss
+from hybridflow.algorithms.losses import Metrics, ResponseTokens, aggregate, kl_penalty, ppo_token_loss
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.config.schema import ActorConfig, CriticConfig
-from hybridflow.mcore.packed import MicroBatch
 
 
-def sft_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+def sft_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
     """Cross-entropy of the response tokens."""
     total, count = aggregate(-log_probs, micro.lengths, "token-mean")
     return total, count, {}
@@ -30,9 +29,9 @@ class PolicyLoss:
         return ("old_log_probs", "advantages", "ref_log_probs") if self.with_reference else ("old_log_probs", "advantages")
 
     def __call__(
-        self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: MicroBatch
+        self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """See `mcore.step.LossFunction`."""
+        """See `algorithms.losses.LossFunction`."""
         config, columns = self.config, micro.columns
         loss, metrics = ppo_token_loss(
             log_probs,
@@ -52,7 +51,7 @@ class PolicyLoss:
         total, count = aggregate(loss, micro.lengths, config.loss_agg_mode)
         return total, count, metrics
 
-    def _metric(self, values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _metric(self, values: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor]:
         total, count = aggregate(values.detach(), micro.lengths, self.config.loss_agg_mode)
         return total, count
 
@@ -65,7 +64,7 @@ class ValueLoss:
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def __call__(self, values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def __call__(self, values: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Values of response tokens [n]."""
         loss, metrics = value_token_loss(values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value)
         total, count = aggregate(loss, micro.lengths, self.config.loss_agg_mode)
@@ -75,7 +74,7 @@ class ValueLoss:
 class PairLoss:
     """The reward model's comparison of chosen and rejected answers; see `mcore.value_model.ScalarLoss`."""
 
-    def __call__(self, scores: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def __call__(self, scores: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Scores of pairs one after another [2 n]."""
         loss, metrics = preference_loss(scores)
         return loss.sum(), torch.tensor(len(loss), device=loss.device), metrics

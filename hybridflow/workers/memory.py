@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from hybridflow.config.schema import OffloadConfig
 from hybridflow.errors import MemoryExhaustedError
-from hybridflow.mcore.residency import Part, Residency
 from hybridflow.platform import Platform
+from hybridflow.residency import Part, Residency
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,4 +1,4 @@
-"""The policy's worker: actor and reference as two roles of the same Megatron processes."""
+"""The policy's worker: actor and reference as two roles of the same processes, whatever backend trains them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
-from hybridflow.mcore.model_parts import model_parts
-from hybridflow.mcore.policy import Policy
-from hybridflow.mcore.residency import PARTS, Part, Residency
-from hybridflow.models import family_of
-from hybridflow.models.weights import RandomWeights, SafetensorsFolder
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
 from hybridflow.rendezvous import master_store
 from hybridflow.reshard import session
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
+from hybridflow.residency import PARTS, Part, Residency
 from hybridflow.routes import ROUTES
+from hybridflow.workers.backend import open_backend
 from hybridflow.workers.losses import PolicyLoss, sft_loss
 from hybridflow.workers.memory import RoleMemory, needs
 from hybridflow.workers.weights import WeightSender
@@ -43,45 +39,29 @@ class PolicySpec:
 
 
 class PolicyWorker:
-    """One Megatron rank. Public methods are collectives: the controller calls them on all ranks."""
+    """One rank. Public methods are collectives: the controller calls them on all ranks."""
 
     def __init__(self, context: WorkerContext, spec: PolicySpec) -> None:
         config = spec.config
         self.spec, self.actor = spec, config.actor
         self.platform = Platform.detect()
         self.platform.set_device(context.local_rank)
-        parallel.initialize(config.actor.parallel, config.seed, self.platform.collective_backend, config.cluster.call_timeout_s)
-        family = family_of(spec.hf_config)
-        if config.model.path is not None:
-            source: Any = SafetensorsFolder(config.model.path)
-        else:
-            std = float(spec.hf_config.get("initializer_range", 0.02))
-            source = RandomWeights(family.tensors(), config.seed, std)
-        self.policy = Policy(
-            family,
-            config.actor.parallel,
-            config.model.dtype,
-            source,
-            expert_bias_update_rate=config.actor.expert_bias_update_rate,
-            recompute=config.actor.recompute,
-            logits_chunk_tokens=config.actor.logits_chunk_tokens,
-            on_nonfinite=config.actor.on_nonfinite,
-        )
-        residency = Residency(model_parts(self.policy), self.platform, self.policy.settle)
+        self.policy = open_backend(config, spec.hf_config, self.platform, context.local_rank)
+        residency = Residency(self.policy.memory_parts(), self.platform, self.policy.settle)
         self.memory = RoleMemory(residency, self.platform, config.actor.offload)
-        self._saver = checkpoint.Saver(self.policy, config.trainer.checkpoint_timeout_s)
+        self._saver = self.policy.saver(config.trainer.checkpoint_timeout_s)
         self.host, self.sync = context.master_addr, config.rollout.sync
         self._store: TCPStore | None = None
         self._sender = WeightSender(context.rank, self.policy.parameters)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return MeshPosition(*self.policy.mesh_position())
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, str]:
         """What computes here, for the run's record."""
-        return {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
+        return self.policy.describe()
 
     # ---- training ---------------------------------------------------------------------------------------------------------------------
 
@@ -205,10 +185,9 @@ class PolicyWorker:
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
         """Plan and prove how weights travel, once; every rank reads its part. The first rank returns what was found."""
-        ranks, facts, wait_s = parallel.all_coordinates(), None, self.sync.timeout_s
+        layout, facts, wait_s = self.policy.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
-            family, dtype = self.policy.family, self.spec.config.model.dtype
-            facts = make_weight_plan(self._store, family, ranks, dtype, engines, self.sync.staging_bytes, wait_s)
+            facts = make_weight_plan(self._store, self.policy.family, layout(), engines, self.sync.staging_bytes, wait_s)
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)
         return facts
@@ -239,13 +218,13 @@ class PolicyWorker:
         self.policy.set_optimizer(optim)
         if with_reference:
             self.policy.freeze_reference()
-        checkpoint.load(self.policy, folder)
+        self.policy.load(folder)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        hf_export.export(self.policy, folder, self.spec.hf_config, self.spec.tokenizer)
+        self.policy.export(folder, self.spec.hf_config, self.spec.tokenizer)
 
 
 def _own_rows(batch: DataProto) -> DataProto:

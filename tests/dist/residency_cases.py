@@ -50,7 +50,7 @@ def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bo
 def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str = "float32") -> Any:
     """Bytes before, during and after sleep; and five steps of training with sleep between them against five without."""
     from hybridflow.mcore.model_parts import model_parts
-    from hybridflow.mcore.residency import PARTS, Residency
+    from hybridflow.residency import PARTS, Residency
 
     results, histories, finals = {}, [], []
     for sleeps in (False, True):
@@ -92,7 +92,7 @@ def _policy_of(parallel: dict[str, Any], hf: dict[str, Any], dtype: str) -> Any:
 
 def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
     """One sleep of everything, and nested and partial residency."""
-    from hybridflow.mcore.residency import PARTS
+    from hybridflow.residency import PARTS
 
     before, held = _everything(parts), residency.resident_bytes()
     pointers = [parameter.data_ptr() for parameter in policy.stages[0].parameters()]
@@ -123,7 +123,7 @@ def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
 
     from hybridflow.errors import MemoryExhaustedError, ResourceError
     from hybridflow.mcore.model_parts import model_parts
-    from hybridflow.mcore.residency import Residency
+    from hybridflow.residency import Residency
     from hybridflow.workers.memory import RoleMemory, needs
 
     policy = _policy(parallel, hf)

@@ -25,7 +25,7 @@ from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates
 from hybridflow.rendezvous import client_store, master_store
-from hybridflow.reshard.layout import ParallelShape
+from hybridflow.reshard.layout import ParallelShape, megatron_layout
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.groups import EngineGroup
@@ -116,7 +116,8 @@ class Senders:
             ranks = [Coordinates(*at) for at in self.command("coordinates", wait_s=240.0)[0]]  # the ranks are still starting
         else:
             ranks = ParallelShape(**self.shape).coordinates()
-        self.facts = make_weight_plan(self.store, family_of(self.model), ranks, "float32", engines, SYNC.staging_bytes, 20.0)
+        family = family_of(self.model)
+        self.facts = make_weight_plan(self.store, family, megatron_layout(family, ranks, "float32"), engines, SYNC.staging_bytes, 20.0)
         self.command("adopt", plan=self.facts.digest)
         return [self.facts]
 

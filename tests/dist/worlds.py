@@ -70,7 +70,7 @@ def _free_models() -> None:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    from hybridflow.mcore import exchange
+    from hybridflow import exchange
 
     for found in gc.get_objects():
         if isinstance(found, DistributedDataParallel | MegatronOptimizer):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from hybridflow.algorithms.nonfinite import describe
 from hybridflow.mcore import bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.context_parallel import ZigZag
-from hybridflow.mcore.nonfinite import describe
 from hybridflow.mcore.packed import Cut, build_micro_batches
 from hybridflow.protocol import DataProto, Jagged
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridflow.mcore.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
 
 ROWS, HIDDEN, VOCAB, PADDED = 37, 8, 51, 56
 

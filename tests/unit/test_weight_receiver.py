@@ -15,7 +15,7 @@ from hybridflow.engines.weight_control import DESCRIBE, RECEIVE, Control
 from hybridflow.models.weights import RandomWeights
 from hybridflow.rendezvous import master_store
 from hybridflow.reshard import session
-from hybridflow.reshard.layout import ParallelShape, rank_tensors
+from hybridflow.reshard.layout import ParallelShape, megatron_layout, rank_tensors
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import ABORT, Board, Order, Outcome, RankReport
 from hybridflow.reshard.transports.base import Endpoint
@@ -67,7 +67,7 @@ class Bench:
         report = session.read_reports(self.store, "described", [0], WAIT_S)[0]
         assert report.error == ""
         engines = [EngineLayout("engine-0", (report.layout,))]
-        facts = make_weight_plan(self.store, FAMILY, SHAPE.coordinates(), "float32", engines, 1 << 18, WAIT_S)
+        facts = make_weight_plan(self.store, FAMILY, megatron_layout(FAMILY, SHAPE.coordinates(), "float32"), engines, 1 << 18, WAIT_S)
         for sender in self.senders:
             sender.adopt(facts.digest, HOST, self.store.port, WAIT_S)
         return facts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
 
 _ALIGN = 64
 
@@ -22,8 +22,8 @@ class Staging:
         """Bytes held."""
         return self._buffer.numel()
 
-    def copy(self, tensors: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """The same rectangles over a copy of their data, taken now. Valid until the next call.
+    def copy(self, tensors: Sequence[Any]) -> list[Any]:
+        """The same rectangles (dataclasses with `data`) over a copy of their data, taken now. Valid until the next call.
 
         Each copy has a storage of its own that ends where the tensor ends, since `torch.save` writes whole storages.
         """

@@ -1,0 +1,84 @@
+"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch, and makes all ranks agree on it.
+
+Every micro-batch is watched at its loss and at gradients on the way back; what arises in between shows in the latter. The flags stay on the
+device until the mini-batch is done: one look, one small all-gather.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.errors import NonFiniteError
+
+_PLACES = ("the loss", "a gradient", "the reduced gradients")  # in the order of cause and effect
+
+
+class Watch:
+    """Watches one mini-batch on this rank."""
+
+    def __init__(self, num_micro_batches: int, device: torch.device) -> None:
+        # one row a place, the last without micro-batches
+        self.flags = torch.zeros((2, num_micro_batches), dtype=torch.bool, device=device)
+
+    def loss(self, micro_batch: int, total: torch.Tensor) -> None:
+        """`total` is a loss of this micro-batch."""
+        self._note(0, micro_batch, total)
+
+    def gradient_of(self, tensor: torch.Tensor | None, micro_batch: int) -> None:
+        """The gradient of `tensor` belongs to this micro-batch."""
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._note(1, micro_batch, grad))
+
+    def _note(self, place: int, micro_batch: int, values: torch.Tensor) -> None:
+        self.flags[place, micro_batch] |= ~torch.isfinite(values).all()
+
+    def report_of(self, gradients: Iterable[torch.Tensor]) -> str:
+        """What is wrong with this mini-batch, equal on all ranks; empty when nothing is. Collective over the world.
+
+        Args:
+            gradients: reduced, of this rank.
+        """
+        reduced = torch.stack([~torch.isfinite(data).all() for data in gradients]).any()
+        # the first micro-batch at each place, -1: none
+        found = [torch.where(row.any(), row.int().argmax(), -1) for row in self.flags]
+        mine = torch.stack([*found, torch.where(reduced, 0, -1)]).to(torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        return describe(torch.stack(everyone).tolist())
+
+
+def describe(found: Sequence[Sequence[int]]) -> str:
+    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is finite; the likeliest causes alone."""
+    for place, name in enumerate(_PLACES):
+        ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
+        if not ranks:
+            continue
+        if place == len(_PLACES) - 1:
+            return f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch were: their sum overflowed"
+        shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
+        more = f" and {len(ranks) - 4} more ranks" if len(ranks) > 4 else ""
+        return f"{name} is not finite: {shown}{more} (counted from 0)"
+    return ""
+
+
+def not_applied(
+    problem: str, on_nonfinite: str, metrics: Mapping[str, tuple[float, float]], learning_rate: float
+) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    """What an update with that problem returns where such updates are skipped.
+
+    Raises:
+        NonFiniteError: `on_nonfinite` is stop.
+    """
+    if on_nonfinite == "stop":
+        raise NonFiniteError(
+            f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, sft.optim.lr) and run "
+            "the same command again to resume from the last checkpoint, or leave such updates out with actor.on_nonfinite=skip"
+        )
+    logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
+    finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}
+    return finite, {"grad_norm": math.nan, "lr": learning_rate, "applied": 0.0}

@@ -1,0 +1,57 @@
+"""What `actor.backend=fsdp` cannot do, by key. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import ParallelConfig, RunConfig
+from hybridflow.errors import ConfigError
+
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
+_FSDP, _MEGATRON = "actor.backend=fsdp", "actor.backend=megatron"
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem as one line; none with Megatron."""
+    if config.actor.backend != "fsdp":
+        return
+    yield from _layout(config.actor.parallel)
+    actor = config.actor
+    refused: tuple[tuple[str, Any, Any], ...] = (
+        ("recompute", actor.recompute, "none"),
+        ("router_replay", actor.router_replay, "none"),
+        ("expert_bias_update_rate", actor.expert_bias_update_rate, 0),
+    )
+    for key, value, wanted in refused:
+        if value != wanted:
+            yield f"actor.{key}={value} is not available with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
+    wanted_roles = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
+    for role, is_wanted in wanted_roles.items():
+        if is_wanted and derived.is_colocated(config, role):
+            yield f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has none; set {role}.placement=own"
+    yield from _family(config)
+
+
+def _layout(parallel: ParallelConfig) -> Iterator[str]:
+    plain = ParallelConfig()
+    for key in ("tensor", "pipeline", "context", "expert"):
+        if (size := getattr(parallel, key)) != 1:
+            yield f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, or {_MEGATRON}"
+    for key in ("virtual_pipeline", "expert_tensor"):
+        if (size := getattr(parallel, key)) not in (None, 1):
+            yield f"actor.parallel.{key}={size}: {_FSDP} has no such cut; set it to null, or {_MEGATRON}"
+    for key in ("sequence", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+        if (value := getattr(parallel, key)) != (default := getattr(plain, key)):
+            yield f"actor.parallel.{key}={str(value).lower()} is Megatron's; with {_FSDP} leave it at {str(default).lower()}"
+
+
+def _family(config: RunConfig) -> Iterator[str]:
+    try:
+        sizes = derived.hf_config(config.model)
+    except ConfigError:
+        return  # reported by the sizes
+    family = sizes.get("model_type")
+    if family is not None and (family not in DENSE_FAMILIES or derived.num_experts(sizes)):
+        yield f"model_type={family}: {_FSDP} trains the dense families {', '.join(DENSE_FAMILIES)}; set {_MEGATRON}"

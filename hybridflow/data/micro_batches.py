@@ -1,0 +1,50 @@
+"""What packing and unpacking micro-batches has in common, whatever backend runs them. Numbers in, numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hybridflow.protocol import DataProto, Jagged
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Packed(Protocol):
+    """A packed micro-batch, as far as its results are taken apart."""
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Rows of the batch [s], in packed order."""
+        ...
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[s] response tokens of each."""
+        ...
+
+
+def sequence_lengths(batch: DataProto) -> np.ndarray:
+    """[B] prompt plus response tokens."""
+    return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The concatenation of arange(start, start + length)."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def unpack(values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[Packed], num_samples: int, dtype: type = np.float32) -> Jagged:
+    """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of the batch."""
+    tail = values_per_micro[0].shape[1:]
+    rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
+    for values, micro in zip(values_per_micro, micro_batches, strict=True):
+        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy()))[:-1]  # cut at the end too: a micro-batch may hold no sample
+        for sample, part in zip(micro.samples.tolist(), parts, strict=True):
+            rows[sample] = part
+    return Jagged.from_rows(rows, dtype)

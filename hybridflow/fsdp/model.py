@@ -1,0 +1,101 @@
+"""A transformers model, sharded by FSDP2, that returns log-probs in place of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy
+from hybridflow.errors import ModelError
+from hybridflow.fsdp.packed import MicroBatch
+from hybridflow.models import Family
+from hybridflow.models.weights import WeightSource
+from hybridflow.reshard.fsdp_layout import shard_rows
+
+_PREFIX = "causal."
+
+
+class ScoringModel(nn.Module):
+    """The causal model with the scoring inside its forward pass, so that FSDP2 has the output layer at hand there and nowhere else."""
+
+    def __init__(self, causal: Any, alone: Any) -> None:
+        """`alone`: a process group of this rank only; no rank holds a part of the gathered output layer."""
+        super().__init__()
+        self.causal, self.alone = causal, alone
+
+    def forward(self, micro: MicroBatch, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[n] log-probs and, where asked for, entropies of the response tokens."""
+        hidden = self.causal.model(
+            input_ids=micro.tokens, position_ids=micro.positions, attention_mask=micro.mask(), use_cache=False
+        ).last_hidden_state
+        rows = hidden[0].index_select(0, micro.predict_rows)
+        return log_probs_and_entropy(rows, self.causal.lm_head.weight, micro.targets, scoring, self.alone)
+
+
+def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device) -> ScoringModel:
+    """This rank's shards, filled from `source`; no rank ever holds the whole model. Collective.
+
+    Args:
+        dtype: of the computation; shards, gradients and the optimizer's state are fp32.
+
+    Raises:
+        ModelError: transformers' model has other parameters than the family's map.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone"))
+    causal = _on_meta(family)
+    model = ScoringModel(causal, mesh["alone"].get_group())
+    precision = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*causal.model.layers, model):
+        # reshard the root too: it would otherwise keep the weights of the last pass, whatever is written to the shards meanwhile
+        fully_shard(part, mesh=mesh["data"], mp_policy=precision, reshard_after_forward=True)
+        assert isinstance(part, FSDPModule)
+        # sums, not means: what they are divided by is the global count of tokens (and gloo cannot average)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    _allocate(causal, device)
+    _fill(model, family, source)
+    return model
+
+
+def shards(model: ScoringModel) -> dict[str, DTensor]:
+    """The parameters by Hugging Face name."""
+    return {name.removeprefix(_PREFIX): parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+
+
+def _on_meta(family: Family) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family.hf["model_type"]].from_dict(dict(family.hf))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def _allocate(causal: Any, device: torch.device) -> None:
+    causal.to_empty(device=device)
+    # the rotary frequencies are no part of a checkpoint, and were never computed on the meta device
+    causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
+    if causal.config.tie_word_embeddings:  # to_empty makes two tensors of one
+        causal.lm_head.weight = causal.model.embed_tokens.weight
+
+
+@torch.no_grad()
+def _fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
+    tensors, held = family.tensors(), shards(model)
+    if {name: tuple(shard.shape) for name, shard in held.items()} != tensors:
+        wrong = sorted(held.keys() ^ tensors.keys()) or [name for name in tensors if tuple(held[name].shape) != tensors[name]]
+        raise ModelError(f"transformers' {type(model.causal).__name__} and the family's map differ: {wrong[:4]}; train it with Megatron")
+    for name, shape in tensors.items():
+        start, rows = shard_rows(shape[0], dist.get_rank(), dist.get_world_size())
+        local = held[name].to_local()
+        if local.shape[0] != rows:
+            raise ModelError(f"FSDP2 gave this rank {local.shape[0]} rows of {name} {shape}, the layout says {rows}")
+        if rows:
+            tail = (0,) * (len(shape) - 1)
+            local.copy_(source.read(name, (start, *tail), (rows, *shape[1:])))

@@ -1,0 +1,90 @@
+"""AdamW over shards, with the clipping, schedule and exemptions from weight decay that Megatron's optimizer has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hybridflow.config.schema import OptimConfig
+
+
+def learning_rate(config: OptimConfig, update: int) -> float:
+    """The rate of the `update`-th update, counted from 1: linear warm-up, then constant, or decay to `min_lr`.
+
+    Megatron's `OptimizerParamScheduler.get_lr` gives the same (optimizer_param_scheduler.py).
+    """
+    if update <= config.lr_warmup_steps:
+        return config.lr * update / config.lr_warmup_steps
+    if config.lr_decay_style == "constant":
+        return config.lr
+    decay_steps = config.lr_decay_steps or 0
+    if update > decay_steps:
+        return config.min_lr
+    ratio = (update - config.lr_warmup_steps) / (decay_steps - config.lr_warmup_steps)
+    share = 1.0 - ratio if config.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return config.min_lr + share * (config.lr - config.min_lr)
+
+
+class Optimizer:
+    """The optimizer and its learning-rate schedule, stepped together."""
+
+    def __init__(self, shards: Mapping[str, DTensor], config: OptimConfig) -> None:
+        """`shards` by Hugging Face name; moments start at zero."""
+        self.shards, self.config, self.updates = dict(shards), config, 0
+        # no decay of norms and biases, as in Megatron (optimizer/__init__.py, `_get_param_groups`)
+        groups = [
+            {"params": [shard for shard in shards.values() if (shard.ndim > 1) is decays], "weight_decay": config.weight_decay * decays}
+            for decays in (True, False)
+        ]
+        self.inner = torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        for shard in shards.values():  # now, so that a fresh optimizer can be loaded into
+            self.inner.state[shard] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+
+    def zero_grad(self) -> None:
+        """Before each mini-batch."""
+        self.inner.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Clip and apply. Returns (gradient norm before clipping, learning rate used). Collective; gradients are finite."""
+        norm = self._clip()
+        self.updates += 1
+        rate = self.learning_rate()
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        self.inner.step()
+        return norm, rate
+
+    def learning_rate(self) -> float:
+        """Of the last update."""
+        return learning_rate(self.config, max(1, self.updates))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of them."""
+        return [shard.grad.to_local() for shard in self.shards.values() if isinstance(shard.grad, DTensor)]
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """{exp_avg, exp_avg_sq: {Hugging Face name: this rank's shard}}."""
+        kinds = ("exp_avg", "exp_avg_sq")
+        return {kind: {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()} for kind in kinds}
+
+    def resume(self, updates: int) -> None:
+        """Go on counting from so many updates."""
+        self.updates = updates
+        for state in self.inner.state.values():
+            state["step"] = torch.tensor(float(updates))  # a tensor of its own: AdamW increments it in place
+
+    @torch.no_grad()
+    def _clip(self) -> float:
+        gradients = self.gradients()
+        total = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+        dist.all_reduce(total)
+        norm = float(total.sqrt())
+        scale = self.config.clip_grad / (norm + 1e-6)
+        if self.config.clip_grad > 0 and scale < 1:
+            for gradient in gradients:
+                gradient.mul_(scale)
+        return norm

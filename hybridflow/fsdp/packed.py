@@ -1,0 +1,77 @@
+"""Micro-batches of packed sequences: prompt and response of each sample one after another, no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridflow.data.micro_batches import ranges, sequence_lengths
+from hybridflow.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed forward pass. t packed tokens, n response tokens, s samples.
+
+    Attributes:
+        samples: rows of the batch [s], in packed order.
+        tokens, positions: [1, t]; positions restart at each sample.
+        segments: [t] which sample a token belongs to, counted in the micro-batch.
+        predict_rows: [n] the row whose output predicts a response token. targets: [n] those tokens.
+        lengths: [s] response length of each sample.
+        columns: per-response-token columns [n] (old_log_probs, advantages, ...).
+    """
+
+    samples: np.ndarray
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor
+    predict_rows: torch.Tensor
+    targets: torch.Tensor
+    lengths: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+
+    def mask(self) -> torch.Tensor:
+        """[1, 1, t, t] which tokens a token attends to: those before it in its own sample, and itself."""
+        same = self.segments[:, None] == self.segments[None, :]
+        return same.tril()[None, None]
+
+
+def build_micro_batches(batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], device: torch.device) -> list[MicroBatch]:
+    """Pack the samples of each bin.
+
+    Args:
+        bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
+        columns: jagged per-response-token columns to bring along.
+    """
+    return [_pack(batch, np.asarray(rows, dtype=np.int64), columns, device) for rows in bins]
+
+
+def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device) -> MicroBatch:
+    prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+    sizes = sequence_lengths(batch)[rows]
+    starts, total = np.cumsum(sizes) - sizes, max(1, int(sizes.sum()))  # one token at least: a model cannot run on none
+    tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))
+    tokens[ranges(starts, prompts.lengths)] = prompts.values
+    response_rows = ranges(starts + prompts.lengths, responses.lengths)
+    tokens[response_rows] = responses.values
+    used = int(sizes.sum())
+    positions[:used] = np.arange(used) - np.repeat(starts, sizes)
+    segments[:used] = np.repeat(np.arange(len(rows)), sizes)
+
+    def there(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(values)).to(device)
+
+    return MicroBatch(
+        samples=rows,
+        tokens=there(tokens)[None],
+        positions=there(positions)[None],
+        segments=there(segments),
+        predict_rows=there(response_rows - 1),
+        targets=there(responses.values).long(),
+        lengths=there(responses.lengths),
+        columns={name: there(batch.jagged(name).take(rows).values).float() for name in columns},
+    )

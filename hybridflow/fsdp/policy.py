@@ -1,0 +1,261 @@
+"""A trainable causal language model whose parameters are sharded over all ranks: the second backend behind `workers.backend.Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridflow.algorithms.losses import LossFunction, Metrics
+from hybridflow.algorithms.nonfinite import Watch, not_applied
+from hybridflow.algorithms.vocab_parallel import Scoring
+from hybridflow.config.schema import OptimConfig
+from hybridflow.data.micro_batches import sequence_lengths, unpack
+from hybridflow.data.packing import pack_alike
+from hybridflow.errors import ModelError
+from hybridflow.fsdp import checkpoint
+from hybridflow.fsdp.model import build_model, shards
+from hybridflow.fsdp.optimizer import Optimizer
+from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
+from hybridflow.models import Family
+from hybridflow.models.weights import WeightSource
+from hybridflow.protocol import DataProto, Jagged
+from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners
+from hybridflow.reshard.hf_export import Held, export_held
+from hybridflow.reshard.layout import Layout
+from hybridflow.residency import Part
+from hybridflow.saving.saver import Saver
+
+
+class DenseReplay:
+    """A dense model has no routes."""
+
+    def during(self, action: str) -> AbstractContextManager[None]:
+        """ModelError: there is nothing to record or replay."""
+        raise ModelError(f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does not train")
+
+    def recorded(self) -> Jagged:
+        """ModelError, as `during`."""
+        raise ModelError("a dense model has no routes")
+
+    def take_counts(self) -> Mapping[str, int]:
+        """None are counted."""
+        return {}
+
+
+class FsdpPolicy:
+    """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
+
+    def __init__(
+        self, family: Family, dtype: str, source: WeightSource, device: torch.device, *, logits_chunk_tokens: int, on_nonfinite: str
+    ) -> None:
+        """Shard the model over the world (`rendezvous.join_world`) and fill it from `source`.
+
+        Args:
+            dtype: of the computation; weights, gradients and moments are kept in fp32.
+            logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
+        """
+        self.family, self.dtype, self.device = family, torch.bfloat16 if dtype == "bfloat16" else torch.float32, device
+        self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
+        self.model = build_model(family, self.dtype, source, device)
+        self.optimizer: Optimizer | None = None
+        self.replay = DenseReplay()
+        self._reference: dict[str, torch.Tensor] | None = None
+        # FSDP2 pads uneven shards, and so moves them, in the first forward pass: from here on they stay where they are
+        nothing = DataProto.from_columns({name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")})
+        self._forward(build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device), self._scoring(1.0, False))
+
+    # ---- passes -----------------------------------------------------------------------------------------------------------------------
+
+    def log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool) -> tuple[Jagged, Jagged] | None:
+        """(log-probs, entropies) of every response token of this rank's rows, in their order.
+
+        Without `with_entropy` the second is the log-probs again.
+        """
+        micro_batches = self._micro_batches(batch, max_tokens, ())
+        values, entropies = self._forward(micro_batches, self._scoring(temperature, with_entropy))
+        log_probs = unpack(values, micro_batches, len(batch))
+        return log_probs, unpack(entropies, micro_batches, len(batch)) if with_entropy else log_probs
+
+    def train_mini_batch(
+        self, batch: DataProto, loss: LossFunction, *, columns: Sequence[str], max_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """One optimizer update on `batch` (this rank's share of the mini-batch).
+
+        Returns:
+            Metric (sum, count) pairs, and {grad_norm, lr, applied}.
+
+        Raises:
+            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight was changed.
+        """
+        if self.optimizer is None:
+            raise RuntimeError("an update before set_optimizer")
+        micro_batches = self._micro_batches(batch, max_tokens, columns)
+        watch = Watch(len(micro_batches), self.device)
+        self.optimizer.zero_grad()
+        merged = self.accumulate(micro_batches, loss, self._scoring(temperature, with_entropy), watch)
+        metrics = {name: (float(total), float(count)) for name, (total, count) in merged.items()}
+        if problem := watch.report_of(self.optimizer.gradients()):
+            return not_applied(problem, self.on_nonfinite, metrics, self.optimizer.learning_rate())
+        norm, rate = self.optimizer.step()
+        return metrics, {"grad_norm": norm, "lr": rate, "applied": 1.0}
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, scoring: Scoring, watch: Watch) -> Metrics:
+        """Forward and backward of one mini-batch; gradients are left summed over ranks and divided by the global count in the shards.
+
+        Returns:
+            Metric sums and counts over this rank's micro-batches.
+        """
+        merged: Metrics = {}
+        counts = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, micro in enumerate(micro_batches):
+            with self._watched(watch, number):
+                log_probs, entropy = self.model(micro, scoring)
+            watch.gradient_of(log_probs, number)
+            total, count, metrics = loss(log_probs, entropy, micro)
+            watch.loss(number, total.detach())
+            total.backward()
+            counts += count
+            for name, (one, of) in ({"loss": (total, count)} | metrics).items():
+                seen_total, seen_count = merged.get(name, (torch.zeros(()), torch.zeros(())))
+                merged[name] = (seen_total + one.detach().float().cpu(), seen_count + of.cpu())
+        dist.all_reduce(counts)
+        scale = 1.0 / max(float(counts), 1.0)
+        for shard in self.shards().values():
+            if shard.grad is not None:
+                shard.grad.mul_(scale)
+        return merged
+
+    def set_optimizer(self, config: OptimConfig) -> None:
+        """A fresh optimizer (moments zero) over the present weights."""
+        self.optimizer = Optimizer(self.shards(), config)
+
+    def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
+        return Scoring(self.family.vocab_size, temperature, with_entropy, self.logits_chunk_tokens)
+
+    @torch.no_grad()
+    def _forward(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        found = [self.model(micro, scoring) for micro in micro_batches]
+        return [values.cpu().numpy() for values, _ in found], [spread.cpu().numpy() for _, spread in found if spread is not None]
+
+    @contextmanager
+    def _watched(self, watch: Watch, number: int) -> Iterator[None]:
+        embedding = self.model.causal.model.embed_tokens
+        handle = embedding.register_forward_hook(lambda module, inputs, output: watch.gradient_of(output, number))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
+        """The same number on all ranks: each pass gathers every rank's shards."""
+        bins = pack_alike(sequence_lengths(batch), max_tokens, lambda bins: self._all_ranks_max(max(bins, 1)))
+        return build_micro_batches(batch, bins, columns, self.device)
+
+    def _all_ranks_max(self, value: int) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
+
+    # ---- reference --------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def freeze_reference(self) -> None:
+        """Keep the present weights as the reference policy."""
+        self._reference = {name: shard.clone() for name, shard in self.parameters().items()}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether `set_optimizer` has been called."""
+        return self.optimizer is not None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `freeze_reference` has been called (or a reference was loaded)."""
+        return self._reference is not None
+
+    def reference_state(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of the reference by Hugging Face name."""
+        if self._reference is None:
+            raise RuntimeError("no reference weights: freeze_reference was not called")
+        return self._reference
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """`with policy.as_reference():` computes with the reference's weights (exchanged in place, so no second model is held)."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        held = self.reference_state()
+        for name, live in self.parameters().items():
+            before = live.clone()
+            live.copy_(held[name])
+            held[name].copy_(before)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+
+    def shards(self) -> dict[str, Any]:
+        """The sharded parameters by Hugging Face name."""
+        return dict(shards(self.model))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's rows by Hugging Face name, over the live memory; tensors of which it has none are left out."""
+        local = {name: shard.detach().to_local() for name, shard in self.shards().items()}
+        return {name: rows for name, rows in local.items() if rows.numel()}
+
+    def weight_layout(self) -> Callable[[], Layout]:
+        """Builds the layout of `parameters` over all ranks."""
+        return lambda: fsdp_layout(self.family, dist.get_world_size(), "float32")
+
+    def settle(self) -> None:
+        """Nothing is under way between methods."""
+
+    def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
+        """For `Residency`; listed anew at each call, since an optimizer may be replaced and a reference appear."""
+        return {
+            "weights": lambda: [*(shard.detach().to_local() for shard in self.shards().values()), *self.model.buffers()],
+            "gradients": lambda: self.optimizer.gradients() if self.optimizer else (),
+            "optimizer": lambda: (
+                [rows for moment in self.optimizer.moments().values() for rows in moment.values()] if self.optimizer else ()
+            ),
+            "reference": lambda: self.reference_state().values() if self.has_reference else (),
+        }
+
+    def _moments(self) -> list[torch.Tensor]:
+        moments = self.optimizer.moments() if self.optimizer else {}
+        return [rows for kind in moments.values() for rows in kind.values()]
+
+    # ---- process and disk -------------------------------------------------------------------------------------------------------------
+
+    def mesh_position(self) -> tuple[int, int, bool]:
+        """Every rank is a data-parallel rank of its own."""
+        return dist.get_rank(), dist.get_world_size(), True
+
+    def describe(self) -> dict[str, str]:
+        """What computes here, for the run's record."""
+        import transformers
+
+        return {"backend": f"fsdp2 ({self.device.type})", "torch": torch.__version__, "transformers": transformers.__version__}
+
+    def saver(self, timeout_s: float) -> Saver:
+        """Saves of this policy; see `saving.saver.Saver`."""
+        return Saver(lambda folder, phase, step, exchange: checkpoint.job(self, folder, phase, step, exchange), timeout_s)
+
+    def load(self, folder: Path) -> None:
+        """Restore what was saved, in place, whatever the number of ranks was then. CheckpointError: see `checkpoint.load`."""
+        checkpoint.load(self, folder)
+
+    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
+        """Write a Hugging Face folder; see `export_held`."""
+        owners = fsdp_owners(self.family, dist.get_world_size())
+        export_held(Held(self.family, self.dtype, owners, self.parameters()), folder, hf_config, tokenizer)

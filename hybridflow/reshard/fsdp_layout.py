@@ -1,0 +1,52 @@
+"""The trainer's side when parameters are sharded by rows over all ranks (FSDP2), under their Hugging Face names.
+
+FSDP2 cuts dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last ones fewer or none. A rank's shard is one
+rectangle of one HF tensor, so the slice plan sends straight from shards and nobody gathers a whole parameter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybridflow.models import Family
+from hybridflow.models.layout import LocalTensor, Piece
+from hybridflow.reshard.layout import Catalog, Layout, RankLayout
+from hybridflow.reshard.plan import OwnedPiece
+
+
+def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(first row, number of rows) that a rank holds of a tensor with so many rows."""
+    share = -(-rows // ranks)
+    start = min(rank * share, rows)
+    return start, min(share, rows - start)
+
+
+def fsdp_tensors(family: Family, rank: int, ranks: int) -> list[LocalTensor]:
+    """What a rank holds; tensors of which it has no row are left out."""
+    found = []
+    for name, shape in family.tensors().items():
+        start, rows = shard_rows(shape[0], rank, ranks)
+        if rows:
+            local, tail = (rows, *shape[1:]), (0,) * (len(shape) - 1)
+            found.append(LocalTensor(name, local, (Piece(name, (start, *tail), (0, *tail), local),)))
+    return found
+
+
+def fsdp_layout(family: Family, ranks: int, dtype: str, catalog: Catalog | None = None) -> Layout:
+    """The trainer's side; every rank is a class of its own.
+
+    Args:
+        dtype: of the shards: float32, whatever the model computes in.
+    """
+    index = (catalog or Catalog.of(family.tensors())).index()
+    classes = tuple(RankLayout.of(fsdp_tensors(family, rank, ranks), index, dtype) for rank in range(ranks))
+    return Layout(classes, np.arange(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64))
+
+
+def fsdp_owners(family: Family, ranks: int) -> dict[str, list[OwnedPiece]]:
+    """{HF tensor: its slices, each with the rank that has it, by rank}."""
+    found: dict[str, list[OwnedPiece]] = {}
+    for rank in range(ranks):
+        for local in fsdp_tensors(family, rank, ranks):
+            found.setdefault(local.name, []).extend(OwnedPiece(rank, local.name, piece) for piece in local.pieces)
+    return found

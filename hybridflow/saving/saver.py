@@ -1,0 +1,279 @@
+"""One save after another, in the background or not, and what must hold before a load: the same for every training backend.
+
+A folder is a checkpoint when it has a `manifest.json`, which is written last: a kill or a full disk at any moment leaves a folder that is
+none. An asynchronous save stops the training for one copy of the state into host memory; a thread of this process, which ends with it
+however it ends, does the rest (docs/adr/0009).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import hybridflow
+from hybridflow.errors import CheckpointError
+from hybridflow.exchange import Exchange
+from hybridflow.manifest import MANIFEST, FileRecord, Manifest, differences, problems_of
+from hybridflow.models import Family
+from hybridflow.saving.files import Chunk, write_tensors
+from hybridflow.saving.staging import Staging
+
+_log = logging.getLogger(__name__)
+# (folder, all ranks' chunks, all ranks' HF slices) -> the files that one rank writes for all
+WriteIndex = Callable[[Path, Sequence[Chunk], Sequence[Any]], dict[str, FileRecord]]
+
+
+class State(Protocol):
+    """What a backend says of this rank's part of a checkpoint."""
+
+    @property
+    def contains(self) -> Sequence[str]:
+        """Parts: model, optimizer, reference, rng."""
+        ...
+
+    def owned(self) -> Sequence[Any]:
+        """The rectangles (`saving.files.Rectangle`) that this rank writes, over live memory."""
+        ...
+
+    def hf(self) -> Iterable[Any]:
+        """Where the HF tensors lie: objects with source, source_start, shape, key, start."""
+        ...
+
+
+class Holder(Protocol):
+    """A policy, as far as a manifest describes it."""
+
+    @property
+    def family(self) -> Family:
+        """Of the model."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """It computes in."""
+        ...
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is one."""
+        ...
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether reference weights are held."""
+        ...
+
+
+class Saver:
+    """Saves of one role, at most one at a time: the next waits for the one before. All ranks create it and call its methods together."""
+
+    def __init__(self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0) -> None:
+        """Args:
+        open_job: of folder, phase, step; takes everything but the tensors' data from the live state.
+        timeout_s: how long a rank that has written its files waits for the slowest, and a save for the one before.
+        """
+        self._open_job, self.timeout_s = open_job, timeout_s
+        # its own: an export or a load may use the shared one on the training's thread while a save ends in the background
+        self._exchange = Exchange(timeout_s)
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
+        """Write the policy's state to `folder`, which must hold no checkpoint yet.
+
+        Raises:
+            CheckpointError: when any rank could not write; nothing is left behind.
+        """
+        self.wait(self.timeout_s)
+        job = self._open_job(folder, phase, step, self._exchange)
+        job.write(job.state.owned())
+
+    def start(self, folder: Path, *, phase: str = "", step: int = 0) -> None:
+        """The same, in the background: returns when the state has been copied. Ask `done` for the outcome."""
+        self.wait(self.timeout_s)
+        job = self._open_job(folder, phase, step, self._exchange)
+        copies = self._staging.copy(job.state.owned())
+
+        def run() -> None:
+            try:
+                job.write(copies)
+            except CheckpointError as error:
+                self._failure = error
+            except Exception as error:
+                _log.exception("the background save of %s failed", folder)
+                self._failure = CheckpointError(f"the checkpoint {folder} could not be written ({type(error).__name__}: {error})")
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether no save is under way.
+
+        Raises:
+            CheckpointError: (once) the last save failed; says why.
+        """
+        if self._thread is not None:
+            if self._thread.is_alive():
+                return False
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return True
+
+    def wait(self, deadline_s: float) -> None:
+        """Until `done`. CheckpointError after `deadline_s`."""
+        end = time.monotonic() + deadline_s
+        while not self.done():
+            if time.monotonic() > end:
+                raise CheckpointError(f"a checkpoint was not written within {deadline_s:.0f} s; is the file system hanging?")
+            time.sleep(0.005)
+
+
+class Job:
+    """One save on one rank: everything but the tensors' data is taken when it is created, on the training's thread."""
+
+    def __init__(self, state: State, manifest: Manifest, write_index: WriteIndex, folder: Path, exchange: Exchange) -> None:
+        self.state, self.manifest, self._write_index = state, manifest, write_index
+        self.folder, self.exchange, self.rank = folder, exchange, dist.get_rank()
+
+    def write(self, tensors: Sequence[Any]) -> None:
+        """All of the work, in step with the other ranks. CheckpointError on every rank when it failed on any."""
+        try:
+            self._raise_if(self._on_first(self._make_room))
+            reports = self.exchange.gather(self._write_own(tensors))
+            self._raise_if(self._on_first(lambda: self._complete(reports)))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0].split(" This is typically ")[0]
+            raise self._not_written(f"another rank is gone, or its files took longer than allowed: {reason}") from error
+
+    def _write_own(self, tensors: Sequence[Any]) -> str:
+        """This rank's file; what became of it, as JSON."""
+        try:
+            chunks, files = write_tensors(self.folder, self.rank, tensors)
+        except Exception as error:
+            return json.dumps({"error": f"rank {self.rank}: {cause_of(error)}"})
+        hf = [[piece.source, piece.source_start, piece.shape, piece.key, piece.start] for piece in self.state.hf()]
+        return json.dumps({"chunks": chunks, "files": {name: asdict(record) for name, record in files.items()}, "hf": hf})
+
+    def _make_room(self) -> None:
+        if (self.folder / MANIFEST).exists():
+            raise CheckpointError(f"{self.folder} already holds a checkpoint")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def _complete(self, texts: Sequence[str]) -> None:
+        """On the first rank, when all have written: what is common to all, and the manifest."""
+        reports = [json.loads(text) for text in texts]
+        errors = [report["error"] for report in reports if "error" in report]
+        if errors:
+            raise CheckpointError("; ".join(errors))
+        files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
+        chunks, hf = ([item for report in reports for item in report[key]] for key in ("chunks", "hf"))
+        files |= self._write_index(self.folder, chunks, hf)
+        replace(self.manifest, files=files).write(self.folder)
+
+    def _on_first(self, action: Callable[[], None]) -> str:
+        """Run it on rank 0; its failure, on every rank, or the empty string."""
+        failure = ""
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                failure = cause_of(error)
+        return self.exchange.gather(failure or " ")[0].strip()
+
+    def _raise_if(self, failure: str) -> None:
+        if failure:
+            raise self._not_written(failure)
+
+    def _not_written(self, cause: str) -> CheckpointError:
+        """Remove what there is of it; the error to raise."""
+        if self.rank == 0 and not (self.folder / MANIFEST).exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return CheckpointError(
+            f"the checkpoint {self.folder} could not be written ({cause}); the previous checkpoint is untouched. "
+            "Free disk space and run the same command again to resume."
+        )
+
+
+def manifest_of(
+    holder: Holder, contains: Sequence[str], layout: dict[str, int], phase: str, step: int, versions: dict[str, str]
+) -> Manifest:
+    """The manifest without its files; `versions` beside ours and torch's."""
+    return Manifest(
+        phase=phase,
+        step=step,
+        contains=tuple(contains),
+        layout=layout,
+        dtype=str(holder.dtype).removeprefix("torch."),
+        hf_config=dict(holder.family.hf),
+        versions={"hybridflow": hybridflow.__version__, "torch": torch.__version__, **versions},
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------------------------
+
+
+def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, marker: str) -> Manifest:
+    """The manifest, when the files are what it says and the model is the holder's. The ranks share the reading; all raise alike.
+
+    Args:
+        marker: a file that every checkpoint of this backend has, and no other backend's.
+
+    Raises:
+        CheckpointError: the folder is missing, torn, foreign, of another backend, or of another model.
+    """
+    problems, manifest = [], None
+    try:
+        manifest = Manifest.read(folder)
+        problems = _mismatches(holder, manifest, marker)
+        if not problems:
+            problems = problems_of(folder, manifest, sorted(manifest.files)[dist.get_rank() :: exchange.world])
+    except CheckpointError as error:
+        problems = [str(error)]
+    found = list(dict.fromkeys(text for texts in exchange.gather(json.dumps(problems)) for text in json.loads(texts)))
+    if found or manifest is None:
+        raise CheckpointError(f"{folder} was not loaded: " + "; ".join(found[:6]))
+    return manifest
+
+
+def _mismatches(holder: Holder, manifest: Manifest, marker: str) -> list[str]:
+    if marker not in manifest.files:
+        return [
+            f"another training backend wrote it (no {marker}); set actor.backend as it was, or bring it over with "
+            "`hybridflow checkpoint export` and model.path"
+        ]
+    family = holder.family.hf.get("model_type")
+    if manifest.family != family:
+        return [f"it is a checkpoint of the family {manifest.family}, the model here is {family}"]
+    found = differences(manifest.hf_config, holder.family.hf)
+    dtype = str(holder.dtype).removeprefix("torch.")
+    if manifest.dtype != dtype:
+        found.append(f"dtype is {manifest.dtype} there, {dtype} here")
+    wanted = {"optimizer": holder.has_optimizer, "reference": holder.has_reference}
+    found += [f"it holds no {part}, which is needed here" for part, needed in wanted.items() if needed and part not in manifest.contains]
+    return found
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong; of torch's CheckpointException the ranks' own exceptions (none but on the coordinator), without tracebacks."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values())) or "another rank failed"
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror or error)
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

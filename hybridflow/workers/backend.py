@@ -1,0 +1,148 @@
+"""What a training backend offers to the policy's worker; `mcore` and `fsdp` have one implementation each, and mypy holds both to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from hybridflow.algorithms.losses import LossFunction
+from hybridflow.config.schema import ActorConfig, RunConfig
+from hybridflow.models import Family, family_of
+from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
+from hybridflow.platform import Platform
+from hybridflow.protocol import DataProto, Jagged
+from hybridflow.rendezvous import join_world
+from hybridflow.reshard.layout import Layout
+from hybridflow.residency import Part
+from hybridflow.saving.saver import Holder, Saver
+
+
+class Replay(Protocol):
+    """Router replay; backends that train dense models alone refuse it."""
+
+    def during(self, action: Literal["replay", "record", "compare"]) -> AbstractContextManager[None]:
+        """Inside, passes replay, record or compare routes."""
+        ...
+
+    def recorded(self) -> Jagged:
+        """What was recorded."""
+        ...
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Token-layers counted since the last call."""
+        ...
+
+
+class Backend(Holder, Protocol):
+    """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
+
+    @property
+    def replay(self) -> Replay:
+        """Routes of a mixture of experts."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """What computes, for the run's record: `backend` and versions."""
+        ...
+
+    def mesh_position(self) -> tuple[int, int, bool]:
+        """(data-parallel rank, size, whether this rank returns its group's results)."""
+        ...
+
+    def log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool) -> tuple[Jagged, Jagged] | None:
+        """(log-probs, entropies) of every response token of this rank's rows; None on ranks that return no results."""
+        ...
+
+    def train_mini_batch(
+        self, batch: DataProto, loss: LossFunction, *, columns: Sequence[str], max_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}."""
+        ...
+
+    def set_optimizer(self, config: Any) -> None:
+        """A fresh optimizer over the present weights; `config` is an `OptimConfig`."""
+        ...
+
+    def freeze_reference(self) -> None:
+        """The present weights become the reference."""
+        ...
+
+    def as_reference(self) -> AbstractContextManager[Any]:
+        """Inside, the reference's weights compute."""
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """This rank's tensors by the names of its layout, over live memory."""
+        ...
+
+    def weight_layout(self) -> Callable[[], Layout]:
+        """Asks all ranks where they stand; the returned function, which one rank needs, builds the layout from that."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for communication that still writes to the weights."""
+        ...
+
+    def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
+        """How to list weights, gradients, optimizer state and reference now."""
+        ...
+
+    def saver(self, timeout_s: float) -> Saver:
+        """Writes checkpoints."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore one, in place. CheckpointError: it is missing, torn or of something else."""
+        ...
+
+    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
+        """Write a Hugging Face folder."""
+        ...
+
+
+def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:
+    """Join the world and build the policy that `actor.backend` names. Collective."""
+    family = family_of(hf_config)
+    source: WeightSource = RandomWeights(family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02)))
+    if config.model.path is not None:
+        source = SafetensorsFolder(config.model.path)
+    if config.actor.backend == "fsdp":
+        return _fsdp(config, family, source, platform, local_rank)
+    return _megatron(config, family, source, platform)
+
+
+def _megatron(config: RunConfig, family: Family, source: WeightSource, platform: Platform) -> Backend:
+    from hybridflow.mcore import parallel
+    from hybridflow.mcore.backend import MegatronPolicy
+
+    actor: ActorConfig = config.actor
+    parallel.initialize(actor.parallel, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
+    return MegatronPolicy(
+        family,
+        actor.parallel,
+        config.model.dtype,
+        source,
+        expert_bias_update_rate=actor.expert_bias_update_rate,
+        recompute=actor.recompute,
+        logits_chunk_tokens=actor.logits_chunk_tokens,
+        on_nonfinite=actor.on_nonfinite,
+    )
+
+
+def _fsdp(config: RunConfig, family: Family, source: WeightSource, platform: Platform, local_rank: int) -> Backend:
+    from hybridflow.fsdp.policy import FsdpPolicy
+
+    join_world(platform.collective_backend, config.cluster.call_timeout_s)
+    torch.manual_seed(config.seed)
+    return FsdpPolicy(
+        family,
+        config.model.dtype,
+        source,
+        platform.device(local_rank),
+        logits_chunk_tokens=config.actor.logits_chunk_tokens,
+        on_nonfinite=config.actor.on_nonfinite,
+    )

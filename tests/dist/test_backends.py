@@ -1,0 +1,189 @@
+"""The contract of training backends: the same cases on Megatron and on FSDP2, against transformers and against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridflow.models import family_of
+from hybridflow.models.layout import LocalTensor
+from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
+from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
+from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
+from hybridflow.reshard.schedule import plan_and_prove
+from tests.dist.ranks import run_ranks
+from tests.dist.test_mcore import DENSE, LLAMA, oracle
+from tests.unit.reshard_cases import engine_buffers, execute
+
+pytestmark = pytest.mark.slow
+BACKENDS = ("megatron", "fsdp")
+MODELS = {"qwen3-tied": DENSE, "llama": LLAMA}
+RANKS = 2
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`contract` of (backend, model, ranks), run when first asked for: (folder, each rank's result)."""
+    found: dict[tuple[str, str, int], tuple[Path, list[dict[str, Any]]]] = {}
+
+    def life(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
+        if (backend, model, ranks) not in found:
+            folder = tmp_path_factory.mktemp(f"{backend}-{model}-{ranks}")
+            results = run_ranks(ranks, "tests.dist.backend_cases:contract", backend=backend, hf=MODELS[model], folder=str(folder))
+            found[backend, model, ranks] = folder, results
+        return found[backend, model, ranks]
+
+    return life
+
+
+def joined(results: list[dict[str, Any]], name: str) -> np.ndarray:
+    return np.concatenate([result[name] for result in results])
+
+
+def steps_of(results: list[dict[str, Any]], name: str = "history") -> np.ndarray:
+    """[steps, 3] mean loss, gradient norm, rate."""
+    history = np.array([result[name] for result in results])
+    assert (history[:, :, 2:] == history[:1, :, 2:]).all()  # every rank says the same norm and rate
+    return np.column_stack([history[:, :, 0].sum(0) / history[:, :, 1].sum(0), history[0, :, 2:]])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_probs_and_entropies_equal_transformers(lives: Any, backend: str, model: str) -> None:
+    folder, results = lives(backend, model, RANKS)
+    log_probs, entropies, _ = oracle(folder / "before", 0.7)
+    assert np.abs(joined(results, "log_probs") - log_probs).max() < TOLERANCE
+    assert np.abs(joined(results, "entropy") - entropies).max() < TOLERANCE
+    # the frozen reference, after three updates, in another packing
+    assert np.abs(joined(results, "reference") - log_probs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("backend", "ranks"), [("megatron", RANKS), ("fsdp", 1), ("fsdp", RANKS)])
+def test_three_updates_equal_those_of_megatron_on_one_process(lives: Any, backend: str, ranks: int, model: str) -> None:
+    if (backend, ranks, model) == ("fsdp", 1, "llama"):
+        pytest.skip("one model is enough for a single process")
+    folder, results = lives(backend, model, ranks)
+    one_folder, one = lives("megatron", model, 1)
+    expected = steps_of(one)
+    np.testing.assert_allclose(steps_of(results), expected, rtol=0, atol=TOLERANCE)
+    assert expected[:, 1].min() > 1.0  # or nothing would have been clipped
+    assert expected[:, 2] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)  # warm-up, then cosine
+    before, mine, theirs = tensors_of(folder / "before"), tensors_of(folder / "trained"), tensors_of(one_folder / "trained")
+    assert mine.keys() == theirs.keys() == family_of(MODELS[model]).tensors().keys()
+    worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+    assert worst < TOLERANCE
+    assert min(float((mine[name] - before[name]).abs().max()) for name in mine) > 100 * TOLERANCE  # all of them were trained
+
+
+def test_both_write_the_same_folder(lives: Any) -> None:
+    (one, _), (two, _) = (lives(backend, "qwen3-tied", RANKS) for backend in BACKENDS)
+    assert (one / "before" / "checksums.sha256").read_text() == (two / "before" / "checksums.sha256").read_text()
+    assert (one / "before" / "config.json").read_text() == (two / "before" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(lives: Any, backend: str, model: str) -> None:
+    _, results = lives(backend, model, RANKS)
+    for result in results:
+        assert result["again"] == result["more"]
+        assert result["resumed"]
+        assert "rms_norm_eps is 1e-06 there, 1e-05 here" in result["misfits"]["checkpoint"]
+        assert "not a whole checkpoint" in result["misfits"]["nothing"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_of_two_ranks_goes_on_in_one(lives: Any, backend: str) -> None:
+    folder, results = lives(backend, "qwen3-tied", RANKS)
+    foreign, _ = lives(BACKENDS[1 - BACKENDS.index(backend)], "qwen3-tied", RANKS)
+    found = run_ranks(
+        1, "tests.dist.backend_cases:resumed", backend=backend, hf=DENSE, folder=str(folder), foreign=str(foreign)
+    )  # fmt: skip
+    np.testing.assert_allclose(steps_of(found), steps_of(results, "more"), rtol=0, atol=TOLERANCE)
+    for name, sums in results[0]["end"].items():
+        np.testing.assert_allclose(found[0]["end"][name], sums, rtol=1e-4, atol=1e-3, err_msg=name)
+    np.testing.assert_allclose(found[0]["reference"], joined(results, "reference"), rtol=0, atol=TOLERANCE)
+    assert "another training backend wrote it" in found[0]["said"]
+    assert "hybridflow checkpoint export" in found[0]["said"]
+
+
+def test_the_tools_read_an_fsdp_checkpoint(lives: Any, tmp_path: Path) -> None:
+    from hybridflow.trainer.checkpoint_tools import export, inspect, verify
+
+    folder, _ = lives("fsdp", "qwen3-tied", RANKS)
+    assert verify(folder / "checkpoint")[1] == []
+    parts = inspect(folder / "checkpoint")["parts"]
+    assert parts.keys() == {"model", "optimizer exp_avg", "optimizer exp_avg_sq", "reference", "random state"}
+    export(folder / "checkpoint", tmp_path / "hf", None, 1 << 20, None)
+    exported, trained = tensors_of(tmp_path / "hf"), tensors_of(folder / "trained")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str) -> None:
+    for result in run_ranks(RANKS, "tests.dist.backend_cases:updates", backend=backend, hf=DENSE):
+        assert result["norm"] < 1e-6
+        assert result["weights"] < 1e-6
+        assert result["moved"] > 1e-4
+        assert "the loss is not finite: rank 1 micro-batch 1" in result["poisoned"]["said"]
+        assert result["poisoned"]["unchanged"]
+        memory = result["memory"]
+        assert memory["equal"]
+        assert memory["freed"] == sum(memory["held"].values()) - sum(memory["left"].values()) > 0
+        assert all(memory["left"][part] < size for part, size in memory["held"].items() if part != "gradients")
+        assert result["unequal"][0] == result["unequal"][1]
+
+
+def test_bf16_keeps_fp32_weights_and_learns(tmp_path: Path) -> None:
+    results = run_ranks(RANKS, "tests.dist.backend_cases:low_precision", backend="fsdp", hf=DENSE, folder=str(tmp_path / "hf"))
+    [exact] = run_ranks(1, "tests.dist.backend_cases:low_precision", backend="megatron", hf=DENSE, folder=str(tmp_path / "other"))
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "hf").values()} == {torch.bfloat16}
+    assert np.abs(joined(results, "log_probs") - exact["log_probs"]).max() < 0.05
+    for result in results:
+        assert result["dtypes"] == ["torch.float32"]
+        assert result["losses"][-1] < result["losses"][0]
+
+
+# ---- weights to the engines -----------------------------------------------------------------------------------------------------------
+
+
+def sources(backend: str, hf: dict[str, Any]) -> tuple[Layout, list[list[LocalTensor]]]:
+    family = family_of(hf)
+    if backend == "fsdp":
+        return fsdp_layout(family, RANKS, "float32"), [fsdp_tensors(family, rank, RANKS) for rank in range(RANKS)]
+    ranks = ParallelShape(RANKS).coordinates()
+    return megatron_layout(family, ranks, "float32"), [rank_tensors(family, at) for at in ranks]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(tmp_path: Path, backend: str) -> None:
+    """Two engines at once, of TP 2 and of TP 1."""
+    run_ranks(RANKS, "tests.dist.backend_cases:held", backend=backend, hf=LLAMA, folder=str(tmp_path))
+    held = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(RANKS)]
+    source, described = sources(backend, LLAMA)
+    assert [{name: tensor.shape for name, tensor in rank.items()} for rank in held] == [
+        {local.name: local.shape for local in rank} for rank in described
+    ]
+    family: Any = family_of(LLAMA)
+    catalog = Catalog.of(family.tensors())
+    target = engine_layout(family, (EngineShape(tensor=2), EngineShape()), "float32")
+    plan, proof = plan_and_prove(catalog, source, target, 1 << 16)
+    assert proof.unused == ()
+    weights = {name: tensor.numpy() for name, tensor in tensors_of(tmp_path / "hf").items()}
+    got, expected = engine_buffers(target, catalog, None), engine_buffers(target, catalog, weights)
+    execute(plan, held, got)
+    for rank, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
+        for name in wanted:
+            np.testing.assert_array_equal(mine[name], wanted[name], err_msg=f"engine rank {rank}, {name}")
