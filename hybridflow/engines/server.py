@@ -197,7 +197,8 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
     if spec.device == "cpu":
         # More OpenMP threads than free cores cost about ten times the speed under contention.
-        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a host's moves with whatever starts on it.
+        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
         if spec.ranks > 1:
             ranks_here = spec.ranks // spec.nnodes
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
