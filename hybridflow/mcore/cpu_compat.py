@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _MEGATRON = f"{os.sep}megatron{os.sep}"
@@ -142,6 +143,9 @@ def _replace_factories() -> None:
 
         return wrapper
 
+    # `with torch.device("meta")` looks a factory up in this set, made at its first use (torch/utils/_device.py:13): made after the exchange
+    # it would hold our wrappers and know none of the functions inside them; transformers then leaves rotary tables uninitialised
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
