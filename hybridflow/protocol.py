@@ -179,7 +179,7 @@ class DataProto:
         joined = for_each(Blocks.join, apart, sum(column.nbytes for column in apart.values()))
         return DataProto({**near._columns, **joined}, near._meta, near._bfloat16)
 
-    def pieces(self, names: Iterable[str], nbytes: int = 8 << 20) -> Iterator[DataProto]:
+    def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
         """The named columns in consecutive pieces of about `nbytes`, each here: a loop over them never holds a whole deferred column."""
         part = self.select(names)
         far = part.deferred and part.nbytes

@@ -202,8 +202,6 @@ class SyncWorld:
         completions = self.client(number).generate(prompts, SamplingParams(temperature=0.0), 8)
         folder = weights if isinstance(weights, Path) else self.exported(weights)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        # in a process that has imported Megatron, transformers 5.19 leaves buffers that are not saved uninitialised
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
         worst = 0.0
         for prompt, completion in zip(prompts, completions, strict=True):
             with torch.no_grad():
