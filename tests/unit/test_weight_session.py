@@ -134,7 +134,9 @@ def posted(store: Any, target: Layout) -> list[EngineLayout]:
 def test_every_rank_reads_exactly_its_own_messages(store: Any) -> None:
     decoder = decoder_of("qwen3_moe")
     catalog, target = Catalog.of(decoder.tensors()), by_hand(decoder, ENGINES, "float32")
-    facts = make_weight_plan(store, decoder, TRAINER.coordinates(), "float32", posted(store, target), 1 << 20, 1.0)
+    facts = make_weight_plan(
+        store, decoder, megatron_layout(decoder, TRAINER.coordinates(), "float32"), posted(store, target), 1 << 20, 1.0
+    )
     plan = make_plan(catalog, megatron_layout(decoder, TRAINER.coordinates(), "float32"), target, (1 << 20) // 2)
     assert facts.digest == plan.digest() and facts.receivers == ((0,), (1, 2)) and facts.unused == ()
     messages, sent = Messages(plan), [0, 0]
@@ -159,11 +161,11 @@ def test_a_parameter_that_the_loader_does_not_fill_is_refused(store: Any) -> Non
     parameters = {**dict(zip(layout.names, layout.shapes.tolist(), strict=True)), "model.extra.weight": [4]}
     engines = [EngineLayout("engine-0", (post_layout(store, layout, parameters),))]
     with pytest.raises(WeightSyncError, match=r"engine-0 rank 0: .*extra \['model.extra.weight'\]"):
-        make_weight_plan(store, decoder, ParallelShape(1).coordinates(), "float32", engines, 1 << 20, 1.0)
+        make_weight_plan(store, decoder, megatron_layout(decoder, ParallelShape(1).coordinates(), "float32"), engines, 1 << 20, 1.0)
 
 
 def test_too_little_staging_names_the_key(store: Any) -> None:
     decoder = decoder_of("qwen3_moe")
     engines = posted(store, by_hand(decoder, ENGINES, "float32"))
     with pytest.raises(WeightSyncError, match=r"rollout.sync.staging_bytes=4096 / 2 engines"):
-        make_weight_plan(store, decoder, TRAINER.coordinates(), "float32", engines, 4096, 1.0)
+        make_weight_plan(store, decoder, megatron_layout(decoder, TRAINER.coordinates(), "float32"), engines, 4096, 1.0)
