@@ -52,7 +52,7 @@ def _watched(on_nonfinite: str) -> Any:
     policy.said = []
     handler = logging.Handler()
     handler.emit = lambda record: policy.said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hybridflow.mcore.policy").handlers = [handler]
+    logging.getLogger("hybridflow").handlers = [handler]
     return policy
 
 
