@@ -87,7 +87,7 @@ def test_data_parallel_call_returns_every_row_once_in_order(group: WorkerGroup, 
 def test_a_call_on_some_ranks_leaves_the_others_alone(group: WorkerGroup) -> None:
     found = group.run(sw.Worker.totals, batch(5), only=[2, 3])
     assert found["uid"].tolist() == list(range(5)) and set(found["rank"].tolist()) == {3}
-    assert group.run(sw.Worker.add, [1, 2], [10, 20], only=[0, 3]) == [11, 22]
+    assert group.run(sw.Worker.add, [1, 2], [10, 20], only=[0, 3]) == [101, 202]
 
 
 def test_columns_arrive_read_only_and_come_back_unchanged(group: WorkerGroup) -> None:

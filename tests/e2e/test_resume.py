@@ -42,10 +42,12 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     folder = out / "e2e"
     words = [*settings, f"output_dir={out}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "rollout.n=2"]
 
-    def run(number: signal.Signals | None, when: str, to_all: bool = False) -> Stopped:
+    def run(number: signal.Signals | None, when: str | int, to_all: bool = False) -> Stopped:
+        """`when`: words of the output, or a step whose checkpoint (or a later one: steps are short) is there."""
+        step = max(when, _saved_step(folder) + 1) if isinstance(when, int) else 0
         with Run(out / "output", "train", *words) as run:
             if number is not None:
-                run.wait_for(lambda: when in run.out or _latest(folder) == when)
+                run.wait_for(lambda: _saved_step(folder) >= step if isinstance(when, int) else when in run.out)
                 run.send(number, to_all=to_all)
             start = time.monotonic()
             exit_code = run.end(300 if number is None else 60)
@@ -56,9 +58,9 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     yield (
         folder,
         {
-            "terminated": run(signal.SIGTERM, "Megatron ranks (TP2"),
-            "interrupted": run(signal.SIGINT, "global_step_2", to_all=True),
-            "killed": run(signal.SIGKILL, "global_step_5"),
+            "terminated": run(signal.SIGTERM, " ranks (TP2"),
+            "interrupted": run(signal.SIGINT, 2, to_all=True),
+            "killed": run(signal.SIGKILL, 5),
             "finished": run(None, ""),
         },
     )
@@ -67,6 +69,12 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
 def _latest(folder: Path) -> str | None:
     pointer = folder / "checkpoints" / "latest.json"
     return json.loads(pointer.read_text())["folder"] if pointer.exists() else None
+
+
+def _saved_step(folder: Path) -> int:
+    """Of the last checkpoint of the main job; 0 before it."""
+    name = _latest(folder) or ""
+    return int(name.rsplit("_", 1)[1]) if name.startswith("global_step_") else 0
 
 
 def _steps(folder: Path, phase: str = "train") -> list[int]:
