@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hybridflow.children import die_with_parent
+
 
 def free_port() -> int:
     """A loopback port below the ephemeral range, so that no other process is handed it meanwhile."""
@@ -30,7 +32,8 @@ def run_ranks(world: int, function: str, timeout_s: float = 240.0, **arguments: 
     processes = []
     for rank in range(world):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+               "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo",
+               "PARENT_PID": str(os.getpid())}  # fmt: skip
         command = [sys.executable, "-m", "tests.dist.ranks", function, json.dumps(arguments)]
         processes.append(
             subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -53,6 +56,7 @@ def run_ranks(world: int, function: str, timeout_s: float = 240.0, **arguments: 
 
 
 def _main() -> None:
+    die_with_parent(int(os.environ["PARENT_PID"]))  # a test that is killed leaves no ranks that wait for each other
     module, name = sys.argv[1].split(":")
     result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
     print("RESULT " + json.dumps(result), flush=True)
