@@ -19,31 +19,36 @@ BACKENDS: dict[str, str] = {
     "fsdp": "FSDP2 over transformers' models: dense families, weights sharded over all processes",
 }
 
+_DECAY = ("constant", "linear", "cosine")
+_AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+_PLACEMENT = ("colocated", "own")
+_KL = ("k1", "abs", "k2", "k3")
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "actor.backend": tuple(BACKENDS),
     "data.prepare.task": tuple(PREPARE_TASKS),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),
-    "actor.optim.lr_decay_style": ("constant", "linear", "cosine"),
-    "sft.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    "actor.optim.lr_decay_style": _DECAY,
+    "sft.optim.lr_decay_style": _DECAY,
     "actor.parallel.moe_dispatcher": ("alltoall", "allgather"),
     "actor.recompute": ("none", "selective", "full"),
     "actor.on_nonfinite": ("stop", "skip"),
-    "critic.optim.lr_decay_style": ("constant", "linear", "cosine"),
-    "reward_training.optim.lr_decay_style": ("constant", "linear", "cosine"),
-    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
-    "actor.kl_loss_type": ("k1", "abs", "k2", "k3"),
+    "critic.optim.lr_decay_style": _DECAY,
+    "reward_training.optim.lr_decay_style": _DECAY,
+    "actor.loss_agg_mode": _AGGREGATION,
+    "actor.kl_loss_type": _KL,
     "actor.router_replay": tuple(ROUTER_REPLAY),
     "rollout.sync.transport": ("auto", "p2p", "shared_memory", "disk"),
     "rollout.sync.commit": ("staged", "in_place"),
     "rollout.sync.pause": ("retract", "abort", "in_place"),
-    "critic.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
-    "critic.placement": ("colocated", "own"),
-    "reference.placement": ("colocated", "own"),
-    "reward_model.placement": ("colocated", "own"),
+    "critic.loss_agg_mode": _AGGREGATION,
+    "critic.placement": _PLACEMENT,
+    "reference.placement": _PLACEMENT,
+    "reward_model.placement": _PLACEMENT,
     "reward_model.squash": ("none", "sigmoid"),
     "algorithm.adv_estimator": ("grpo", "gae"),
-    "algorithm.kl_penalty": ("k1", "abs", "k2", "k3"),
+    "algorithm.kl_penalty": _KL,
     "trainer.resume": ("auto", "disable"),
     "trainer.loggers": ("console", "jsonl", "tensorboard"),
 }
