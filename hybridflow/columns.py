@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hybridflow.blocks import Blocks
+from hybridflow.blocks import Blocks, Picked
 from hybridflow.errors import SchemaError
 from hybridflow.jagged import NUMERIC_KINDS, Jagged, describe, read_only
 
@@ -30,7 +30,7 @@ class Deferred(abc.ABC):
         """Rows at `index` `[K]` (non-negative, may repeat). Nothing is fetched."""
 
     @abc.abstractmethod
-    def here(self) -> tuple[Column | Blocks, bool]:
+    def here(self) -> tuple[Column | Blocks | Picked, bool]:
         """The rows themselves, views where they can be, and whether they hold bfloat16 bits. They are not kept: each call fetches anew."""
 
     @property
@@ -52,13 +52,18 @@ class Deferred(abc.ABC):
         return self.take(np.arange(start, max(start, stop)))
 
 
-Held: TypeAlias = np.ndarray | Jagged | Blocks | Deferred  # what a batch holds; what it shows is a Column
+Held: TypeAlias = np.ndarray | Jagged | Blocks | Picked | Deferred  # what a batch holds; what it shows is a Column
 
 
 def shown(column: Held) -> Column:
     """The column itself, fetched where it lies elsewhere, and joined."""
     found = column.here()[0] if isinstance(column, Deferred) else column
-    return found.join() if isinstance(found, Blocks) else found
+    return found.join() if isinstance(found, (Blocks, Picked)) else found
+
+
+def lengths_of(column: Held) -> np.ndarray | None:
+    """Row lengths `[B]` of a jagged column, None for a dense one. Nothing is fetched or joined."""
+    return None if isinstance(column, np.ndarray) else column.lengths
 
 
 def slice_column(column: Held, start: int, stop: int) -> Held:
@@ -67,15 +72,15 @@ def slice_column(column: Held, start: int, stop: int) -> Held:
 
 
 def take_column(column: Held, index: np.ndarray) -> Held:
-    """Rows at `index` `[K]` (non-negative, may repeat)."""
-    return column[index] if isinstance(column, np.ndarray) else column.take(index)
+    """Rows at `index` `[K]` (non-negative, may repeat). Large columns are copied when they are read, see `blocks.Picked`."""
+    return Picked.of((column,), index) if isinstance(column, (np.ndarray, Jagged)) else column.take(index)
 
 
 def checked_column(name: str, column: object) -> Held:
     """The column as it is stored (read-only), or SchemaError."""
     if isinstance(column, Blocks):
         return _checked_blocks(name, column)
-    if isinstance(column, (Jagged, Deferred)):
+    if isinstance(column, (Jagged, Deferred, Picked)):
         return column
     if not isinstance(column, np.ndarray):
         raise SchemaError(f"column {name!r} must be a numpy array or Jagged, not {describe(column)}")
@@ -120,22 +125,22 @@ def row_type(column: Held) -> str:
     """Kind, dtype and trailing shape of one row: what must agree to concatenate."""
     if isinstance(column, Deferred):
         return "deferred"
-    if isinstance(column, Blocks):
-        return row_type(column.blocks[0])
+    if isinstance(column, (Blocks, Picked)):
+        return row_type(column.blocks[0] if isinstance(column, Blocks) else column.sample)
     values = column.values if isinstance(column, Jagged) else column
     return f"{'jagged' if isinstance(column, Jagged) else 'dense'} {values.dtype} {list(values.shape[1:])}"
 
 
 def concat_column(parts: Sequence[Held]) -> Held:
-    """All rows of columns of one row type. Deferred columns stay so, blocks are put side by side, others are copied together."""
+    """All rows of columns of one row type. Deferred columns stay so, large ones are put side by side, others are copied together."""
     first = parts[0]
     if isinstance(first, Deferred):
         return first.concat([part for part in parts[1:] if isinstance(part, Deferred)])
-    if any(isinstance(part, Blocks) for part in parts):
-        held = [part for part in parts if not isinstance(part, Deferred)]
-        return Blocks.of([block for part in held for block in (part.blocks if isinstance(part, Blocks) else (part,))])
-    jagged = [part for part in parts if isinstance(part, Jagged)]
-    return Jagged.concat(jagged) if jagged else np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+    blocks: list[Column] = []
+    for part in parts:
+        assert not isinstance(part, Deferred), "row types have been compared"
+        blocks += part.blocks if isinstance(part, Blocks) else [part.join() if isinstance(part, Picked) else part]
+    return Blocks.beside(blocks)
 
 
 def same_column(a: Held, b: Held) -> bool:
@@ -169,11 +174,13 @@ def shape_text(column: Held) -> str:
         return f"[{len(column)}, ...] in the object store"
     if isinstance(column, Blocks):
         return " + ".join(shape_text(block) for block in column.blocks)
-    if not isinstance(column, Jagged):
-        return str(list(column.shape))
-    lengths = column.lengths
+    like = column.sample if isinstance(column, Picked) else column
+    if isinstance(like, np.ndarray):
+        return str([len(column), *like.shape[1:]])
+    lengths = lengths_of(column)
+    assert lengths is not None, "a jagged column has lengths"
     span = f"{lengths.min()}..{lengths.max()} (mean {lengths.mean():.1f})" if len(lengths) else "0"
-    return f"jagged [{', '.join([str(len(column)), span, *map(str, column.values.shape[1:])])}]"
+    return f"jagged [{', '.join([str(len(column)), span, *map(str, like.values.shape[1:])])}]"
 
 
 def named_lengths(lengths: Mapping[str, int]) -> str:

@@ -6,9 +6,9 @@ tables at the disk boundary. bfloat16 has no numpy type: such a column is held a
 
 A column may also be `Deferred`: its rows lie in the object store until somebody asks for them. Such a batch is cut, reordered and
 sent on like any other; reading the column fetches it. `here()` brings columns within reach without a copy: one that several ranks
-made stays in `Blocks`, and is joined when it is read as a whole.
+made stays in `Blocks`, and is joined when it is read as a whole. So are large columns of batches that were concatenated or reordered.
 
-Every operation returns a new batch; slices of rows share memory with the batch they came from. Arrays are read-only.
+Every operation returns a new batch, which may share memory with those it came from. Arrays are read-only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hybridflow.blocks import Blocks, for_each
+from hybridflow.blocks import Blocks, Picked, for_each
 from hybridflow.columns import (
     Column,
     Deferred,
@@ -30,6 +30,7 @@ from hybridflow.columns import (
     checked_meta,
     concat_column,
     human_bytes,
+    lengths_of,
     merged_meta,
     named_lengths,
     row_type,
@@ -173,10 +174,10 @@ class DataProto:
     def fetch(self) -> DataProto:
         """The same batch with every column here and in one piece."""
         near = self.here()
-        apart = {name: column for name, column in near._columns.items() if isinstance(column, Blocks)}
+        apart = {name: column for name, column in near._columns.items() if isinstance(column, (Blocks, Picked))}
         if not apart:
             return near
-        joined = for_each(Blocks.join, apart, sum(column.nbytes for column in apart.values()))
+        joined = for_each(lambda column: column.join(), apart, sum(column.nbytes for column in apart.values()))
         return DataProto({**near._columns, **joined}, near._meta, near._bfloat16)
 
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
@@ -191,13 +192,12 @@ class DataProto:
         self._require([name])
         column = self._columns[name]
         found = column.here()[0] if isinstance(column, Deferred) else column
-        return list(found.blocks) if isinstance(found, Blocks) else [found]
+        return list(found.blocks) if isinstance(found, Blocks) else [shown(found)]
 
     def lengths(self, name: str) -> np.ndarray:
         """Row lengths `[B]` of the jagged column `name`, without fetching it."""
         self._require([name])
-        column = self._columns[name]
-        found: np.ndarray | None = None if isinstance(column, np.ndarray) else column.lengths
+        found = lengths_of(self._columns[name])
         if found is None:
             raise SchemaError(f"column {name!r} is not jagged; it has no row lengths")
         return found
@@ -297,7 +297,9 @@ class DataProto:
     # --- rows -----------------------------------------------------------------------------------------------------------------
 
     def rows(self, index: RowIndex) -> DataProto:
-        """Rows by int (one row), slice, list, boolean mask or index array. A slice of step 1 and an int share memory."""
+        """Rows by int (one row), slice, list, boolean mask or index array. A slice of step 1 and an int are views; large columns are
+        copied when they are first read.
+        """
         if isinstance(index, (int, np.integer)):
             start = self._positions(np.asarray([index]))[0]
             return self._slice(int(start), int(start) + 1)
@@ -359,8 +361,7 @@ class DataProto:
         meta = merged_meta("concat", [part._meta for part in parts])
         if len(parts) == 1:
             return first
-        held = {name: [part._columns[name] for part in parts] for name in first.columns}
-        columns = for_each(concat_column, held, 0 if first.deferred else sum(part.nbytes for part in parts))
+        columns = {name: concat_column([part._columns[name] for part in parts]) for name in first.columns}
         return DataProto(columns, meta, first._bfloat16)
 
     def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:
@@ -440,11 +441,7 @@ class DataProto:
     def _take(self, index: np.ndarray) -> DataProto:
         if len(index) and index[-1] - index[0] == len(index) - 1 and bool((np.diff(index) == 1).all()):
             return self._slice(int(index[0]), int(index[-1]) + 1)
-        # measured: dense rows are slower in several threads, jagged ones faster
-        jagged = any(isinstance(column, Jagged) for column in self._columns.values())
-        moved = self.nbytes * len(index) // max(len(self), 1) if jagged and not self.deferred else 0
-        columns = for_each(lambda column: take_column(column, index), self._columns, moved)
-        return DataProto(columns, self._meta, self._bfloat16)
+        return DataProto({name: take_column(column, index) for name, column in self._columns.items()}, self._meta, self._bfloat16)
 
     def _positions(self, index: np.ndarray) -> np.ndarray:
         if not len(index):

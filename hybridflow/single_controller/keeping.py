@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hybridflow.jagged import Jagged
+from hybridflow.columns import Deferred, lengths_of
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Part, StoredColumn
@@ -15,7 +15,8 @@ def keep_in_store(batch: DataProto) -> DataProto:
     ray = sys.modules.get("ray")  # not imported for this: Cluster.start must be the first to do so
     if ray is None or not ray.is_initialized():
         return batch
-    large = [name for name, column in batch.items() if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES]
+    jagged = [name for name, column in batch.items() if not isinstance(column, Deferred) and lengths_of(column) is not None]
+    large = [name for name in jagged if batch.select([name]).nbytes > INLINE_BYTES]
     kept = {}
     for name in large:
         alone = DataProto(dict(batch.select([name]).items()), {}, batch.bfloat16 & {name})

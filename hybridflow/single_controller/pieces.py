@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.blocks import take_blocks
-from hybridflow.jagged import Jagged
+from hybridflow.columns import lengths_of
 from hybridflow.protocol import DataProto
 
 
@@ -31,7 +31,8 @@ class Header:
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
         """What the driver is told about `batch`, with the columns of up to `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
-        lengths = {name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)}
+        found = {name: lengths_of(column) for name, column in batch.items()}
+        lengths = {name: each for name, each in found.items() if each is not None}
         small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
         return cls(len(batch), sizes, lengths, dict(batch.meta), small)
 
@@ -91,7 +92,8 @@ def _built(value: Any, objects: Sequence[Any]) -> Any:
 
 
 def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
-    """The rows at `index` `[K]` of all parts (of one column each) laid end to end, as views or `Blocks` of views where they can be.
+    """The rows at `index` `[K]` of all parts (of one column each) laid end to end, as views or `Blocks` of views where they can be,
+    else picked from them.
 
     Raises:
         IndexError: the parts hold fewer rows than was agreed.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.blocks import Blocks
+from hybridflow.blocks import Blocks, Picked
 from hybridflow.columns import Column, Deferred
 from hybridflow.errors import DataError, HybridFlowError
 from hybridflow.protocol import DataProto
@@ -92,7 +92,7 @@ class StoredColumn(Deferred):
         moved[used] = np.cumsum([0, *(self.parts[at].rows for at in used[:-1])]) - starts[used]
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
-    def here(self) -> tuple[Column | Blocks, bool]:
+    def here(self) -> tuple[Column | Blocks | Picked, bool]:
         """See Deferred. Views of the store where few runs of rows are wanted, else one gathered copy.
 
         Raises:

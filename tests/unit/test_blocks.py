@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -91,3 +93,74 @@ def test_an_error_in_a_thread_is_the_error_of_the_call() -> None:
 
     with pytest.raises(SchemaError, match="column 1"):
         for_each(fail, {"a": 1, "b": 2}, 1 << 30)
+
+
+def large(rows: int = 400) -> DataProto:
+    """A dense column, a jagged one and one of objects; the first two are above the size from which copies wait."""
+    random = np.random.default_rng(3)
+    tokens = Jagged.from_lengths(random.integers(0, 9, rows * 500), [500] * rows)
+    names = np.array([f"row {i}" for i in range(rows)], dtype=object)
+    return DataProto.from_columns({"a": random.random((rows, 600)), "b": tokens, "c": names})
+
+
+@given(data=st.data())
+def test_rows_that_are_picked_later_are_the_rows_that_were_asked_for(data: st.DataObject) -> None:
+    batch = large()
+    want = {name: list(batch[name]) for name in batch.columns}
+    for _ in range(data.draw(st.integers(1, 4))):
+        rows = len(batch)
+        kind = data.draw(st.sampled_from(["reorder", "slice", "pick", "repeat", "concat", "split"]))
+        if kind == "reorder":
+            index = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(rows)
+            batch = batch.reorder(index)
+        elif kind == "slice":
+            index = np.arange(rows)[data.draw(st.integers(0, 50)) :]
+            batch = batch.rows(slice(int(index[0]) if len(index) else rows, None))
+        elif kind == "pick":
+            index = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, max(rows, 1), rows and data.draw(st.integers(0, rows)))
+            batch = batch.rows(index)
+        elif kind == "repeat":
+            index = np.repeat(np.arange(rows), 2)
+            batch = batch.repeat(2)
+        elif kind == "concat":
+            index = np.tile(np.arange(rows), 2)
+            batch = DataProto.concat([batch, batch])
+        else:
+            index = np.arange(rows)
+            batch = DataProto.concat(batch.split(101)) if rows else batch
+        want = {name: [column[i] for i in index] for name, column in want.items()}
+        assert len(batch) == len(index)
+        assert batch.lengths("b").tolist() == [len(row) for row in want["b"]]
+        joined = DataProto.from_columns({name: batch[name] for name in batch.columns}).nbytes
+        assert 0 <= batch.nbytes - joined <= 8 * 64, "only blocks' own offsets may come on top"
+        if len(batch) > 2000:
+            break
+    for name, column in want.items():
+        assert [np.array_equal(x, y) for x, y in zip(batch[name], column, strict=True)] == [True] * len(column)
+
+
+def test_a_new_order_copies_nothing_until_it_is_read_and_then_once() -> None:
+    batch = large()
+    order = np.random.default_rng(1).permutation(len(batch))
+    tracemalloc.start()
+    try:
+        moved = batch.reorder(order)
+        together = DataProto.concat([moved.select(["a"]), batch.select(["a"])])
+        pieces = moved.chunk(2)
+        assert tracemalloc.get_traced_memory()[0] < 200_000 + together["a"].nbytes
+    finally:
+        tracemalloc.stop()
+    assert "dense" not in repr(moved) and "400" in repr(moved)
+    assert moved["a"] is moved["a"] and moved["b"] is moved["b"] and together["a"] is together["a"]
+    assert np.array_equal(pieces[1]["a"], batch["a"][order[200:]])
+    with pytest.raises(ValueError, match="read-only"):
+        moved["a"][0] = 1
+    sent: DataProto = pickle.loads(pickle.dumps(moved))
+    assert sent.equals(moved) and np.array_equal(sent["a"], batch["a"][order])
+
+
+def test_few_rows_do_not_keep_a_large_batch_in_memory() -> None:
+    batch = large()
+    few = batch.rows([5, 3, 9])
+    assert few["a"].base is None or few["a"].base.nbytes == few["a"].nbytes
+    assert few["b"].values.base is None or few["b"].values.base.nbytes == few["b"].values.nbytes
