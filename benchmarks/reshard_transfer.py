@@ -16,12 +16,14 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from hybridflow.platform import Platform
 from support import peer
 from support.pool import Pool, free_port
 from support.report import Figure, faster, interleaved, median, write
 
 ROUNDS = 5
 MIB = 1 << 20
+PART = Platform("cpu").cache_bytes
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
     "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "intermediate_size": 2048,
@@ -29,8 +31,8 @@ MOE: dict[str, Any] = {
     "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 128,
 }  # fmt: skip
 LARGER = {**MOE, "num_hidden_layers": 15}
-GLOO = {"staging": 16 * MIB, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
-SHM = {"staging": 8 * MIB, "peer_mb": (2048, 512, 64)}
+GLOO = {"staging": 16 * MIB, "part": PART, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
+SHM = {"staging": 8 * MIB, "part": PART, "peer_mb": (2048, 512, 64)}
 # verl/workers/config/rollout.py:135, handed on in vllm_rollout.py:235; bucketed_weight_transfer.py:89
 PEER_DEFAULTS = {2048: " (its configuration's default)", 512: " (its class's default)"}
 
@@ -39,7 +41,8 @@ def gloo() -> list[Figure]:
     """Four Megatron ranks (TP2, PP2, EP2) to one engine of two."""
     pool = Pool(
         6, "support.reshard_ranks:Ranks", hf=MOE, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
-        port=free_port(), dtype="bfloat16", staging=GLOO["staging"], transport="p2p", gather_bytes=GLOO["gather_bytes"],
+        port=free_port(), dtype="bfloat16", staging=GLOO["staging"], part_bytes=GLOO["part"],
+        transport="p2p", gather_bytes=GLOO["gather_bytes"],
     )  # fmt: skip
     stats: list[dict[str, Any]] = []
     commits: list[float] = []
@@ -104,7 +107,7 @@ def shm() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(
             2, "support.bucket_ranks:BucketRanks", folder=folder, hf=LARGER, trainer={"ranks": 1}, engine={"tensor": 1}, port=free_port(),
-            dtype="bfloat16", staging=SHM["staging"], transport="shared_memory", gather_bytes=64 * MIB,
+            dtype="bfloat16", staging=SHM["staging"], part_bytes=SHM["part"], transport="shared_memory", gather_bytes=64 * MIB,
         )  # fmt: skip
         try:
             pool.run("open", "shm")

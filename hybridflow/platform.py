@@ -52,6 +52,11 @@ class Platform:
         """Resource a worker process occupies in a Ray placement group."""
         return "GPU" if self.kind == "cuda" else "CPU"
 
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the pieces in which memory that is gone through several times stays in a core's cache; 0 where pieces only cost."""
+        return 0 if self.kind == "cuda" else 1 << 20
+
     def device(self, local_rank: int = 0) -> torch.device:
         """Device of the `local_rank`-th process of a node."""
         import torch

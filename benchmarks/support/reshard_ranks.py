@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,7 @@ class Ranks:
 
     def __init__(
         self, rank: int, hf: dict[str, Any], trainer: dict[str, int], engine: dict[str, int], port: int, dtype: str, staging: int,
-        transport: str, gather_bytes: int,
+        part_bytes: int, transport: str, gather_bytes: int,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -46,33 +47,44 @@ class Ranks:
         self.is_trainer = rank < self.trainers
         layout, mine = (self.plan.source, rank) if self.is_trainer else (self.plan.target, self.engine)
         self.live = make_buffers(layout, mine)
-        messages = Messages(self.plan)
-        self.messages = messages.outgoing(rank) if self.is_trainer else messages.incoming(self.engine)
+        self.all_messages = Messages(self.plan, part_bytes)
+        self.messages = self.all_messages.outgoing(rank) if self.is_trainer else self.all_messages.incoming(self.engine)
         self.stages = plan_stages(family, shape.coordinates(), gather_bytes, getattr(torch, dtype).itemsize)
         self.dtype = getattr(torch, dtype)
         self.store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
-        self.channel: Any = None
+        self.channels: list[Any] = []
         self.stagings: list[Any] = []
         self.groups: dict[int, Any] = {}
         self.bare_group: Any = None
 
     def open(self, session: str) -> None:
-        """Ours: a session."""
-        endpoint = Endpoint(
-            self.transport, session, HOST, self.port, tuple(range(self.trainers)), tuple(range(self.engines)), self.plan.bucket_bytes, 60.0
-        )
-        if self.is_trainer:
-            self.channel, self.stagings = open_sender(endpoint, self.rank), [SendStaging(self.rank) for _ in range(2)]
-        else:
-            self.channel, self.stagings = open_receiver(endpoint, self.engine), [ReceiveStaging(self.engine) for _ in range(2)]
+        """Ours: a session in place and one staged, each with its own memory, as in a run, which has one of them."""
+        for staged in (False, True):
+            endpoint = self._endpoint(f"{session}, {'staged' if staged else 'in place'}", staged)
+            if self.is_trainer:
+                self.channels.append(open_sender(endpoint, self.rank))
+                self.stagings.append(SendStaging(self.rank, endpoint.slots))
+            else:
+                self.channels.append(open_receiver(endpoint, self.engine))
+                self.stagings.append(ReceiveStaging(self.engine, endpoint.slots))
+
+    def _endpoint(self, session: str, staged: bool) -> Endpoint:
+        arriving = [self.all_messages.incoming(rank) for rank in range(self.engines)]
+        largest = max(message.nbytes for messages in arriving for message in messages)
+        # as the trainer decides it (trainer/weight_sync.py)
+        slots = min(8, max(2, self.plan.bucket_bytes * 2 // largest))
+        if staged and self.transport == "shared_memory":
+            slots = max(count for messages in arriving for count in Counter(message.peer for message in messages).values())
+        senders, receivers = tuple(range(self.trainers)), tuple(range(self.engines))
+        return Endpoint(self.transport, session, HOST, self.port, senders, receivers, largest, 60.0, slots=slots)
 
     def sync(self, staged: bool) -> dict[str, Any]:
-        """Ours: one sync. Both modes keep their memory, as in a run, which has one of them."""
-        staging = self.stagings[staged]
+        """Ours: one sync."""
+        channel, staging = self.channels[staged], self.stagings[staged]
         if self.is_trainer:
-            stats, commit = send_stream(self.messages, self.live, self.channel, staging), 0.0
+            stats, commit = send_stream(self.messages, self.live, channel, staging), 0.0
         else:
-            received = receive_stream(self.messages, self.channel, staging, staged, self.live)
+            received = receive_stream(self.messages, channel, staging, staged, self.live)
             stats, commit = received.stats, received.commit(self.live)
         return vars(stats) | {"commit": commit}
 

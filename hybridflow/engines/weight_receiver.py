@@ -136,7 +136,7 @@ class WeightReceiver:
         if self._channel is None or self._session != order.endpoint.session:
             self._give_up()
             self._channel, self._session = open_receiver(order.endpoint, rank, _device(self.model)), order.endpoint.session
-            self._staging = ReceiveStaging(rank)
+            self._staging = ReceiveStaging(rank, order.endpoint.slots)
         return self._channel
 
     def _give_up(self) -> None:

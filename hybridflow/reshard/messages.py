@@ -1,23 +1,28 @@
 """What one rank does under a plan: its messages in order, with the place of every slice in its own buffers.
 
 A message is what one sender gives one receiver of one bucket, slices one after another, contiguous, those with wider elements first: so
-every slice begins at a multiple of its element's size. Sender and receiver go through messages in the order of (step, peer), so at every
-moment the message with the lowest step can move: no cycle of waits is possible.
+every slice begins at a multiple of its element's size. A message can be cut into parts, each a message of its own, that fit a cache: what
+has just been packed is then still there when its checksum is taken and when it is sent. Sender and receiver go through messages in the
+order of (step, part, peer), so at every moment one message with the lowest step and part can move: no cycle of waits is possible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from hybridflow.reshard.fp8_blocks import Blocks, made_by_sender
+from hybridflow.models.fp8 import FP8
+from hybridflow.reshard.fp8_blocks import Blocks, Quantised, made_by_sender
 from hybridflow.reshard.layout import ITEM_BYTES, Layout
 from hybridflow.reshard.planner import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
+
+MAX_PARTS = 4096  # of a bucket
 
 
 @dataclass(frozen=True)
@@ -46,20 +51,33 @@ class Item:
 
 @dataclass(frozen=True)
 class Message:
-    """`peer` is an engine rank for a sender and a trainer rank for a receiver. `nbytes` in the engine's dtype."""
+    """`peer` is an engine rank for a sender and a trainer rank for a receiver. `nbytes` in the engine's dtype. `part` of its bucket."""
 
     step: int
     bucket: int
     peer: int
     nbytes: int
     items: tuple[Item, ...]
+    part: int = 0
+
+    @property
+    def tag(self) -> int:
+        """Distinct among the messages of a pair of ranks in one sync."""
+        return self.bucket * MAX_PARTS + self.part
 
 
 class Messages:
-    """Reads a plan from the point of view of single ranks."""
+    """Reads a plan from the point of view of single ranks.
 
-    def __init__(self, plan: SlicePlan) -> None:
+    Args:
+        part_bytes: a message with more is cut into parts of at most so many; 0 leaves buckets whole. A row of a slice, and what a sender
+            makes of fp8 blocks, is not cut.
+    """
+
+    def __init__(self, plan: SlicePlan, part_bytes: int = 0) -> None:
         self.plan = plan
+        # any two neighbouring parts are larger than the limit together
+        self._part_bytes = max(part_bytes, 4 * plan.bucket_bytes // MAX_PARTS) if part_bytes else plan.bucket_bytes
         table = plan.deliveries
         buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
         np.maximum.at(buckets, table.receiver, table.bucket + 1)
@@ -130,9 +148,56 @@ class Messages:
             read, start, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))
             return Item(layout.names[int(layout.buffer[read])], start, tuple(table.size[row[i]].tolist()), dtypes[i], blocks)
 
+        whole = self._is_whole(layout.tensor[piece], dtypes)
         messages = []
         for low, high in pairwise(bounds):
-            items = tuple(item(i) for i in range(low, high))
-            nbytes = int(table.nbytes[row[low:high]].sum())
-            messages.append(Message(int(step[low]), int(table.bucket[row[low]]), int(peer[low]), nbytes, items))
-        return messages
+            parts = _cut([(item(i), whole[i]) for i in range(low, high)], self._part_bytes)
+            for part, items in enumerate(parts):
+                nbytes = sum(map(item_bytes, items))
+                messages.append(Message(int(step[low]), int(table.bucket[row[low]]), int(peer[low]), nbytes, items, part))
+        return sorted(messages, key=lambda message: (message.step, message.part, message.peer))
+
+    def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
+        """Slices that a sender makes of fp8 blocks; the receiver, which sees nothing of that, must not cut them either."""
+        is_scale = Quantised.of(self.plan.catalog).weight_of[tensor] >= 0
+        return [bool(scale) or dtype == FP8 for scale, dtype in zip(is_scale, dtypes, strict=True)]
+
+
+def item_bytes(item: Item) -> int:
+    """On the wire."""
+    return prod(item.size) * ITEM_BYTES[item.dtype]
+
+
+def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
+    """The items (and whether each has to stay whole) in parts of at most `limit` bytes, as full as rows allow."""
+    parts: list[list[Item]] = [[]]
+    room = limit
+    for item, is_whole in items:
+        rest: Item | None = item
+        while rest is not None:
+            head, tail = (rest, None) if is_whole else _split(rest, room, at_least=0 if parts[-1] else 1)
+            if head is None or (parts[-1] and item_bytes(head) > room):
+                parts.append([])
+                room = limit
+                continue
+            parts[-1].append(head)
+            room -= item_bytes(head)
+            rest = tail
+    return [tuple(part) for part in parts]
+
+
+def _split(item: Item, nbytes: int, at_least: int) -> tuple[Item | None, Item | None]:
+    """As many rows as fit into `nbytes` but `at_least` so many, and the rest; rows along the first axis that is longer than one."""
+    axis = next((axis for axis, length in enumerate(item.size) if length > 1), len(item.size) - 1)
+    length = item.size[axis]
+    rows = min(length, max(at_least, nbytes // (item_bytes(item) // length)))
+    if rows == length:
+        return item, None
+
+    def piece(begin: int, end: int) -> Item:
+        start, size = (
+            (*x[:axis], value, *x[axis + 1 :]) for x, value in ((item.start, item.start[axis] + begin), (item.size, end - begin))
+        )
+        return replace(item, start=start, size=size)
+
+    return (piece(0, rows) if rows else None), piece(rows, length)

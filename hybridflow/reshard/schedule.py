@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ class PlanFacts:
         digest, slices, padding, unused: from the proof.
         nbytes: on the wire, to each engine.
         senders: trainer ranks that send to each engine, ascending. receivers: each engine's ranks as the plan numbers them.
-        message_bytes: the largest message to each engine, its checksum included.
+        message_bytes: the largest message to each engine, its checksum included. messages: the most from one rank to one rank.
     """
 
     digest: str
@@ -78,6 +79,7 @@ class PlanFacts:
     senders: tuple[tuple[int, ...], ...]
     receivers: tuple[tuple[int, ...], ...]
     message_bytes: tuple[int, ...]
+    messages: tuple[int, ...]
 
     def describe(self) -> str:
         """One line for people."""
@@ -151,11 +153,11 @@ def plan_and_prove(
     return plan, prove(plan, allow_unused)
 
 
-def post_schedules(store: Store, plan: SlicePlan, proof: Proof) -> PlanFacts:
-    """Post the schedule of every rank of both sides; returns what the driver needs to know."""
-    messages, digest = Messages(plan), proof.digest
+def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int = 0) -> PlanFacts:
+    """Post the schedule of every rank of both sides; returns what the driver needs to know. `part_bytes`: see `Messages`."""
+    messages, digest = Messages(plan, part_bytes), proof.digest
     engines = [tuple(np.flatnonzero(plan.target.replica == number).tolist()) for number in np.unique(plan.target.replica)]
-    nbytes, largest = [0] * len(engines), [0] * len(engines)
+    nbytes, largest, most = ([0] * len(engines) for _ in range(3))
     senders: list[set[int]] = [set() for _ in engines]
     for rank in range(plan.source.num_ranks):
         layout = plan.source.classes[int(plan.source.rank_class[rank])]
@@ -168,7 +170,9 @@ def post_schedules(store: Store, plan: SlicePlan, proof: Proof) -> PlanFacts:
             store.set(schedule_key(digest, RECEIVER, rank), json.dumps(schedule.to_dict()))
             nbytes[number] += sum(message.nbytes for message in schedule.messages)
             largest[number] = max([largest[number], *(message.nbytes for message in schedule.messages)])
-            senders[number] |= {message.peer for message in schedule.messages}
+            counts = Counter(message.peer for message in schedule.messages)
+            most[number] = max([most[number], *counts.values()])
+            senders[number] |= counts.keys()
     return PlanFacts(
         digest=digest,
         slices=proof.slices,
@@ -178,6 +182,7 @@ def post_schedules(store: Store, plan: SlicePlan, proof: Proof) -> PlanFacts:
         senders=tuple(tuple(sorted(ranks)) for ranks in senders),
         receivers=tuple(engines),
         message_bytes=tuple(size + TRAILER for size in largest),
+        messages=tuple(most),
     )
 
 
@@ -193,6 +198,7 @@ def make_weight_plan(
     engines: Sequence[EngineLayout],
     staging_bytes: int,
     wait_s: float,
+    part_bytes: int = 0,
 ) -> PlanFacts:
     """Plan, prove, and post what every rank has to do.
 
@@ -201,11 +207,13 @@ def make_weight_plan(
         engines: what each engine has described, in the plan's order.
         staging_bytes: that a rank may use for messages under way.
         wait_s: deadline for each posted layout.
+        part_bytes: of a message, see `Messages`.
 
     Raises:
         WeightSyncError: no plan, or no proof.
     """
     catalog = Catalog.of(family.tensors())
-    facts = post_schedules(store, *plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes))
+    plan, proof = plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes)
+    facts = post_schedules(store, plan, proof, part_bytes)
     store.set(PLAN_KEY, json.dumps(facts.digest))
     return facts

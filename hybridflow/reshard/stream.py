@@ -1,16 +1,16 @@
 """Carry out one rank's part of a slice plan over a channel: pack, checksum, send; receive, check, put in place.
 
 Everything that depends on the plan alone (views of slices, their places in the messages) is made at the first sync of a session and used
-again; a repeat sync is one list copy and one checksum a message. Memory for messages is bounded: a sender has two slabs of its largest
-message, a receiver two of its largest bucket, or, staged, one of all that it receives.
+again; a repeat sync is one list copy and one checksum a message. Memory for messages is bounded: a rank has `slots` times its largest
+message, a receiver that stages has what it receives.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -21,6 +21,7 @@ from hybridflow.reshard.slice_views import Copies, MessageViews
 from hybridflow.reshard.transports.base import LendingReceiveChannel, LendingSendChannel, Loan, ReceiveChannel, SendChannel, Work
 
 Buffers = Mapping[str, torch.Tensor]
+Commit = Callable[[Buffers], None]
 
 _ALIGN = 64  # bytes; of each message in a slab
 
@@ -43,10 +44,14 @@ class StreamStats:
 
 
 class _Staging:
-    """A rank's memory and prepared views. Lives as long as the session, may outlive it; a new channel begins a new count of syncs."""
+    """A rank's memory and prepared views. Lives as long as the session, may outlive it; a new channel begins a new count of syncs.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    Args:
+        rank: of the trainer or of the engine. slots: messages that may be under way at a time, two or more.
+    """
+
+    def __init__(self, rank: int, slots: int = 2) -> None:
+        self.rank, self.slots = rank, slots
         self.views = MessageViews()
         self.slabs: list[torch.Tensor] = []
         self._channel: object = None
@@ -118,30 +123,28 @@ def send_stream(messages: Sequence[Message], buffers: Buffers, channel: SendChan
 def _send_from_slabs(messages: Sequence[Message], copies: Copies, channel: SendChannel, staging: SendStaging, sync: int) -> None:
     if not messages:
         return
-    slabs = staging.allocate(2, largest_message(messages), copies.device)
-    under_way: list[Work | None] = [None, None]
+    slabs = staging.allocate(staging.slots, largest_message(messages), copies.device)
+    under_way: deque[Work] = deque()
     for number, message in enumerate(messages):
-        turn = number % 2
-        before = under_way[turn]
-        if before is not None:
-            before.wait()
-        payload = slabs[turn][: message.nbytes + TRAILER]
+        if len(under_way) == staging.slots:
+            under_way.popleft().wait()
+        payload = slabs[number % staging.slots][: message.nbytes + TRAILER]
         copies.pack(number, payload)
-        seal(payload, seed_of(sync, staging.rank, message.peer, message.bucket))
-        under_way[turn] = channel.send(message.peer, message.bucket, payload)
-    for work in (under_way[len(messages) % 2], under_way[(len(messages) + 1) % 2]):
-        if work is not None:
-            work.wait()
+        seal(payload, seed_of(sync, staging.rank, message.peer, message.tag))
+        under_way.append(channel.send(message.peer, message.tag, payload))
+    for work in under_way:
+        work.wait()
 
 
 def _send_lent(messages: Sequence[Message], copies: Copies, channel: LendingSendChannel, rank: int, sync: int) -> int:
     """Pack straight into the transport's memory; returns the bytes of it that were used."""
     used: dict[int, int] = {}
+    channel.rewind()
     for number, message in enumerate(messages):
-        payload = channel.lend(message.peer, message.bucket, message.nbytes + TRAILER)
+        payload = channel.lend(message.peer, message.tag, message.nbytes + TRAILER)
         copies.pack(number, payload)
-        seal(payload, seed_of(sync, rank, message.peer, message.bucket))
-        channel.send(message.peer, message.bucket, payload).wait()
+        seal(payload, seed_of(sync, rank, message.peer, message.tag))
+        channel.send(message.peer, message.tag, payload).wait()
         used[payload.data_ptr()] = max(used.get(payload.data_ptr(), 0), payload.numel())
     return sum(used.values())
 
@@ -149,7 +152,7 @@ def _send_lent(messages: Sequence[Message], copies: Copies, channel: LendingSend
 class Received:
     """What has arrived. Staged: nothing is written to the engine's buffers before `commit`."""
 
-    def __init__(self, stats: StreamStats, commit: Callable[[Buffers], None] | None) -> None:
+    def __init__(self, stats: StreamStats, commit: Commit | None) -> None:
         self.stats = stats
         self._commit = commit
 
@@ -159,7 +162,7 @@ class Received:
         start = time.perf_counter()
         if self._commit is not None:
             self._commit(buffers)
-            self._commit = None  # the slab belongs to the next sync
+            self._commit = None  # the memory belongs to the next sync
         return time.perf_counter() - start
 
 
@@ -181,62 +184,86 @@ def receive_stream(
     start, sync = time.perf_counter(), staging.begin(channel)
     copies = staging.views.prepare(messages, buffers)
     if not staged and isinstance(channel, LendingReceiveChannel):
-        used = _receive_lent(messages, copies, channel, staging.rank, sync)
+        used, commit = _receive_lent(messages, copies, channel, staging.rank, sync), None
+    elif isinstance(channel, LendingReceiveChannel) and _has_room(channel, messages):
+        used, commit = _receive_and_keep(messages, channel, staging, sync)
     else:
-        used = _receive_into_slabs(messages, copies, channel, staging, staged, sync)
+        used, commit = _receive_into_slabs(messages, copies, channel, staging, staged, sync)
     payload = sum(message.nbytes for message in messages)
     stats = StreamStats(payload, TRAILER * len(messages), used, len(messages), time.perf_counter() - start)
-    if not staged:
-        return Received(stats, None)
-
-    def commit(target: Buffers) -> None:
-        current = staging.views.prepare(messages, target)
-        for number, place in enumerate(_staged_places(messages)):
-            current.scatter(number, staging.slabs[0][place : place + messages[number].nbytes])
-
     return Received(stats, commit)
 
 
 def _receive_into_slabs(
     messages: Sequence[Message], copies: Copies, channel: ReceiveChannel, staging: ReceiveStaging, staged: bool, sync: int
-) -> int:
-    """Two steps are under way: one is received while the other is checked and, in place, written."""
-    steps = [list(group) for _, group in groupby(range(len(messages)), key=lambda number: messages[number].step)]
-    if not steps:
-        return 0
+) -> tuple[int, Commit | None]:
+    """While one message is checked and, in place, written, the next `slots` are received."""
+    if not messages:
+        return 0, None
     if staged:
         places = [(0, place) for place in _staged_places(messages)]
-        staging.allocate(1, _end(messages, range(len(messages))), copies.device)
+        staging.allocate(1, places[-1][1] + messages[-1].nbytes + TRAILER, copies.device)
     else:
-        places = [(turn % 2, place) for turn, step in enumerate(steps) for place in _places(messages, step)]
-        staging.allocate(2, max(_end(messages, step) for step in steps), copies.device)
-    works: dict[int, Work] = {}
+        places = [(number % staging.slots, 0) for number in range(len(messages))]
+        staging.allocate(staging.slots, largest_message(messages), copies.device)
+    under_way: deque[Work] = deque()
 
     def payload(number: int) -> torch.Tensor:
         slab, place = places[number]
         return staging.slabs[slab][place : place + messages[number].nbytes + TRAILER]
 
-    def post(turn: int) -> None:
-        for number in steps[turn] if turn < len(steps) else ():
-            works[number] = channel.receive(messages[number].peer, messages[number].bucket, payload(number))
+    def post(number: int) -> None:
+        if number < len(messages):
+            under_way.append(channel.receive(messages[number].peer, messages[number].tag, payload(number)))
 
-    post(0)
-    post(1)
-    for turn, step in enumerate(steps):
-        for number in step:
-            works.pop(number).wait()
-            _check(messages[number], payload(number), staging.rank, sync)
-            if not staged:
-                copies.scatter(number, payload(number)[:-TRAILER])
-        post(turn + 2)
-    return staging.nbytes
+    for number in range(staging.slots):
+        post(number)
+    for number, message in enumerate(messages):
+        under_way.popleft().wait()
+        _check(message, payload(number), staging.rank, sync)
+        if not staged:
+            copies.scatter(number, payload(number)[:-TRAILER])
+        post(number + staging.slots)
+
+    def commit(target: Buffers) -> None:
+        current = staging.views.prepare(messages, target)
+        for number in range(len(messages)):
+            current.scatter(number, payload(number)[:-TRAILER])
+
+    return staging.nbytes, commit if staged else None
+
+
+def _has_room(channel: LendingReceiveChannel, messages: Sequence[Message]) -> bool:
+    """Whether the transport's memory takes all that each peer sends in a sync."""
+    counts = Counter(message.peer for message in messages)
+    return max(counts.values(), default=0) <= channel.slots
+
+
+def _receive_and_keep(
+    messages: Sequence[Message], channel: LendingReceiveChannel, staging: ReceiveStaging, sync: int
+) -> tuple[int, Commit | None]:
+    """Check what arrives and leave it where it is, in the transport's memory, which is this rank's staging then."""
+    loans: list[Loan] = []
+    channel.rewind()
+    for message in messages:
+        loans.append(channel.borrow(message.peer, message.tag, message.nbytes + TRAILER))
+        _check(message, loans[-1].payload, staging.rank, sync)
+
+    def commit(target: Buffers) -> None:
+        copies = staging.views.prepare(messages, target)
+        for number, loan in enumerate(loans):
+            copies.scatter(number, loan.payload[:-TRAILER])
+            loan.release()
+
+    return sum(loan.payload.numel() for loan in loans), commit
 
 
 def _receive_lent(messages: Sequence[Message], copies: Copies, channel: LendingReceiveChannel, rank: int, sync: int) -> int:
     """Check and write straight from the transport's memory; returns the bytes of it that were used."""
     used: dict[int, int] = {}
+    channel.rewind()
     for number, message in enumerate(messages):
-        loan: Loan = channel.borrow(message.peer, message.bucket, message.nbytes + TRAILER)
+        loan: Loan = channel.borrow(message.peer, message.tag, message.nbytes + TRAILER)
         payload = loan.payload
         _check(message, payload, rank, sync)
         copies.scatter(number, payload[:-TRAILER])
@@ -246,7 +273,7 @@ def _receive_lent(messages: Sequence[Message], copies: Copies, channel: LendingR
 
 
 def _check(message: Message, payload: torch.Tensor, rank: int, sync: int) -> None:
-    if not is_sealed(payload, seed_of(sync, message.peer, rank, message.bucket)):
+    if not is_sealed(payload, seed_of(sync, message.peer, rank, message.tag)):
         raise WeightSyncError(
             f"engine rank {rank}: what arrived from trainer rank {message.peer} as bucket {message.bucket} "
             f"(from {message.items[0].buffer} on, {message.nbytes} bytes) has another checksum than what was sent; "
@@ -254,18 +281,10 @@ def _check(message: Message, payload: torch.Tensor, rank: int, sync: int) -> Non
         )
 
 
-def _places(messages: Sequence[Message], numbers: Sequence[int]) -> list[int]:
-    """Where each of the messages begins when they lie one after another."""
-    places, end = [], 0
-    for number in numbers:
-        places.append(end)
-        end += -(-(messages[number].nbytes + TRAILER) // _ALIGN) * _ALIGN
-    return places
-
-
-def _end(messages: Sequence[Message], numbers: Sequence[int]) -> int:
-    return _places(messages, numbers)[-1] + messages[numbers[-1]].nbytes + TRAILER
-
-
 def _staged_places(messages: Sequence[Message]) -> list[int]:
-    return _places(messages, range(len(messages)))
+    """Where each message begins when they lie one after another."""
+    places, end = [], 0
+    for message in messages:
+        places.append(end)
+        end += -(-(message.nbytes + TRAILER) // _ALIGN) * _ALIGN
+    return places

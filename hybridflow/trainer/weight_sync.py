@@ -23,6 +23,7 @@ from hybridflow.trainer.protocols import SyncReport
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
 
+_MOST_SLOTS = 8  # more of them leave the cache and gain nothing
 _MARGIN_S = 30.0  # over the deadlines inside a call: those have the better messages
 
 
@@ -127,8 +128,17 @@ class SliceSync:
             message_bytes=plan.message_bytes[number],
             timeout_s=sync.timeout_s,
             folder=str(self._folder),
+            slots=self._slots(number),
         )
         return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
+
+    def _slots(self, number: int) -> int:
+        """Messages under way: as many as the staging memory takes, all where shared memory is what an engine's rank stages in."""
+        assert self._plan is not None
+        if self._transport() == "shared_memory" and self.sync_config.commit == "staged":
+            return max(2, self._plan.messages[number])
+        share = self.sync_config.staging_bytes // len(self._sessions)
+        return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))
 
     def _transport(self) -> str:
         return "p2p" if self.sync_config.transport == "auto" else self.sync_config.transport

@@ -187,7 +187,8 @@ class PolicyWorker:
         """Plan and prove how weights travel, once; every rank reads its part. The first rank returns what was found."""
         layout, facts, wait_s = self.policy.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
-            facts = make_weight_plan(self._store, self.policy.family, layout(), engines, self.sync.staging_bytes, wait_s)
+            sync, part = self.sync, self.platform.cache_bytes
+            facts = make_weight_plan(self._store, self.policy.family, layout(), engines, sync.staging_bytes, wait_s, part)
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)
         return facts

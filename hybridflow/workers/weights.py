@@ -96,7 +96,7 @@ class _Link:
         self.rank, self.endpoint, self.plan, self._open = rank, endpoint, schedule.plan, open_channel
         # one object in all syncs: the stream keeps what it has prepared for it
         self.messages: list[Message] = [message for message in schedule.messages if message.peer in endpoint.receivers]
-        self.staging = SendStaging(rank)
+        self.staging = SendStaging(rank, endpoint.slots)
         self._channel: SendChannel | None = None
 
     def stream(self, parameters: Mapping[str, torch.Tensor]) -> int:

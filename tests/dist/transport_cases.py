@@ -57,12 +57,19 @@ def line_up(name: str, world: int = TRAINERS + 3) -> None:
 class Case:
     """A plan of the tiny MoE, and the weights that it carries: a value of its own for every element, another in every version."""
 
-    def __init__(self, engines: list[EngineShape], trainer_dtype: str = "float32", engine_dtype: str = "float32", staging: int = 1 << 17):
+    def __init__(
+        self,
+        engines: list[EngineShape],
+        trainer_dtype: str = "float32",
+        engine_dtype: str = "float32",
+        staging: int = 1 << 17,
+        part: int = 0,
+    ) -> None:
         self.family = family_of(MOE)
         self.catalog = Catalog.of(self.family.tensors())
         source = megatron_layout(self.family, ParallelShape(TRAINERS, tensor=2, pipeline=2, expert=2).coordinates(), trainer_dtype)
         self.plan: SlicePlan = make_plan(self.catalog, source, engine_layout(self.family, engines, engine_dtype), staging)
-        self.messages = Messages(self.plan)
+        self.messages = Messages(self.plan, part)
 
     def weight(self, tensor: int, version: int) -> torch.Tensor:
         """One HF tensor."""
@@ -127,16 +134,18 @@ def all_syncs(transports: list[str], folder: str) -> Any:
 def _good_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> Any:
     """Every layout and dtype, staged and in place, four versions on one session."""
     facts: dict[str, Any] = {}
-    for name, engines, dtypes in (
-        ("TP2", [EngineShape(tensor=2)], ("float32", "float32")),
-        ("TP2 and TP1", [EngineShape(tensor=2), EngineShape()], ("float32", "float32")),
-        ("TP2 and TP1 in bf16", [EngineShape(tensor=2), EngineShape()], ("float32", "bfloat16")),
+    for name, engines, dtypes, part, slots in (  # whole buckets; parts in a few slots; parts and room for all of them
+        ("TP2", [EngineShape(tensor=2)], ("float32", "float32"), 0, 2),
+        ("TP2 and TP1", [EngineShape(tensor=2), EngineShape()], ("float32", "float32"), 1 << 13, 5),
+        ("TP2 and TP1 in bf16", [EngineShape(tensor=2), EngineShape()], ("float32", "bfloat16"), 1 << 12, 200),
     ):
-        case = Case(engines, *dtypes, staging=1 << (16 if "bf16" in name else 17))
+        case = Case(engines, *dtypes, staging=1 << (16 if "bf16" in name else 17), part=part)
         receivers = tuple(range(case.plan.target.num_ranks))
         if rank >= TRAINERS + len(receivers):
             continue
-        endpoint = Endpoint(transport, f"{transport}, {name}", host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder)
+        endpoint = Endpoint(
+            transport, f"{transport}, {name}", host, port, (0, 1, 2, 3), receivers, case.plan.bucket_bytes, 30.0, folder, slots
+        )
         facts[name] = _send_all(case, endpoint, rank) if rank < TRAINERS else _receive_all(case, endpoint, rank - TRAINERS)
     gc.collect()
     facts["left"] = _left_behind(folder)
@@ -149,7 +158,7 @@ STAGED = (True, False, False, True)
 def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    channel, staging, found = open_sender(endpoint, rank), SendStaging(rank), []
+    channel, staging, found = open_sender(endpoint, rank), SendStaging(rank, endpoint.slots), []
     messages, live = case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 0)
     for version in range(len(STAGED)):
         for name, values in case.buffers(case.plan.source, rank, version).items():
@@ -160,14 +169,15 @@ def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     channel.close()
     del channel, staging
     gc.collect()
-    bound = 2 * largest_message(messages) * (len(endpoint.receivers) if endpoint.transport == "shared_memory" else 1)
+    peers = len(endpoint.receivers) if endpoint.transport == "shared_memory" else 1
+    bound = endpoint.slots * largest_message(messages) * peers
     return {"syncs": found, "bound": bound, "files": len(os.listdir("/proc/self/fd")) - files}
 
 
 def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    channel, staging, found = open_receiver(endpoint, rank), ReceiveStaging(rank), []
+    channel, staging, found = open_receiver(endpoint, rank), ReceiveStaging(rank, endpoint.slots), []
     messages, live = case.messages.incoming(rank), case.buffers(case.plan.target, rank, None)
     elements = {name: int(values.isnan().sum()) * values.element_size() for name, values in live.items()}
     whole = max(int(np.prod(shape)) for shape in case.catalog.shapes.tolist()) * next(iter(live.values())).element_size()
@@ -179,11 +189,11 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
         untouched = all(torch.equal(live[n].nan_to_num(9.0), before[n].nan_to_num(9.0)) for n in live)
         received.commit(live)
         want = case.buffers(case.plan.target, rank, version)
-        slots = 2 * len(endpoint.senders) * largest_message(messages) if endpoint.transport == "shared_memory" else 0
+        peers = len(endpoint.senders) if endpoint.transport == "shared_memory" else 1
         found.append(vars(received.stats) | {
             "staged": staged, "untouched": untouched, "right": all(torch.equal(live[n], want[n]) for n in want),
             "largest_allocation": allocations.largest,
-            "bound": overhead + (sum(elements.values()) if staged else max(2 * case.plan.bucket_bytes, slots)),
+            "bound": overhead + (sum(elements.values()) if staged else endpoint.slots * largest_message(messages) * peers),
         })  # fmt: skip
         staging.release()
     channel.close()

@@ -69,9 +69,9 @@ def engine_buffers(layout: Layout, catalog: Catalog, forms: Mapping[str, Tensors
     return held
 
 
-def stream(plan: SlicePlan, trainers: Sequence[Tensors], engines: Sequence[Tensors], staged: bool) -> int:
+def stream(plan: SlicePlan, trainers: Sequence[Tensors], engines: Sequence[Tensors], staged: bool, part_bytes: int = 0) -> int:
     """Carry the plan out with what runs in a job, schedules through JSON included; returns the bytes that travelled."""
-    messages, mail, sent = Messages(plan), cases.Mail(), 0
+    messages, mail, sent = Messages(plan, part_bytes), cases.Mail(), 0
     for rank, buffers in enumerate(trainers):
         mine = _posted(plan.source, rank, messages.outgoing(rank))
         sent += send_stream(mine, buffers, cases.Post(mail, rank), SendStaging(rank)).payload_bytes

@@ -138,20 +138,21 @@ def engine_buffers(layout: Layout, catalog: Catalog, weights: Mapping[str, np.nd
     return held
 
 
-def execute(plan: SlicePlan, trainers: Sequence[Buffers], engines: Sequence[Buffers]) -> int:
+def execute(plan: SlicePlan, trainers: Sequence[Buffers], engines: Sequence[Buffers], part_bytes: int = 0) -> int:
     """Carry the plan out in this process; returns the bytes that travelled (4 an element)."""
-    messages, mail, sent = Messages(plan), {}, 0
+    messages, mail, sent = Messages(plan, part_bytes), {}, 0
     for rank, buffers in enumerate(trainers):
         for message in messages.outgoing(rank):
             parts = [_view(buffers, item).reshape(-1) for item in message.items]
-            assert (rank, message.peer, message.step) not in mail
-            mail[rank, message.peer, message.step] = np.concatenate(parts)
+            assert (rank, message.peer, message.tag) not in mail
+            mail[rank, message.peer, message.tag] = np.concatenate(parts)
     for rank, buffers in enumerate(engines):
-        last = -1
+        last = (-1, -1, -1)
         for message in messages.incoming(rank):
-            assert message.step >= last
-            last = message.step
-            packed = mail.pop((message.peer, rank, message.step))
+            place = (message.step, message.part, message.peer)
+            assert place > last, "a rank's messages come in order, each once"
+            last = place
+            packed = mail.pop((message.peer, rank, message.tag))
             assert packed.nbytes == message.nbytes
             sent += packed.nbytes
             for item in message.items:

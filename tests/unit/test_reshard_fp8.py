@@ -50,7 +50,9 @@ def plan_in_fp8(
     return make_plan(catalog, source, engine_layout(decoder, engines, trainer, catalog, quantisation), staging), quantisation
 
 
-def check(model: str, shape: ParallelShape, plan: SlicePlan, quantisation: BlockQuantisation, trainer: str = "float32") -> None:
+def check(
+    model: str, shape: ParallelShape, plan: SlicePlan, quantisation: BlockQuantisation, trainer: str = "float32", part: int = 0
+) -> None:
     """Prove, carry out, compare; count the bytes."""
     assert prove(plan).unused == ()
     decoder, dtype = cases.decoder_of(model), getattr(torch, trainer)
@@ -58,7 +60,7 @@ def check(model: str, shape: ParallelShape, plan: SlicePlan, quantisation: Block
     held = cases.trainer_buffers(decoder, shape.coordinates(), weights)
     trainers = [{name: torch.from_numpy(value).to(dtype) for name, value in mine.items()} for mine in held]
     live = fp8.engine_buffers(plan.target, plan.catalog, None)
-    sent = fp8.stream(plan, trainers, live, staged=True)
+    sent = fp8.stream(plan, trainers, live, staged=True, part_bytes=part)
     want = fp8.engine_buffers(plan.target, plan.catalog, fp8.forms_of(weights, quantisation))
     fp8.assert_equal(want, live)
     padding = 0
@@ -87,12 +89,15 @@ def test_every_family_reaches_engines_in_fp8(model: str, layout: str, block: tup
     engine=st.sampled_from([EngineShape(), EngineShape(2), EngineShape(4, expert=2), EngineShape(4, expert=4, data_attention=2, dense=1)]),
     trainer=st.sampled_from(["float32", "bfloat16"]),
     staging=st.sampled_from([1 << 17, 1 << 22]),
+    part=st.sampled_from([0, 1 << 10, 1 << 14]),
 )
-def test_any_layouts(model: str, tensor: int, pipeline: int, expert: int, engine: EngineShape, trainer: str, staging: int) -> None:
+def test_any_layouts(
+    model: str, tensor: int, pipeline: int, expert: int, engine: EngineShape, trainer: str, staging: int, part: int
+) -> None:
     shape = ParallelShape(max(tensor, expert) * pipeline, tensor=tensor, pipeline=pipeline, expert=expert)
     plan, quantisation = plan_in_fp8(model, shape, (engine, EngineShape()), (4, 4), staging, trainer)
     assert max(staging_peak(plan)) <= staging
-    check(model, shape, plan, quantisation, trainer)
+    check(model, shape, plan, quantisation, trainer, part)
 
 
 @pytest.mark.parametrize(("model", "block", "tensor"), [("moonlight", (16, 16), 2), ("llama", (16, 48), 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hybridflow.models.layout import LocalTensor
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
 from hybridflow.reshard.links import link_loads, staging_peak
+from hybridflow.reshard.messages import MAX_PARTS, Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import compare_buffers, prove
 from hybridflow.reshard.slices import SlicePlan
@@ -98,9 +100,10 @@ def test_replicas_share_the_work() -> None:
     engine=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]),
     count=st.sampled_from([1, 3]),
     staging=st.sampled_from([1 << 17, 1 << 18, 1 << 22]),
+    part=st.sampled_from([0, 1, 1000, 1 << 12, 1 << 15]),
 )
 def test_any_plan_is_proven_and_executes(
-    model: str, tensor: int, pipeline: int, expert: int, data: int, engine: tuple[int, int], count: int, staging: int
+    model: str, tensor: int, pipeline: int, expert: int, data: int, engine: tuple[int, int], count: int, staging: int, part: int
 ) -> None:
     decoder = cases.decoder_of(model)
     shape = ParallelShape(max(tensor, expert) * pipeline * data, tensor=tensor, pipeline=pipeline, expert=expert)
@@ -109,9 +112,27 @@ def test_any_plan_is_proven_and_executes(
     assert max(staging_peak(plan)) <= staging
     weights = cases.random_weights(decoder)
     actual = cases.engine_buffers(plan.target, plan.catalog, None)
-    cases.execute(plan, cases.trainer_buffers(decoder, shape.coordinates(), weights), actual)
+    cases.execute(plan, cases.trainer_buffers(decoder, shape.coordinates(), weights), actual, part)
     for want, got in zip(cases.engine_buffers(plan.target, plan.catalog, weights), actual, strict=True):
         assert all(np.array_equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.parametrize("part", [1000, 1 << 13])
+def test_parts_are_as_full_as_rows_allow(part: int) -> None:
+    """No part is over the limit unless it is one row of a slice; two neighbours would not fit into one but for a row."""
+    decoder = cases.decoder_of("glm4_moe")
+    plan = cases.plan_of(decoder, ParallelShape(4, tensor=2, pipeline=2, expert=2), (EngineShape(tensor=2), EngineShape()), 1 << 18)
+    limit = max(part, 4 * plan.bucket_bytes // MAX_PARTS)
+    whole, cut = Messages(plan), Messages(plan, part)
+    row = max(int(np.prod(size[1 + int(np.argmax(size > 1)) :])) for size in plan.deliveries.size) * 4
+    for rank in range(plan.target.num_ranks):
+        assert sum(m.nbytes for m in cut.incoming(rank)) == sum(m.nbytes for m in whole.incoming(rank))
+        parts: dict[tuple[int, int], list[int]] = {}
+        for message in cut.incoming(rank):
+            assert message.nbytes <= limit or len(message.items) == 1
+            parts.setdefault((message.bucket, message.peer), []).append(message.nbytes)
+        assert any(len(sizes) > 1 for sizes in parts.values())
+        assert all(a + b + row > limit for sizes in parts.values() for a, b in pairwise(sizes))
 
 
 def test_replicas_that_are_cut_in_other_ways() -> None:

@@ -14,7 +14,7 @@ from hybridflow.reshard.schedule import EngineLayout, PlanFacts
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.weight_sync import SliceSync
 
-FACTS = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0, 1), (1,)), ((0,), (1, 2)), (50, 60))
+FACTS = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0, 1), (1,)), ((0,), (1, 2)), (50, 60), (3, 4))
 
 
 class Answer:
@@ -96,8 +96,24 @@ def test_all_well() -> None:
     assert [order.endpoint.senders for order in first] == [(0, 1), (1,)]
     assert [order.endpoint.receivers for order in first] == [(0,), (1, 2)]
     assert [order.endpoint.message_bytes for order in first] == [50, 60]
+    assert [order.endpoint.slots for order in first] == [8, 8]
     assert [order.endpoint.session for order in first] == [order.endpoint.session for order in second]  # sessions last
     assert first[0].attempt != second[0].attempt and second[0].version == 4 and first[0].plan == FACTS.digest
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({"staging_bytes": 600}, [6, 5]),  # half for each engine
+        ({"staging_bytes": 8}, [2, 2]),
+        ({"transport": "shared_memory", "commit": "in_place"}, [8, 8]),
+        ({"transport": "shared_memory"}, [3, 4]),  # everything is staged in what both sides see
+    ],
+)
+def test_as_many_messages_are_under_way_as_the_memory_takes(settings: dict[str, Any], slots: list[int]) -> None:
+    ends = Ends([{0: "served", 1: "served"}])
+    sync_of(ends, **settings).sync(1)
+    assert [order.endpoint.slots for order in ends.orders[0]] == slots
 
 
 def test_only_the_failed_engine_is_tried_again_in_a_new_session() -> None:

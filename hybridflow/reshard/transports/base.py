@@ -26,6 +26,7 @@ class Endpoint:
         message_bytes: of the largest message; a transport makes room for its checksum as well. A plan's `bucket_bytes` is enough.
         timeout_s: longest wait for any one message.
         folder: where the disk transport puts its files.
+        slots: messages of a pair of ranks that may be under way at a time, two or more.
     """
 
     transport: str
@@ -37,6 +38,7 @@ class Endpoint:
     message_bytes: int
     timeout_s: float
     folder: str = ""
+    slots: int = 2
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -94,7 +96,11 @@ class ReceiveChannel(Protocol):
 
 @runtime_checkable
 class LendingSendChannel(SendChannel, Protocol):
-    """A sender whose messages can be written straight into memory that the receiver reads."""
+    """A sender whose messages can be written straight into memory that the receiver reads: into slot after slot, from the first again."""
+
+    def rewind(self) -> None:
+        """Begin with the first slot. Both ends call it before a sync, so that a message comes to lie in the same place in all of them."""
+        ...
 
     def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
         """Memory (uint8 `[nbytes]`) for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
@@ -121,6 +127,15 @@ class Loan(Protocol):
 @runtime_checkable
 class LendingReceiveChannel(ReceiveChannel, Protocol):
     """A receiver whose messages can be read where they arrived."""
+
+    @property
+    def slots(self) -> int:
+        """Messages of one peer that can be on loan at a time."""
+        ...
+
+    def rewind(self) -> None:
+        """See `LendingSendChannel.rewind`."""
+        ...
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
         """Wait for the next message of `peer`.

@@ -1,6 +1,6 @@
 """Messages through memory that sender and receiver both map: for engines on the trainer's host, CPU buffers.
 
-Every (sender, receiver) pair has a segment of two slots. The sender packs into a slot (`lend`) and the receiver writes the engine's
+Every (sender, receiver) pair has a segment of a few slots. The sender packs into a slot (`lend`) and the receiver writes the engine's
 buffers from it (`borrow`): each byte is copied once on either side. Segments are anonymous (`memfd_create`), handed over as
 `/proc/PID/fd/N`: they have no name that could stay behind, and go with the last process that maps them, however it ends.
 
@@ -26,7 +26,6 @@ from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.bell import Bell, make_pipes, open_pipes
 from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet
 
-SLOTS = 2
 _PAGE = 4096
 _ROOM = 64  # beyond the endpoint's message_bytes, for a checksum
 # int64 places in the header, a cache line apart: each is written by one side
@@ -51,21 +50,21 @@ class _Segment:
         self._slot_bytes = slot_bytes(seat.endpoint)
         memory = torch.frombuffer(mmap.mmap(fd, segment_bytes(seat.endpoint)), dtype=torch.uint8)
         self._header = memory[:_PAGE].view(torch.int64).numpy()
-        self._slots = [memory[_PAGE + n * self._slot_bytes :][: self._slot_bytes] for n in range(SLOTS)]
+        self._slots = [memory[_PAGE + n * self._slot_bytes :][: self._slot_bytes] for n in range(seat.endpoint.slots)]
         self._mine, self._theirs = (_SENDER_LEFT, _RECEIVER_LEFT) if seat.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
-        self.count = 0  # messages that this side is done with
+        self.count = 0  # messages that this side has written or begun to read
 
     def free_slot(self, tag: int, nbytes: int) -> torch.Tensor:
         """Where the next message goes, once the receiver has taken what lay there."""
         if nbytes > self._slot_bytes:
             what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
             raise self._seat.failure(self._peer, tag, what)
-        self._wait(tag, lambda: self.count - int(self._header[_TAKEN]) < SLOTS)
-        return self._slots[self.count % SLOTS][:nbytes]
+        self._wait(tag, lambda: self.count - int(self._header[_TAKEN]) < len(self._slots))
+        return self._slots[self.count % len(self._slots)][:nbytes]
 
     def publish(self, tag: int, nbytes: int) -> None:
         """Show the message in `free_slot` to the receiver."""
-        label = _LABELS + 2 * (self.count % SLOTS)
+        label = _LABELS + 2 * (self.count % len(self._slots))
         self._header[label], self._header[label + 1] = tag, nbytes
         self.count += 1
         self._header[_WRITTEN] = self.count
@@ -74,18 +73,25 @@ class _Segment:
     def message(self, tag: int, nbytes: int) -> torch.Tensor:
         """The next message, once it is there."""
         self._wait(tag, lambda: int(self._header[_WRITTEN]) > self.count)
-        label = _LABELS + 2 * (self.count % SLOTS)
+        label = _LABELS + 2 * (self.count % len(self._slots))
         found = (int(self._header[label]), int(self._header[label + 1]))
         if found != (tag, nbytes):
             what = f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the two sides have different plans"
             raise self._seat.failure(self._peer, tag, what)
-        return self._slots[self.count % SLOTS][:nbytes]
+        slot = self._slots[self.count % len(self._slots)][:nbytes]
+        self.count += 1
+        return slot
 
     def take(self) -> None:
-        """Give the slot of `message` back to the sender."""
-        self.count += 1
-        self._header[_TAKEN] = self.count
+        """Give the slot of the oldest `message` that still has one back to the sender."""
+        self._header[_TAKEN] += 1
         self._bell.ring()
+
+    def rewind(self) -> None:
+        """Leave slots out up to the first one. All that was written has been taken by then; a receiver says where it is."""
+        self.count = -(-self.count // len(self._slots)) * len(self._slots)
+        if self._mine == _RECEIVER_LEFT:
+            self._header[_TAKEN] = self.count
 
     def leave(self) -> None:
         """Tell the other side that nothing more will happen here."""
@@ -135,6 +141,11 @@ class Sender:
         finally:
             for fd in (fd for each in fds.values() for fd in each):
                 os.close(fd)
+
+    def rewind(self) -> None:
+        """See `LendingSendChannel.rewind`."""
+        for segment in self._segments.values():
+            segment.rewind()
 
     def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
         """See `LendingSendChannel.lend`."""
@@ -189,6 +200,16 @@ class Receiver:
         arrival = _Arrival(self, _segment(self._segments, self.seat, peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
         return arrival
+
+    @property
+    def slots(self) -> int:
+        """See `LendingReceiveChannel.slots`."""
+        return self.seat.endpoint.slots
+
+    def rewind(self) -> None:
+        """See `LendingReceiveChannel.rewind`."""
+        for segment in self._segments.values():
+            segment.rewind()
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
         """See `LendingReceiveChannel.borrow`."""
@@ -245,8 +266,8 @@ def slot_bytes(endpoint: Endpoint) -> int:
 
 
 def segment_bytes(endpoint: Endpoint) -> int:
-    """Of a pair: a header and two slots."""
-    return _PAGE + SLOTS * slot_bytes(endpoint)
+    """Of a pair: a header and the slots."""
+    return _PAGE + endpoint.slots * slot_bytes(endpoint)
 
 
 def _segment(segments: dict[int, _Segment], seat: Seat, peer: int, tag: int) -> _Segment:
