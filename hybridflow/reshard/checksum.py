@@ -1,4 +1,4 @@
-"""An eight-byte checksum behind every message.
+"""An eight-byte checksum of every message.
 
 CPU payloads: xxh3 (its speed is that of reading memory). Payloads on a GPU: a sum of mixed words, computed there. Both ends of a session
 have payloads of one kind, so they use the same function. The seed holds who sends what to whom and in which sync, so a message that is
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import torch
 import xxhash
 
-TRAILER = 8  # bytes
+DIGEST_BYTES = 8
 _CHUNK = 1 << 17  # words; bounds the memory of the digest on a device
 _ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # splitmix64's constants
 
@@ -22,22 +23,32 @@ def seed_of(sync: int, sender: int, receiver: int, bucket: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<4q", sync, sender, receiver, bucket))
 
 
-def seal(payload: torch.Tensor, seed: int) -> None:
-    """Write the checksum of all but the last eight bytes of `payload` (uint8 `[n + 8]`) into those."""
-    body, trailer = payload[:-TRAILER], payload[-TRAILER:]
-    if payload.device.type == "cpu":
-        struct.pack_into("<Q", trailer.numpy().data, 0, xxhash.xxh3_64_intdigest(body.numpy().data, seed))
-    else:
-        trailer.copy_(device_digest(body, seed).view(torch.uint8))
+class Digests:
+    """The checksums of the messages between two ranks, in order; what the sender's have become travels after the messages."""
 
+    def __init__(self) -> None:
+        self._found: list[int | torch.Tensor] = []
 
-def is_sealed(payload: torch.Tensor, seed: int) -> bool:
-    """Whether the last eight bytes of `payload` are the checksum of the others."""
-    body, trailer = payload[:-TRAILER], payload[-TRAILER:]
-    if payload.device.type == "cpu":
-        found: int = struct.unpack_from("<Q", trailer.numpy().data)[0]
-        return found == xxhash.xxh3_64_intdigest(body.numpy().data, seed)
-    return bool(torch.equal(device_digest(body, seed).view(torch.uint8), trailer))
+    def add(self, payload: torch.Tensor, seed: int) -> None:
+        """Take in a payload (uint8 `[n]`); on a GPU nothing is waited for."""
+        on_cpu = payload.device.type == "cpu"
+        self._found.append(xxhash.xxh3_64_intdigest(payload.numpy().data, seed) if on_cpu else device_digest(payload, seed))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """All of them as uint8 `[8 * messages]` on the payloads' device."""
+        if device.type == "cpu":
+            words = torch.from_numpy(np.array(self._found, dtype=np.uint64).view(np.int64))
+        else:
+            words = torch.cat([word for word in self._found if isinstance(word, torch.Tensor)])
+        return words.view(torch.uint8)
+
+    def first_difference(self, sent: torch.Tensor) -> int | None:
+        """Number of the first message whose checksum is not the one in `sent`, which the other end's `tensor` is; None: all are equal."""
+        wrong = (self.tensor(sent.device).view(torch.int64) != sent.view(torch.int64)).nonzero()
+        return int(wrong[0]) if len(wrong) else None
 
 
 def device_digest(body: torch.Tensor, seed: int) -> torch.Tensor:

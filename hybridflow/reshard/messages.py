@@ -23,6 +23,8 @@ from hybridflow.reshard.planner import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
 MAX_PARTS = 4096  # of a bucket
+SEAL_TAG = (1 << 31) - 1  # of the message with the checksums of the others; a bucket's number is smaller than 2^19
+_LARGE = 4  # a slice of a fourth of a part is a part of its own
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,12 @@ class Messages:
 
     Args:
         part_bytes: a message with more is cut into parts of at most so many; 0 leaves buckets whole. A row of a slice, and what a sender
-            makes of fp8 blocks, is not cut.
+            makes of fp8 blocks, is not cut. Large slices are parts of their own: those that are contiguous need not be packed then.
     """
 
     def __init__(self, plan: SlicePlan, part_bytes: int = 0) -> None:
         self.plan = plan
-        # any two neighbouring parts are larger than the limit together
-        self._part_bytes = max(part_bytes, 4 * plan.bucket_bytes // MAX_PARTS) if part_bytes else plan.bucket_bytes
+        self._part_bytes = max(part_bytes, 16 * plan.bucket_bytes // MAX_PARTS) if part_bytes else 0
         table = plan.deliveries
         buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
         np.maximum.at(buckets, table.receiver, table.bucket + 1)
@@ -169,35 +170,39 @@ def item_bytes(item: Item) -> int:
 
 
 def _cut(items: list[tuple[Item, bool]], limit: int) -> list[tuple[Item, ...]]:
-    """The items (and whether each has to stay whole) in parts of at most `limit` bytes, as full as rows allow."""
-    parts: list[list[Item]] = [[]]
-    room = limit
+    """The items (and whether each has to stay whole) in parts of at most `limit` bytes; 0: in one."""
+    if not limit:
+        return [tuple(item for item, _ in items)]
+    parts: list[tuple[Item, ...]] = []
+    together: list[Item] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        parts.extend([tuple(together)] if together else [])
+        together.clear()
+        filled = 0
+
     for item, is_whole in items:
-        rest: Item | None = item
-        while rest is not None:
-            head, tail = (rest, None) if is_whole else _split(rest, room, at_least=0 if parts[-1] else 1)
-            if head is None or (parts[-1] and item_bytes(head) > room):
-                parts.append([])
-                room = limit
-                continue
-            parts[-1].append(head)
-            room -= item_bytes(head)
-            rest = tail
-    return [tuple(part) for part in parts]
+        nbytes = item_bytes(item)
+        if nbytes >= limit // _LARGE or filled + nbytes > limit:
+            close()
+        if nbytes >= limit // _LARGE:
+            parts.extend((piece,) for piece in ([item] if is_whole else _rows(item, -(-nbytes // limit))))
+        else:
+            together.append(item)
+            filled += nbytes
+    close()
+    return parts
 
 
-def _split(item: Item, nbytes: int, at_least: int) -> tuple[Item | None, Item | None]:
-    """As many rows as fit into `nbytes` but `at_least` so many, and the rest; rows along the first axis that is longer than one."""
+def _rows(item: Item, count: int) -> list[Item]:
+    """The item in about `count` pieces of about as many rows each; rows along the first axis that is longer than one."""
     axis = next((axis for axis, length in enumerate(item.size) if length > 1), len(item.size) - 1)
     length = item.size[axis]
-    rows = min(length, max(at_least, nbytes // (item_bytes(item) // length)))
-    if rows == length:
-        return item, None
-
-    def piece(begin: int, end: int) -> Item:
-        start, size = (
-            (*x[:axis], value, *x[axis + 1 :]) for x, value in ((item.start, item.start[axis] + begin), (item.size, end - begin))
-        )
-        return replace(item, start=start, size=size)
-
-    return (piece(0, rows) if rows else None), piece(rows, length)
+    step = max(1, length // count)
+    pieces = []
+    for begin in range(0, length, step):
+        start = (*item.start[:axis], item.start[axis] + begin, *item.start[axis + 1 :])
+        pieces.append(replace(item, start=start, size=(*item.size[:axis], min(step, length - begin), *item.size[axis + 1 :])))
+    return pieces

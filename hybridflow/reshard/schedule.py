@@ -17,13 +17,13 @@ import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
-from hybridflow.reshard.checksum import TRAILER
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 from hybridflow.reshard.messages import Item, Message, Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import Proof, compare_buffers, prove
 from hybridflow.reshard.session import CATALOG_KEY, PLAN_KEY, read
 from hybridflow.reshard.slices import SlicePlan
+from hybridflow.reshard.stream import largest_message
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -68,7 +68,7 @@ class PlanFacts:
         digest, slices, padding, unused: from the proof.
         nbytes: on the wire, to each engine.
         senders: trainer ranks that send to each engine, ascending. receivers: each engine's ranks as the plan numbers them.
-        message_bytes: the largest message to each engine, its checksum included. messages: the most from one rank to one rank.
+        message_bytes: the largest message to each engine. messages: the most from one rank to one rank, that of checksums included.
     """
 
     digest: str
@@ -169,9 +169,9 @@ def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int 
             schedule = Schedule(digest, layout, tuple(messages.incoming(rank)))
             store.set(schedule_key(digest, RECEIVER, rank), json.dumps(schedule.to_dict()))
             nbytes[number] += sum(message.nbytes for message in schedule.messages)
-            largest[number] = max([largest[number], *(message.nbytes for message in schedule.messages)])
+            largest[number] = max(largest[number], largest_message(schedule.messages))
             counts = Counter(message.peer for message in schedule.messages)
-            most[number] = max([most[number], *counts.values()])
+            most[number] = max([most[number], *(count + 1 for count in counts.values())])
             senders[number] |= counts.keys()
     return PlanFacts(
         digest=digest,
@@ -181,7 +181,7 @@ def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int 
         nbytes=tuple(nbytes),
         senders=tuple(tuple(sorted(ranks)) for ranks in senders),
         receivers=tuple(engines),
-        message_bytes=tuple(size + TRAILER for size in largest),
+        message_bytes=tuple(largest),
         messages=tuple(most),
     )
 

@@ -38,8 +38,13 @@ class Copies:
             [(index, piece.item, piece.item.blocks) for index, piece in enumerate(pieces) if piece.item.blocks is not None]
             for pieces in self._slices
         ]
+        self._whole = [_bytes_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
         self._packed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
+
+    def whole(self, number: int) -> torch.Tensor | None:
+        """The bytes of the buffer that are the message as they lie there (uint8 `[n]`), if it is one contiguous slice of one dtype."""
+        return self._whole[number]
 
     def pack(self, number: int, payload: torch.Tensor) -> None:
         """Copy the slices of a message into `payload` (uint8, at least its bytes), cast to the engine's dtypes or made of blocks."""
@@ -108,6 +113,14 @@ def _slices(message: Message) -> list[_Slice]:
             pieces.append(_Slice(item, begin))
         begin += prod(item.size) * ITEM_BYTES[item.dtype]
     return pieces
+
+
+def _bytes_of(pieces: list[_Slice], local: list[torch.Tensor]) -> torch.Tensor | None:
+    if len(pieces) != 1 or pieces[0].item.blocks is not None:
+        return None
+    view = local[0]
+    fits = view.is_contiguous() and view.dtype == _DTYPES[pieces[0].item.dtype]
+    return view.view(-1).view(torch.uint8) if fits else None
 
 
 def _joins(first: Item, second: Item) -> int | None:

@@ -50,6 +50,7 @@ class FaultyChannel:
     def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
         if self.count == self.fault["at"]:
             if self.fault["do"] == "corrupt":
+                payload = payload.clone()  # it may be the parameter itself
                 payload[3] ^= 64
             elif self.fault["do"] == "sleep":
                 time.sleep(self.fault["seconds"])

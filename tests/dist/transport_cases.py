@@ -181,7 +181,7 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     messages, live = case.messages.incoming(rank), case.buffers(case.plan.target, rank, None)
     elements = {name: int(values.isnan().sum()) * values.element_size() for name, values in live.items()}
     whole = max(int(np.prod(shape)) for shape in case.catalog.shapes.tolist()) * next(iter(live.values())).element_size()
-    overhead = 72 * len(messages)
+    overhead = 64 * len(messages)
     for version, staged in enumerate(STAGED):
         before = {name: values.clone() for name, values in live.items()}
         with Allocations(live) as allocations:
@@ -221,6 +221,7 @@ class Meddler:
         self.count += 1
         if self.count == self.at:
             if self.deed == "flip":
+                payload = payload.clone()  # it may be the parameter itself
                 payload[payload.numel() // 2] ^= 1
             elif self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,17 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.reshard import checksum
-from hybridflow.reshard.checksum import TRAILER, device_digest, is_sealed, seal, seed_of
+from hybridflow.reshard.checksum import DIGEST_BYTES, Digests, device_digest, seed_of
 
 
 def digest_of_host(body: torch.Tensor, seed: int) -> int:
-    payload = torch.cat([body, torch.zeros(TRAILER, dtype=torch.uint8)])
-    seal(payload, seed)
-    return (
-        int(payload[-TRAILER:].view(torch.int64))
-        if payload[-TRAILER:].data_ptr() % 8 == 0
-        else int(payload[-TRAILER:].clone().view(torch.int64))
-    )
+    digests = Digests()
+    digests.add(body, seed)
+    return int(digests.tensor(body.device).view(torch.int64))
 
 
 def digest_of_device(body: torch.Tensor, seed: int) -> int:
@@ -57,11 +53,22 @@ def test_every_message_of_a_session_has_a_seed_of_its_own() -> None:
         seed_of(sync, sender, receiver, bucket) for sync in range(3) for sender in range(4) for receiver in range(4) for bucket in range(9)
     }
     assert len(seeds) == 3 * 4 * 4 * 9
-    payload = torch.zeros(100, dtype=torch.uint8)
-    seal(payload, seed_of(1, 0, 0, 0))
-    assert is_sealed(payload, seed_of(1, 0, 0, 0))
-    assert not is_sealed(payload, seed_of(2, 0, 0, 0)), "a message of the sync before"
-    assert not is_sealed(payload, seed_of(1, 0, 0, 1)), "a message in another's place"
+
+
+def test_the_first_message_that_is_another_is_named() -> None:
+    bodies = [torch.full((size,), size, dtype=torch.uint8) for size in (1, 100, 64, 7)]
+
+    def seal(sync: int, order: tuple[int, ...]) -> Digests:
+        digests = Digests()
+        for place, number in enumerate(order):
+            digests.add(bodies[number], seed_of(sync, 0, 0, place))
+        return digests
+
+    sent = seal(1, (0, 1, 2, 3)).tensor(torch.device("cpu"))
+    assert sent.numel() == DIGEST_BYTES * 4
+    assert seal(1, (0, 1, 2, 3)).first_difference(sent) is None
+    assert seal(1, (0, 1, 3, 2)).first_difference(sent) == 2, "a message in another's place"
+    assert seal(2, (0, 1, 2, 3)).first_difference(sent) == 0, "messages of the sync before"
 
 
 def test_the_device_digest_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

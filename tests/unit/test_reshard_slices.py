@@ -20,7 +20,7 @@ from hybridflow.models.layout import LocalTensor
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
 from hybridflow.reshard.links import link_loads, staging_peak
-from hybridflow.reshard.messages import MAX_PARTS, Messages
+from hybridflow.reshard.messages import MAX_PARTS, Message, Messages, item_bytes
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import compare_buffers, prove
 from hybridflow.reshard.slices import SlicePlan
@@ -118,21 +118,24 @@ def test_any_plan_is_proven_and_executes(
 
 
 @pytest.mark.parametrize("part", [1000, 1 << 13])
-def test_parts_are_as_full_as_rows_allow(part: int) -> None:
-    """No part is over the limit unless it is one row of a slice; two neighbours would not fit into one but for a row."""
+def test_parts_are_small_and_large_slices_travel_alone(part: int) -> None:
     decoder = cases.decoder_of("glm4_moe")
     plan = cases.plan_of(decoder, ParallelShape(4, tensor=2, pipeline=2, expert=2), (EngineShape(tensor=2), EngineShape()), 1 << 18)
-    limit = max(part, 4 * plan.bucket_bytes // MAX_PARTS)
+    limit = max(part, 16 * plan.bucket_bytes // MAX_PARTS)
     whole, cut = Messages(plan), Messages(plan, part)
-    row = max(int(np.prod(size[1 + int(np.argmax(size > 1)) :])) for size in plan.deliveries.size) * 4
     for rank in range(plan.target.num_ranks):
-        assert sum(m.nbytes for m in cut.incoming(rank)) == sum(m.nbytes for m in whole.incoming(rank))
-        parts: dict[tuple[int, int], list[int]] = {}
-        for message in cut.incoming(rank):
-            assert message.nbytes <= limit or len(message.items) == 1
-            parts.setdefault((message.bucket, message.peer), []).append(message.nbytes)
-        assert any(len(sizes) > 1 for sizes in parts.values())
-        assert all(a + b + row > limit for sizes in parts.values() for a, b in pairwise(sizes))
+        messages = cut.incoming(rank)
+        assert sum(m.nbytes for m in messages) == sum(m.nbytes for m in whole.incoming(rank))
+        assert max(m.nbytes for m in messages) <= limit and len(messages) > 2 * len(whole.incoming(rank))
+        assert len({(m.peer, m.tag) for m in messages}) == len(messages)
+        for message in messages:
+            assert len(message.items) == 1 or max(map(item_bytes, message.items)) < limit // 4
+        joined: dict[tuple[int, int], list[Message]] = {}
+        for message in messages:
+            joined.setdefault((message.bucket, message.peer), []).append(message)
+        for parts in joined.values():
+            assert [m.part for m in parts] == list(range(len(parts)))
+            assert all(a.nbytes + item_bytes(b.items[0]) > limit or len(b.items) == 1 or len(a.items) == 1 for a, b in pairwise(parts))
 
 
 def test_replicas_that_are_cut_in_other_ways() -> None:

@@ -12,7 +12,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
-from hybridflow.reshard.messages import Item, Message, Messages
+from hybridflow.reshard.messages import SEAL_TAG, Item, Message, Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slice_views import Copies
 from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
@@ -79,6 +79,26 @@ def test_neighbouring_slices_are_copied_as_one_and_others_are_not() -> None:
         assert len(copies._local[0]) == pieces
 
 
+def test_a_contiguous_slice_is_sent_from_its_buffer_and_received_in_it() -> None:
+    rows, columns = ((0, 1, 0), (1, 2, 6)), ((0, 0, 1), (1, 4, 3))
+    for (start, size), is_whole in ((rows, True), (columns, False)):
+        live = {"a": torch.arange(24.0).view(4, 6)}
+        message = Message(0, 0, 0, 4 * int(np.prod(size)), (Item("a", start, size, "float32"),))
+        copies = Copies([message], live)
+        whole = copies.whole(0)
+        assert (whole is not None) == is_whole
+        if whole is not None:
+            assert whole.data_ptr() == live["a"][1:].data_ptr() and whole.numel() == message.nbytes
+            mail: cases.Mail = {}
+            send_stream([message], live, cases.Post(mail, 0), sending := SendStaging(0))
+            into = {"a": torch.zeros(4, 6)}
+            receive_stream([message], cases.Post(mail, 0), receiving := ReceiveStaging(0), False, into)
+            assert torch.equal(into["a"][1:3], live["a"][1:3]) and into["a"].count_nonzero() == 12
+            assert sending.nbytes == receiving.nbytes == 0, "nothing had to be packed"
+    cast = Message(0, 0, 0, 24, (Item("a", *rows, "bfloat16"),))
+    assert Copies([cast], {"a": torch.zeros(4, 6)}).whole(0) is None, "a cast is made while packing"
+
+
 def test_a_plan_of_other_buffers_is_refused_by_name() -> None:
     message = Message(0, 0, 0, 16, (Item("b", (0, 0, 0), (1, 1, 4), "float32"),))
     with pytest.raises(WeightSyncError, match="names a buffer b"):
@@ -93,7 +113,8 @@ def test_moved_buffers_are_noticed() -> None:
     channel, staging, messages = cases.Post(mail, 0), SendStaging(0), [message]
     for value in (1.0, 2.0):
         send_stream(messages, {"b": torch.full((4,), value)}, channel, staging)
-        assert mail.pop((0, 0, 0))[:16].view(torch.float32).tolist() == [value] * 4
+        assert mail.pop((0, 0, 0)).view(torch.float32).tolist() == [value] * 4
+        assert mail.pop((0, 0, SEAL_TAG)).numel() == 8 and not mail
 
 
 def test_an_unknown_transport_or_rank_is_refused_with_the_valid_ones() -> None:

@@ -23,7 +23,7 @@ class Endpoint:
         session: unique over the job; a new one after every failure.
         host, port: the store (`rendezvous`) at which both sides meet.
         senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.
-        message_bytes: of the largest message; a transport makes room for its checksum as well. A plan's `bucket_bytes` is enough.
+        message_bytes: of the largest message.
         timeout_s: longest wait for any one message.
         folder: where the disk transport puts its files.
         slots: messages of a pair of ranks that may be under way at a time, two or more.

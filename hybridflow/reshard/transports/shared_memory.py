@@ -27,7 +27,6 @@ from hybridflow.reshard.transports.bell import Bell, make_pipes, open_pipes
 from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet
 
 _PAGE = 4096
-_ROOM = 64  # beyond the endpoint's message_bytes, for a checksum
 # int64 places in the header, a cache line apart: each is written by one side
 _WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
 
@@ -262,7 +261,7 @@ class _Arrival:
 
 def slot_bytes(endpoint: Endpoint) -> int:
     """Of one slot. Pages that no message reaches are never backed by memory."""
-    return -(-(endpoint.message_bytes + _ROOM) // _PAGE) * _PAGE
+    return -(-endpoint.message_bytes // _PAGE) * _PAGE
 
 
 def segment_bytes(endpoint: Endpoint) -> int:
