@@ -122,7 +122,7 @@ def _sync(config: RunConfig) -> list[str]:
     return [
         "Weight sync (one step)",
         f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x {engines}) "
-        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two on the way to each engine",
+        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two of them, or up to eight parts, on the way to each engine",
         f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more attempts in the same "
         "sync, then the engine is left out until the next",
     ]

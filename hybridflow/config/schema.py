@@ -208,7 +208,7 @@ class SyncConfig:
     transport: str = "auto"  # auto | p2p | shared_memory (one machine, no GPUs) | disk; auto is p2p
     commit: str = "staged"  # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
     pause: str = "retract"  # requests under way: retract (wait, KV cache made anew) | abort (end) | in_place (wait, keep the old KV cache)
-    staging_bytes: int = 256 << 20  # memory of a rank for messages under way, shared by the engines it serves; two buckets an engine
+    staging_bytes: int = 256 << 20  # memory of a rank for messages under way, shared by the engines it serves
     timeout_s: float = 120.0  # deadline of any one wait: for a peer, a message, an answer of an engine
     max_retries: int = 1  # further attempts within one sync at an engine whose transfer failed; 0: none until the next sync
 

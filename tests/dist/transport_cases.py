@@ -226,7 +226,7 @@ class Meddler:
             elif self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.deed == "stall":
-                time.sleep(3 * DEADLINE)
+                time.sleep(2 * DEADLINE)
         return self.channel.send(peer, tag, payload)
 
 
@@ -243,7 +243,7 @@ class MeddlingReceiver:
         return self.meddler.send(peer, tag, into)
 
 
-DEADLINE = 4.0
+DEADLINE = 3.0
 DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
