@@ -52,13 +52,14 @@ class _Segment:
         self._slots = [memory[_PAGE + n * self._slot_bytes :][: self._slot_bytes] for n in range(seat.endpoint.slots)]
         self._mine, self._theirs = (_SENDER_LEFT, _RECEIVER_LEFT) if seat.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
         self.count = 0  # messages that this side has written or begun to read
+        self._before = 0  # the count at the last rewind
 
     def free_slot(self, tag: int, nbytes: int) -> torch.Tensor:
         """Where the next message goes, once the receiver has taken what lay there."""
         if nbytes > self._slot_bytes:
             what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
             raise self._seat.failure(self._peer, tag, what)
-        self._wait(tag, lambda: self.count - int(self._header[_TAKEN]) < len(self._slots))
+        self._wait(tag, lambda: int(self._header[_TAKEN]) >= max(self._before, self.count - len(self._slots) + 1))
         return self._slots[self.count % len(self._slots)][:nbytes]
 
     def publish(self, tag: int, nbytes: int) -> None:
@@ -87,7 +88,8 @@ class _Segment:
         self._bell.ring()
 
     def rewind(self) -> None:
-        """Leave slots out up to the first one. All that was written has been taken by then; a receiver says where it is."""
+        """Leave slots out up to the first one. The sender waits there until all that it wrote before has been taken."""
+        self._before = self.count
         self.count = -(-self.count // len(self._slots)) * len(self._slots)
         if self._mine == _RECEIVER_LEFT:
             self._header[_TAKEN] = self.count
