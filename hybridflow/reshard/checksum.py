@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import xxhash
 
+from hybridflow.reshard.host_memory import bytes_of
+
 DIGEST_BYTES = 8
 _CHUNK = 1 << 17  # words; bounds the memory of the digest on a device
 _ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # splitmix64's constants
@@ -32,7 +34,7 @@ class Digests:
     def add(self, payload: torch.Tensor, seed: int) -> None:
         """Take in a payload (uint8 `[n]`); on a GPU nothing is waited for."""
         on_cpu = payload.device.type == "cpu"
-        self._found.append(xxhash.xxh3_64_intdigest(payload.numpy().data, seed) if on_cpu else device_digest(payload, seed))
+        self._found.append(xxhash.xxh3_64_intdigest(bytes_of(payload), seed) if on_cpu else device_digest(payload, seed))
 
     def __len__(self) -> int:
         return len(self._found)

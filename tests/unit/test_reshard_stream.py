@@ -95,6 +95,7 @@ def test_a_contiguous_slice_is_sent_from_its_buffer_and_received_in_it() -> None
             receive_stream([message], cases.Post(mail, 0), receiving := ReceiveStaging(0), False, into)
             assert torch.equal(into["a"][1:3], live["a"][1:3]) and into["a"].count_nonzero() == 12
             assert sending.nbytes == receiving.nbytes == 0, "nothing had to be packed"
+            assert live["a"].untyped_storage().resizable(), "parameters are offloaded by resizing them"
     cast = Message(0, 0, 0, 24, (Item("a", *rows, "bfloat16"),))
     assert Copies([cast], {"a": torch.zeros(4, 6)}).whole(0) is None, "a cast is made while packing"
 

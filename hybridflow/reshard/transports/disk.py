@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.reshard.host_memory import bytes_of
 from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.meeting import PeerWatch, Seat, meet
 
@@ -52,7 +53,7 @@ class Files:
         part = path.with_suffix(".part")
         try:
             with part.open("wb") as file:
-                file.write(payload.numpy().data)
+                file.write(bytes_of(payload))
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -122,7 +123,7 @@ class _Reading(_Sent):
             what = f"{self._into.numel()} bytes were expected, {self._path} has {size}; the two sides have different plans"
             raise self._files.seat.failure(self._peer, self._tag, what)
         with self._path.open("rb", buffering=0) as file:
-            view, got = self._into.numpy().data, 0
+            view, got = bytes_of(self._into), 0
             while got < size:
                 got += os.readv(file.fileno(), [view[got:]])
         with suppress(FileNotFoundError):
