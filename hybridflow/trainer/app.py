@@ -37,6 +37,7 @@ from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker, ValueSpec
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -116,9 +117,19 @@ class _Job:
         config = self.config.rollout
         folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, self.config.model.dtype, self.tokenizer)
         with self.progress.stage(f"start {config.num_engines} engine workers"):
-            pool = ResourcePool.allocate(cluster, 1, config.num_engines)
             args = (config, folder.resolve(), self.config.model.dtype, self.config.seed, derived.needs_engine_routes(self.config))
-            return self._group(cluster, pool, RolloutWorker, "rollout", args)
+            if config.nodes_per_engine == 1:
+                return self._group(cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args)
+            first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
+            leading = self._group(cluster, first, RolloutWorker, "rollout", args)
+            following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
+
+            def follow() -> None:
+                following.run(RolloutNodeWorker.follow, leading.run(RolloutWorker.node_store))
+
+            follow()
+            leading.on_restart(follow)
+            return leading
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]) -> WorkerGroup:
         env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
@@ -351,8 +362,24 @@ def _layout(config: RunConfig) -> str:
         parts.append("SP")
     rollout = config.rollout
     engine = [f"TP{rollout.tensor}"]
-    engine += [f"{short}{size}" for short, size in (("EP", rollout.expert), ("DPA", rollout.data_parallel_attention)) if size > 1]
+    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
+    engine += [f"{short}{size}" for short, size in sizes if size > 1]
+    if rollout.nodes_per_engine > 1:
+        engine.append(f"{rollout.nodes_per_engine} nodes")
     return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
+
+
+def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourcePool, ResourcePool]:
+    """Slots of the engines' first nodes and of their others; an engine has its nodes to itself, but in a local cluster all are one.
+
+    Raises:
+        ResourceError: the cluster has fewer nodes.
+    """
+    everything = engines * nodes
+    pool = ResourcePool.allocate(cluster, *((1, everything) if cluster.is_local else (everything, 1)))
+    slots = pool.split([1] * everything)
+    others = [slot for number, slot in enumerate(slots) if number % nodes]
+    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(others)
 
 
 def _uses_gpus() -> bool:

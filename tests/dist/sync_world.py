@@ -31,6 +31,7 @@ from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.groups import EngineGroup
 from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
 from tests.dist.ranks import free_port
 from tests.dist.sync_senders import tensors_of
 
@@ -146,12 +147,22 @@ class SyncWorld:
         self.configs = [RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=SYNC) for sizes in shapes]
         contexts = [WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))]
         self.workers = [RolloutWorker(c, config, engine_folder, "float32", 1) for c, config in zip(contexts, self.configs, strict=True)]
+        self.others = [RolloutNodeWorker(c, config, engine_folder, "float32", 1) for c, config in self._other_nodes(contexts)]
+        for other in self.others:
+            other.follow([worker.node_store() for worker in self.workers])
         self.group: Any = Threads(self.workers)
         config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
         self.engines = EngineGroup(self.group, config, [])
         self.engines.wait_ready()
         self.version, self.seed = 0, -1
         self.configure()
+
+    def _other_nodes(self, contexts: Sequence[WorkerContext]) -> list[tuple[WorkerContext, RolloutConfig]]:
+        """Contexts of the workers on other nodes than the first. All engines have several nodes then, and as many."""
+        more = self.configs[0].nodes_per_engine - 1
+        assert {config.nodes_per_engine - 1 for config in self.configs} == {more} or not more
+        ranks = [(engine * more + node, engine) for engine in range(len(contexts)) for node in range(more)]
+        return [(replace(contexts[engine], rank=rank), self.configs[engine]) for rank, engine in ranks]
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
@@ -227,5 +238,5 @@ class SyncWorld:
 
     def close(self) -> None:
         self.senders.close()
-        for worker in self.workers:
+        for worker in (*self.workers, *self.others):
             worker.stop()

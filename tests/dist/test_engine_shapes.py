@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
+import signal
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -128,6 +131,7 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
     [
         pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
         pytest.param(DEEPSEEK, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2", marks=pytest.mark.full),
+        pytest.param(QWEN, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
     ],
 )
 def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
@@ -160,6 +164,31 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
         check(server, second)
 
 
+def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tmp_path: Path) -> None:
+    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node is killed in between."""
+    world = SyncWorld(QWEN, {"ranks": 2, "pipeline": 2}, [{"tensor": 2, "nodes_per_engine": 2}], tmp_path)
+    try:
+        assert world.sync.sync(world.train(1)).stale == {}
+        assert world.difference(0, 1) <= 1e-5
+        assert (tmp_path / "engine-0.log").is_file() and (tmp_path / "engine-0.node1.log").is_file()
+        (node,) = [other._node for other in world.others]
+        assert node is not None
+        for pid in guard.session_members(node.pid):
+            os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while world.engines.states()[0].life == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert world.engines.states(wait_s=300.0)[0].state == "up"
+        assert world.sync.sync(world.train(2)).stale == {}
+        assert world.difference(0, 2) <= 1e-5
+        sessions = [world.workers[0].keeper.server.pid, node.pid]
+    finally:
+        world.close()
+    assert [guard.session_members(pid) for pid in sessions] == [[], []]
+
+
+@pytest.mark.full
 def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
     """Two servers on this machine, one a node, with one rank each."""
     model = save(tmp_path / "model", DEEPSEEK, 0)
