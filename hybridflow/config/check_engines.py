@@ -19,6 +19,11 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
                 f"choose a divisor of {rollout.tensor}, or raise rollout.tensor"
             )
     yield from _node_problems(config)
+    if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
+        yield (
+            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: SGLang's fp8 layers take no other activations "
+            "(sglang/srt/layers/quantization/fp8.py:326)"
+        )
     if rollout.pipeline > 1:
         yield (
             f"rollout.pipeline={rollout.pipeline}: the stages of an engine cannot take weights together (SGLang tells a stage of a request "

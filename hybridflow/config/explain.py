@@ -93,7 +93,8 @@ def _engine_shape(config: RunConfig) -> str:
     if nodes > 1 and config.cluster.address is None:
         place += " (all of them this machine: cluster.address is null)"
     product = f"rollout.tensor x rollout.pipeline = {rollout.tensor} x {rollout.pipeline} = {ranks}"
-    return f"{product} an engine{grouped}{place}"
+    weights = f"; weights in {rollout.quantization}" if rollout.quantization else ""
+    return f"{product} an engine{grouped}{place}{weights}"
 
 
 def _actor(config: RunConfig) -> list[str]:

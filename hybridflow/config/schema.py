@@ -223,6 +223,7 @@ class RolloutConfig:
     expert: int = 1  # groups into which an engine's tensor ranks divide the experts; divides tensor
     data_parallel_attention: int = 1  # copies of the attention that an engine's tensor ranks hold; divides tensor
     nodes_per_engine: int = 1  # nodes that an engine's ranks are divided over, a server each; in a local cluster all on this machine
+    quantization: str | None = None  # null: weights in model.dtype | fp8: block-wise, made by the trainer (GPUs of capability 8.9 or later)
     n: int = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))

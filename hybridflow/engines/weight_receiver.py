@@ -96,7 +96,8 @@ class WeightReceiver:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             tensors = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
             loader: Callable[..., Any] = self.model.load_weights  # type: ignore[assignment]
-            traced = trace_layout(self.model, loader, tensors, getattr(torch, catalog["dtype"]))
+            others = {name: getattr(torch, dtype) for name, dtype in catalog["dtypes"].items()}
+            traced = trace_layout(self.model, loader, tensors, getattr(torch, catalog["dtype"]), others)
             self._layout, self._pointers = traced.rank_layout(Catalog.of(tensors)), pointers
             self._digest = layout_digest(self._layout)
         return self._layout

@@ -21,9 +21,11 @@ from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
+from hybridflow.platform import Platform
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
 from hybridflow.trainer import assets
+from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.evaluate import Scorer, Validator
 from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
@@ -46,6 +48,7 @@ _WORKERS: dict[str, type] = {"critic": CriticWorker, "reference": ReferenceWorke
 
 def train(config: RunConfig) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
+    check_devices(config, Platform.detect())
     _run_job(config, _train, config.trainer.total_steps)
 
 
@@ -115,9 +118,10 @@ class _Job:
     def start_engines(self, cluster: Cluster) -> WorkerGroup:
         """The engines' workers; the engines themselves go on starting in the background."""
         config = self.config.rollout
-        folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, self.config.model.dtype, self.tokenizer)
+        dtype, quantization = self.config.model.dtype, config.quantization
+        folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization)
         with self.progress.stage(f"start {config.num_engines} engine workers"):
-            args = (config, folder.resolve(), self.config.model.dtype, self.config.seed, derived.needs_engine_routes(self.config))
+            args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
             if config.nodes_per_engine == 1:
                 return self._group(cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args)
             first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
@@ -383,6 +387,4 @@ def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourceP
 
 
 def _uses_gpus() -> bool:
-    from hybridflow.platform import Platform
-
     return Platform.detect().kind == "cuda"
