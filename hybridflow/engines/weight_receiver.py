@@ -31,6 +31,10 @@ _log = logging.getLogger(__name__)
 _receiver: WeightReceiver | None = None
 
 
+class _CalledOff(WeightSyncError):
+    """Another rank, a sender or the engine's worker had given the order up before."""
+
+
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """What SGLang calls. Never raises."""
     global _receiver
@@ -59,15 +63,16 @@ class WeightReceiver:
         """Do what is asked and report."""
         started, rank = time.perf_counter(), control.first_rank + _rank_in_engine()
         store = session.connect(control.host, control.port, control.timeout_s)
+        nbytes, error, called_off = 0, "", False
         try:
             nbytes = self._act(control, rank, store)
-            error = ""
         except BaseException as problem:
             self._give_up()
-            nbytes, error = 0, f"rank {rank}: {problem_of(problem)}"
+            called_off = isinstance(problem, _CalledOff)
+            error = f"rank {rank}: {problem_of(problem)}"
             _log.exception("weight sync: rank %d failed", rank)
         seconds = time.perf_counter() - started
-        session.write_report(store, control.report, RankReport(rank, error, nbytes, seconds, self._digest, os.getpid()))
+        session.write_report(store, control.report, RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off))
 
     def _act(self, control: Control, rank: int, store: Any) -> int:
         layout = self._traced(store, control.timeout_s)
@@ -79,9 +84,12 @@ class WeightReceiver:
         board = Board.open(control.order, store)
         try:
             return self._receive(board, rank)
-        except BaseException:
+        except BaseException as problem:
+            was_called_off = board.decision() == ABORT
             board.decide(ABORT)
             board.staged(rank)  # nobody need wait for this rank any longer: what was decided tells them
+            if was_called_off and not isinstance(problem, _CalledOff):
+                raise _CalledOff(f"called off before it was committed (what this rank saw of it: {problem_of(problem)})") from problem
             raise
 
     # ---- where the weights lie ------------------------------------------------------------------------------------------------------
@@ -120,7 +128,7 @@ class WeightReceiver:
         board.staged(rank)
         board.wait_all_staged(board.order.endpoint.timeout_s)
         if board.decide(COMMIT) != COMMIT:
-            raise WeightSyncError("called off before it was committed")
+            raise _CalledOff("called off before it was committed")
 
     def _scheduled(self, board: Board, rank: int) -> Schedule:
         order = board.order

@@ -120,7 +120,8 @@ def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
 
 def _check_reports(engine: str, ranks: tuple[int, ...] | range, reports: Mapping[int, RankReport], refusal: str) -> None:
     """Refuse anything but success of every rank."""
-    faults = [f"{engine} {report.error}" for report in reports.values() if report.error]
+    causes_first = sorted(reports.values(), key=lambda report: report.called_off)
+    faults = [f"{engine} {report.error}" for report in causes_first if report.error]
     silent = [str(rank) for rank in ranks if rank not in reports]
     if refusal:
         raise WeightSyncError("; ".join([*faults, refusal]))

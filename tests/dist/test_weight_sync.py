@@ -7,6 +7,7 @@ After each fault an engine must answer with whole old or whole new weights, or n
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -325,7 +326,12 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
     for number in range(len(TENSORS)):
         assert not world.answers(number)
         why = world.engines.stale[number]
-        assert f"engine-{number} rank" in why and "engine rank" in why and "trainer rank" in why and f"{SYNC.timeout_s:g} s" in why, why
+        # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the deadline
+        named = r"engine-\d rank (\d): .*engine rank \1, "
+        named += r"message (\d+) with trainer rank 1 over p2p: the peer is gone: its process has ended "
+        named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \2, \S*weight\S* and what follows it\)"
+        assert re.search(named, "".join(why.split(";")[:2])), why
+        assert "trainer rank 0 over p2p: the peer is gone" not in why.split("what this rank saw of it")[0], why
     world.senders.start()
     world.configure()
     heal(world, 52)
