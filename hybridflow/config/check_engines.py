@@ -24,10 +24,10 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: SGLang's fp8 layers take no other activations "
             "(sglang/srt/layers/quantization/fp8.py:326)"
         )
-    if rollout.pipeline > 1:
+    if rollout.pipeline > 1 and rollout.sync.pause != "abort":
         yield (
-            f"rollout.pipeline={rollout.pipeline}: the stages of an engine cannot take weights together (SGLang tells a stage of a request "
-            "only when the one before it has carried it out); set it to 1 and raise rollout.tensor"
+            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: SGLang's pipeline loop does "
+            "not look at a pause (sglang/srt/managers/scheduler_pp_mixin.py:129), so requests that only wait would go on amid new weights"
         )
 
 

@@ -2,12 +2,17 @@
 
 SGLang calls `load` (it is the server's `--custom-weight-loader`) through `/update_weights_from_tensor`. An exception that leaves a loader
 ends the server, and the HTTP answer says success whatever happened, so everything is caught and reported through the sync's store.
+
+A stage of a pipeline passes a request on only when it has carried it out (sglang/srt/managers/scheduler_pp_mixin.py:139), and slices come
+to all stages in one stream. There `load` starts a thread that receives, and returns; the reports, which the engine's worker waits for, say
+when all stages have everything. Until then no stage computes: the engine takes no requests, and those it had have ended.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +22,9 @@ import torch
 
 from hybridflow.engines.derived_weights import recompute_derived_weights
 from hybridflow.engines.layout_tracer import trace_layout
-from hybridflow.engines.weight_control import DESCRIBE, Control
+from hybridflow.engines.weight_control import DESCRIBE, RECEIVE, Control
 from hybridflow.errors import WeightSyncError
+from hybridflow.platform import Platform
 from hybridflow.reshard import session
 from hybridflow.reshard.layout import DIMS, PADDING, Catalog, RankLayout
 from hybridflow.reshard.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
@@ -41,7 +47,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     try:
         if _receiver is None or _receiver.model is not model:
             _receiver = WeightReceiver(model)
-        _receiver.handle(Control.from_json(named_tensors[0][0]))
+        _receiver.take(Control.from_json(named_tensors[0][0]), in_background=_stages() > 1)
     except BaseException:  # a report that cannot be posted is a report that is missed: the engine worker takes it for a failure
         _log.exception("a weight-sync message could not be answered")
 
@@ -58,14 +64,40 @@ class WeightReceiver:
         self._channel: ReceiveChannel | None = None
         self._session = ""
         self._staging = ReceiveStaging(-1)
+        self._thread: threading.Thread | None = None
 
-    def handle(self, control: Control) -> None:
-        """Do what is asked and report."""
+    def take(self, control: Control, in_background: bool) -> None:
+        """`handle`; in the background a message to receive is left to a thread."""
+        if not in_background or control.action != RECEIVE:
+            return self.handle(control)
+        # these are a thread's own, and weights that were made in inference mode may not be written outside of it
+        modes, before = (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), self._thread
+
+        def work() -> None:
+            try:
+                device = _device(self.model)
+                platform = Platform(device.type)  # type: ignore[arg-type]
+                platform.set_device(device.index or 0)
+                if before is not None:
+                    before.join()  # it has reported already, or this engine is given up
+                platform.synchronize()  # what was started before the pause has computed
+                with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
+                    self.handle(control, platform.synchronize)
+            except BaseException:  # as in `load`
+                _log.exception("a weight-sync message could not be answered")
+
+        self._thread = threading.Thread(target=work, name="receive-weights", daemon=True)
+        return self._thread.start()
+
+    def handle(self, control: Control, finish: Callable[[], None] | None = None) -> None:
+        """Do what is asked, then `finish`, and report."""
         started, rank = time.perf_counter(), control.first_rank + _rank_in_engine()
         store = session.connect(control.host, control.port, control.timeout_s)
         nbytes, error, called_off = 0, "", False
         try:
             nbytes = self._act(control, rank, store)
+            if finish is not None:
+                finish()
         except BaseException as problem:
             self._give_up()
             called_off = isinstance(problem, _CalledOff)
@@ -169,6 +201,13 @@ class WeightReceiver:
 def problem_of(error: BaseException) -> str:
     """One of our messages as it is; of others the type as well."""
     return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+
+
+def _stages() -> int:
+    """Pipeline stages of the engine."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
 
 
 def _rank_in_engine() -> int:

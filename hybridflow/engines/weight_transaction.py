@@ -48,11 +48,12 @@ def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, 
     return EngineLayout(name, tuple(reports[rank].layout for rank in range(ranks)))
 
 
-def receive(client: EngineClient, order: Order, plan: str) -> Outcome:
+def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
     """Carry an order out. Does not raise our errors: the outcome says what became of the engine.
 
     Args:
         plan: digest of the plan that this engine was described for.
+        stages: of the engine's pipeline. With several SGLang answers while the ranks are still receiving (`weight_receiver`).
     """
     started, board = time.perf_counter(), None
     fate = "refused"
@@ -60,7 +61,7 @@ def receive(client: EngineClient, order: Order, plan: str) -> Outcome:
         board = Board.open(order)
         _compare(board, plan)
         fate = "stale"
-        reports = _transact(client, board)
+        reports = _transact(client, board, answer_deadline(order.endpoint.timeout_s) if stages > 1 else REPORT_GRACE_S)
     except (WeightSyncError, EngineError) as error:
         if board is not None:
             with suppress(RuntimeError):  # the store is gone: then so is whom this would tell
@@ -92,7 +93,8 @@ def _compare(board: Board, plan: str) -> None:
             raise WeightSyncError(f"trainer rank {sender} holds weight version {announced.version}, not {order.version}")
 
 
-def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
+def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
+    """`report_s`: how long after SGLang's answer the ranks' reports may come."""
     order, refusal = board.order, ""
     ranks = order.endpoint.receivers
     endpoint = order.endpoint
@@ -107,7 +109,7 @@ def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
         raise
     except EngineError as error:
         refusal = str(error)
-    reports = board.reports(REPORT_GRACE_S)
+    reports = board.reports(report_s)
     try:
         client.end_weight_update()
     except EngineError as error:

@@ -166,7 +166,7 @@ class RolloutWorker:
         self._served_life = -1
         if state.state != UP:
             return refuse(order, f"{state.name} is not up: {state.reason}")
-        outcome = receive(self._patient(self.keeper.client), order, self._plan)
+        outcome = receive(self._patient(self.keeper.client), order, self._plan, self.config.pipeline)
         if outcome.fate == "served":
             self._served_life = state.life
         if outcome.fate == "lost":

@@ -82,6 +82,7 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=10"),
         ("actor.clip_ratio_c=null",),
         ("rollout.tensor=2", "rollout.expert=2"),
+        ("rollout.pipeline=2", "rollout.sync.pause=abort"),
         ("rollout.quantization=fp8", "model.dtype=bfloat16"),
         ("rollout.tensor=2", "rollout.nodes_per_engine=2", "rollout.sync.transport=shared_memory"),
         ("rollout.tensor=8", "rollout.data_parallel_attention=2", "rollout.expert=4"),
@@ -130,7 +131,8 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
         (("rollout.tensor=2", "rollout.expert=3"), ("rollout.expert=3", "rollout.tensor=2", "divisor of 2")),
         (("rollout.data_parallel_attention=2",), ("rollout.data_parallel_attention=2", "rollout.tensor=1")),
-        (("rollout.pipeline=2",), ("rollout.pipeline=2", "together", "set it to 1")),
+        (("rollout.pipeline=2",), ("rollout.pipeline=2", "rollout.sync.pause=abort", "not retract")),
+        (("rollout.pipeline=3", "rollout.sync.pause=abort"), ("num_hidden_layers=2", "rollout.pipeline=3")),
         (("rollout.quantization=fp8",), ("rollout.quantization=fp8", "model.dtype=bfloat16", "not float32")),
         (("rollout.nodes_per_engine=2",), ("rollout.nodes_per_engine=2", "= 1 ranks of an engine", "divisor of 1")),
         (
