@@ -284,7 +284,9 @@ class TrainerConfig:
     async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
     checkpoint_timeout_s: float = 1800.0  # a save in the background must be on the disk by then
     resume: str = "auto"  # auto | disable
-    max_restarts: int = 1  # of the policy's ranks when one is lost in the loop; it then goes on from the last checkpoint. 0: the job ends
+    # of the policy's ranks when one is lost in the loop, which then goes on from the last checkpoint; and as often of the engines when none
+    # is left that could answer: the step goes on. 0: the job ends
+    max_restarts: int = 1
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
     dump_rollouts_every_steps: int = 1  # parquet; 0: never

@@ -32,6 +32,7 @@ from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
+from hybridflow.trainer.rollout_recovery import RestartingRollouts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
 from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup
@@ -180,9 +181,12 @@ def _train(job: _Job) -> dict[str, Any]:
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(policy_workers, engines, config)
-    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator, critic, reward_model, reference)
+    rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message))
+    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, critic, reward_model, reference)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
+    engine_workers.on_restart(engines.begin_again)
+    engine_workers.on_restart(weights.reconnect)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
@@ -208,6 +212,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
         "steps": trainer.step,
         "restarts": int(totals.get("restarts", 0)),
+        "engine_restarts": int(totals.get("engine_restarts", 0)),
         "exported_to": exported,
     }
 

@@ -180,6 +180,11 @@ class RolloutWorker:
         return self.keeper.wait_restarted(wait_s)
 
     @register(Dispatch.ONE_TO_ALL)
+    def replace_engine(self, reason: str) -> None:
+        """Give up an engine that hangs: it is ended and started again in the background."""
+        self.keeper.restart(reason)
+
+    @register(Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Of all parameters of the engine."""
         return self.keeper.client.weights_checksum()
