@@ -70,7 +70,9 @@ def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
 
 def worst_difference(model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]]) -> float:
     """Largest |log-prob of the engine - transformers'| over all tokens, prompts included."""
-    reference, worst = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
+    # in double precision: transformers' own rounding in single takes up two thirds of what is allowed (6.4e-6 for the models here)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager").eval()
+    worst = 0.0
     for prompt, completion, given in zip(PROMPTS, completions, prompt_log_probs, strict=True):
         tokens = torch.tensor([*prompt, *completion.token_ids])
         with torch.no_grad():
@@ -169,8 +171,9 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
         check(server, second)
 
 
-def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tmp_path: Path) -> None:
-    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node is killed in between."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tmp_path: Path, killed: bool) -> None:
+    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node may be killed in between."""
     world = SyncWorld(QWEN, {"ranks": 2, "pipeline": 2}, [{"tensor": 2, "nodes_per_engine": 2}], tmp_path)
     try:
         assert world.sync.sync(world.train(1)).stale == {}
@@ -178,19 +181,25 @@ def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tm
         assert (tmp_path / "engine-0.log").is_file() and (tmp_path / "engine-0.node1.log").is_file()
         (node,) = [other._node for other in world.others]
         assert node is not None
-        for pid in guard.session_members(node.pid):
-            os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while world.engines.states()[0].life == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert world.engines.states(wait_s=300.0)[0].state == "up"
+        if killed:
+            _kill_and_wait(world, node.pid)
         assert world.sync.sync(world.train(2)).stale == {}
         assert world.difference(0, 2) <= 1e-5
         sessions = [world.workers[0].keeper.server.pid, node.pid]
     finally:
         world.close()
     assert [guard.session_members(pid) for pid in sessions] == [[], []]
+
+
+def _kill_and_wait(world: SyncWorld, session: int) -> None:
+    """Kill a node's server; return when the engine is up in its second life."""
+    for pid in guard.session_members(session):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while world.engines.states()[0].life == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert world.engines.states(wait_s=300.0)[0].state == "up"
 
 
 @pytest.mark.full
