@@ -22,6 +22,7 @@ import pytest
 from hybridflow.engines import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
+from hybridflow.trainer import groups
 from hybridflow.trainer.protocols import SyncReport
 from tests.dist.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 
@@ -301,6 +302,20 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
     assert world.engines.states()[0].life == life + 1
     batch = world.engines.generate(_prompts(), world.configs[0].sampling)
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
+
+
+def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the next weights."""
+    heal(world, 45)
+    monkeypatch.setattr(groups, "_SETTLE_S", 1.0)
+    life = world.engines.states()[1].life
+    world.workers[1].keeper.client.request_timeout_s = 3.0
+    os.kill(_scheduler(world, 1), signal.SIGSTOP)
+    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    assert len(batch) == 4 and set(world.engines.stale) == {1}
+    assert "/generate not answered within 3 s" in world.engines.stale[1]
+    heal(world, 46)
+    assert world.engines.states()[1].life == life + 1
 
 
 def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
