@@ -63,11 +63,17 @@ class OtherNode:
         spec: with this node's `node_rank`.
         log_path: of the first life; later ones write `NAME.1.log`, `NAME.2.log` beside it.
         host, port: `FirstNode.address`.
+
+    Raises:
+        EngineError: nobody answers there within the spec's `start_timeout_s`.
     """
 
     def __init__(self, spec: EngineSpec, log_path: Path, host: str, port: int) -> None:
         self.spec, self.log_path = spec, log_path
-        self._store: TCPStore = client_store(host, port, spec.start_timeout_s)
+        try:
+            self._store: TCPStore = client_store(host, port, spec.start_timeout_s)
+        except RuntimeError as error:  # torch's DistError and its children
+            raise EngineError(f"node {spec.node_rank} cannot reach the first one at {host}:{port}: {error}", engine=spec.name) from error
         self._server: EngineServer | None = None
         self._life, self._told = -1, -1
         self._stopping = threading.Event()
@@ -82,7 +88,7 @@ class OtherNode:
     def stop(self) -> None:
         """End the server and follow no longer."""
         self._stopping.set()
-        self._thread.join()
+        self._thread.join(self.spec.start_timeout_s)
 
     def _follow(self) -> None:
         try:

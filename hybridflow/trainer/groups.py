@@ -172,7 +172,8 @@ class EngineGroup:
             if time.monotonic() > settled:
                 silent = False
                 hanging = [number for number in range(self.group.world_size) if f"engine-{number}" == error.engine]
-                self.group.run(RolloutWorker.replace_engine, str(error).splitlines()[0], only=hanging)
+                if hanging:
+                    self.group.run(RolloutWorker.replace_engine, str(error).splitlines()[0], only=hanging)
             time.sleep(_SETTLE_POLL_S)
 
     def workers_alive(self) -> bool:
