@@ -166,7 +166,8 @@ class EngineGroup:
         """Engines that are not up, after an error of one; one that hangs is given up."""
         silent, settled = isinstance(error, EngineSilent), time.monotonic() + _SETTLE_S
         while True:
-            lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(self.states()) if state.state != "up"}
+            states = self.states(busy_s=self.config.rollout.request_timeout_s)  # the others may still answer their share
+            lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(states) if state.state != "up"}
             if lost.keys() - self.stale.keys() or not silent:
                 return lost
             if time.monotonic() > settled:
@@ -190,9 +191,13 @@ class EngineGroup:
         self._ready = self.group.submit(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
         self.wait_ready()
 
-    def states(self, wait_s: float = 0.0) -> list[EngineState]:
-        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way."""
-        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
+    def states(self, wait_s: float = 0.0, busy_s: float = 0.0) -> list[EngineState]:
+        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way.
+
+        Args:
+            busy_s: how long a worker may still be at an earlier call before it answers.
+        """
+        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + busy_s + 60)
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
