@@ -31,7 +31,12 @@ def answer_deadline(timeout_s: float) -> float:
     return 2 * timeout_s + REPORT_GRACE_S
 
 
-def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, timeout_s: float) -> EngineLayout:
+def _report_deadline(timeout_s: float, stages: int) -> float:
+    """Seconds after SGLang's answer by which ranks report; with several stages it answers when the first has dealt with the message."""
+    return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
+
+
+def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, timeout_s: float, stages: int = 1) -> EngineLayout:
     """Have all ranks of an engine trace and post their layouts. For an engine that has no requests.
 
     Raises:
@@ -42,7 +47,7 @@ def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, 
     control = Control(DESCRIBE, host, port, timeout_s, f"described/{name}/{time.time_ns()}", 0, ranks)
     client.begin_weight_update()
     client.call_ranks(control, flush_cache=False)
-    reports = session.read_reports(store, control.report, range(ranks), REPORT_GRACE_S)
+    reports = session.read_reports(store, control.report, range(ranks), _report_deadline(timeout_s, stages))
     client.end_weight_update()
     _check_reports(name, range(ranks), reports, "")
     return EngineLayout(name, tuple(reports[rank].layout for rank in range(ranks)))
@@ -53,7 +58,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
 
     Args:
         plan: digest of the plan that this engine was described for.
-        stages: of the engine's pipeline. With several SGLang answers while the ranks are still receiving (`weight_receiver`).
+        stages: of the engine's pipeline.
     """
     started, board = time.perf_counter(), None
     fate = "refused"
@@ -61,7 +66,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         board = Board.open(order)
         _compare(board, plan)
         fate = "stale"
-        reports = _transact(client, board, answer_deadline(order.endpoint.timeout_s) if stages > 1 else REPORT_GRACE_S)
+        reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
     except (WeightSyncError, EngineError) as error:
         if board is not None:
             with suppress(RuntimeError):  # the store is gone: then so is whom this would tell

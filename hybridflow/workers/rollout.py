@@ -196,7 +196,8 @@ class RolloutWorker:
 
     def _describe(self, client: EngineClient) -> EngineLayout:
         host, port = self._sync_store
-        return describe(self._patient(client), self.keeper.spec.name, self.keeper.spec.ranks, host, port, self.config.sync.timeout_s)
+        spec, config = self.keeper.spec, self.config
+        return describe(self._patient(client), spec.name, spec.ranks, host, port, config.sync.timeout_s, config.pipeline)
 
     def _check_layout(self, client: EngineClient) -> None:
         """What a restarted engine must pass: the plan is made for where the weights lay before."""
