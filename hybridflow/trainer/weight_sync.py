@@ -103,7 +103,7 @@ class SliceSync:
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
-        wait = 4 * patience + _MARGIN_S  # announce or pause, begin, load, end
+        wait = 5 * patience + _MARGIN_S  # announce or pause, begin, load, the reports of a pipeline, end
         sending = self.policy.submit(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
         try:
             received: list[Outcome] = self.engines.group.run(RolloutWorker.receive_weights, orders, timeout=wait, only=numbers)
