@@ -134,7 +134,7 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
         pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
         pytest.param(DEEPSEEK, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2", marks=pytest.mark.full),
         pytest.param(QWEN, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
-        pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2"),
+        pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
         pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
         pytest.param(QWEN, {"tensor": 2, "pipeline": 2}, id="qwen3-moe-tp2-pp2", marks=pytest.mark.full),
     ],
@@ -171,11 +171,12 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
         check(server, second)
 
 
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tmp_path: Path, killed: bool) -> None:
+@pytest.mark.parametrize(("shape", "killed"), [("pipeline", False), pytest.param("tensor", True, marks=pytest.mark.full)])
+def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tmp_path: Path, shape: str, killed: bool) -> None:
     """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node may be killed in between."""
-    world = SyncWorld(QWEN, {"ranks": 2, "pipeline": 2}, [{"tensor": 2, "nodes_per_engine": 2}], tmp_path)
+    world = SyncWorld(QWEN, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path)
     try:
+        world.configure(pause="abort")  # which a pipeline needs
         assert world.sync.sync(world.train(1)).stale == {}
         assert world.difference(0, 1) <= 1e-5
         assert (tmp_path / "engine-0.log").is_file() and (tmp_path / "engine-0.node1.log").is_file()

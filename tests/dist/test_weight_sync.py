@@ -304,6 +304,7 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
 
 
+@pytest.mark.full
 def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the next weights."""
     heal(world, 45)
