@@ -25,8 +25,9 @@ def _check_fp8(platform: Platform) -> None:
     instead = "set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and proves such a transfer on any machine"
     if platform.kind == "cpu":
         raise ConfigError(
-            f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and this is a CPU: SGLang makes fp8 weights "
-            f"there but computes with them only through AMX and its own CPU kernels (sglang/srt/layers/quantization/fp8.py:827); {instead}"
+            f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and this is a CPU: an SGLang engine loads fp8 "
+            f"weights there, but computes with them in Triton, which has no driver for CPUs "
+            f"(sglang/srt/layers/quantization/fp8_utils.py:1809), or with AMX and its own kernels (fp8.py:827); {instead}"
         )
     if (found := platform.capability()) < FP8_CAPABILITY:
         raise ConfigError(
