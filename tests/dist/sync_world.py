@@ -124,7 +124,7 @@ class Senders:
             ranks = ParallelShape(**self.shape).coordinates()
         family = family_of(self.model)
         source = megatron_layout(family, ranks, "float32", Catalog.of(family.tensors(), self.quantisation))
-        self.facts = make_weight_plan(self.store, family, source, engines, SYNC.staging_bytes, 20.0, self.quantisation)
+        self.facts = make_weight_plan(self.store, family, source, engines, SYNC.staging_bytes, 20.0, quantisation=self.quantisation)
         self.command("adopt", plan=self.facts.digest)
         return [self.facts]
 

@@ -335,7 +335,8 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
 
     syncing = threading.Thread(target=sync)
     syncing.start()
-    world.wait_for_key("held/1")
+    for engine in ("engine-0", "engine-1"):
+        world.wait_for_key(f"held/1/{engine}")
     world.senders.processes[1].kill()
     syncing.join(60.0)
     assert len(errors) == 1 and errors[0].rank == 1
@@ -344,8 +345,8 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
         why = world.engines.stale[number]
         # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the deadline
         named = r"engine-\d rank (\d): .*engine rank \1, "
-        named += r"message (\d+) with trainer rank 1 over p2p: the peer is gone: its process has ended "
-        named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \2, \S*weight\S* and what follows it\)"
+        named += r"message \d+ with trainer rank 1 over p2p: the peer is gone: its process has ended "
+        named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \d+, \S*weight\S* and what follows it\)"
         assert re.search(named, "".join(why.split(";")[:2])), why
         assert "trainer rank 0 over p2p: the peer is gone" not in why.split("what this rank saw of it")[0], why
     world.senders.start()

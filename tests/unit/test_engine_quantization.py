@@ -121,7 +121,7 @@ class Fp8Bench(Bench):
         assert report.error == ""
         source = megatron_layout(FAMILY, SHAPE.coordinates(), "float32", Catalog.of(FAMILY.tensors(), FP8))
         engines = [EngineLayout("engine-0", (report.layout,))]
-        facts = make_weight_plan(self.store, FAMILY, source, engines, 1 << 18, WAIT_S, FP8)
+        facts = make_weight_plan(self.store, FAMILY, source, engines, 1 << 18, WAIT_S, quantisation=FP8)
         for sender in self.senders:
             sender.adopt(facts.digest, HOST, self.store.port, WAIT_S)
         return facts

@@ -142,9 +142,9 @@ class PeerWatch:
         """Readable when the process has ended; -1 if it is not watched."""
         return self._fd
 
-    def has_ended(self, wait_s: float = 0.0) -> bool:
-        """Whether the process is known to be gone, after looking for up to `wait_s`."""
-        return self._ended or (self._fd >= 0 and bool(self._poll.poll(1000 * wait_s)))
+    def has_ended(self) -> bool:
+        """Whether the process is known to be gone."""
+        return self._ended or (self._fd >= 0 and bool(self._poll.poll(0)))
 
     def close(self) -> None:
         """Let go of the process."""

@@ -6,6 +6,7 @@ process may have Megatron's groups or SGLang's. NCCL pairs by order and ignores 
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +45,7 @@ class PeerToPeer:
         try:
             self._group = _group(endpoint, meeting, mine, device)
         except RuntimeError as error:
-            raise seat.failure(seat.peers[0], 0, f"the process group could not be made: {_first_line(error)}") from error
+            raise self._unopened(error) from error
 
     def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
         """See `SendChannel.send`."""
@@ -67,16 +68,27 @@ class PeerToPeer:
 
         A connection also breaks because the peer gave the session up when another died, so all are looked at.
         """
-        ended = [rank for rank, watch in self._watches.items() if watch.has_ended()]
-        # a process closes its connections a moment before it counts as ended
-        if not ended and peer in self._watches and self._watches[peer].has_ended(_SETTLE_S):
-            ended = [peer]
-        if peer in ended:
-            return self.seat.gone(peer, tag)
-        if ended:
+        if (ended := self._ended()) and peer not in ended:
             names = ", ".join(f"{self.seat.peer_side} rank {rank}" for rank in ended)
             return self.seat.failure(peer, tag, f"given up, because the process of {names} has ended")
-        return self.seat.gone(peer, tag, _first_line(error))
+        return self.seat.gone(peer, tag) if ended else self.seat.gone(peer, tag, _first_line(error))
+
+    def _unopened(self, error: RuntimeError) -> WeightSyncError:
+        """The error for a group that did not come about."""
+        seat, reason = self.seat, _first_line(error)
+        if ended := self._ended():
+            return seat.failure(ended[0], 0, f"the session could not be opened, because that rank's process has ended ({reason})")
+        return WeightSyncError(
+            f"session {seat.endpoint.session}, {seat.side} rank {seat.rank}: no process group with {seat.peer_side} ranks "
+            f"{list(seat.peers)} within {seat.endpoint.timeout_s:g} s: {reason}; look at the logs of those ranks"
+        )
+
+    def _ended(self) -> list[int]:
+        """Peers on this machine whose process has ended. It closes its connections a moment before it counts as ended."""
+        deadline = time.monotonic() + _SETTLE_S
+        while not (ended := [rank for rank, watch in self._watches.items() if watch.has_ended()]) and time.monotonic() < deadline:
+            time.sleep(_SETTLE_S / 20)
+        return ended
 
     def close(self) -> None:
         """See `SendChannel.close`."""
