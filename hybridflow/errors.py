@@ -85,6 +85,10 @@ class EngineError(HybridFlowError):
         super().__init__(f"{prefix}{message}{tail}")
 
 
+class EnginesLostError(EngineError):
+    """No engine is left that could answer: all have died or are without weights. Says why of each."""
+
+
 class WeightSyncError(HybridFlowError):
     """Weights could not be brought to an engine, or what arrived is not what was sent."""
 

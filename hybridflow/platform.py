@@ -70,6 +70,14 @@ class Platform:
 
             torch.cuda.set_device(local_rank)
 
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
+        if self.kind == "cpu":
+            return 0, 0
+        import torch
+
+        return torch.cuda.get_device_capability(0)
+
     def memory_bytes(self) -> int:
         """Bytes this process holds now: allocated by torch on cuda, resident on cpu."""
         if self.kind == "cuda":

@@ -45,6 +45,7 @@ AT_LEAST_ONE = (
     "rollout.pipeline",
     "rollout.expert",
     "rollout.data_parallel_attention",
+    "rollout.nodes_per_engine",
     "rollout.n",
     "rollout.max_running_requests",
     "rollout.max_total_tokens",

@@ -18,10 +18,34 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
                 f"rollout.{key}={size} does not divide rollout.tensor={rollout.tensor}: it groups an engine's tensor-parallel ranks; "
                 f"choose a divisor of {rollout.tensor}, or raise rollout.tensor"
             )
-    if rollout.pipeline > 1:
+    yield from _node_problems(config)
+    if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
         yield (
-            f"rollout.pipeline={rollout.pipeline}: the stages of an engine cannot take weights together (SGLang tells a stage of a request "
-            "only when the one before it has carried it out); set it to 1 and raise rollout.tensor"
+            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: SGLang's fp8 layers take no other activations "
+            "(sglang/srt/layers/quantization/fp8.py:326)"
+        )
+    if rollout.pipeline > 1 and rollout.sync.pause != "abort":
+        yield (
+            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: SGLang's pipeline loop does "
+            "not look at a pause (sglang/srt/managers/scheduler_pp_mixin.py:129), so requests that only wait would go on amid new weights"
+        )
+
+
+def _node_problems(config: RunConfig) -> Iterator[str]:
+    """SGLang gives every node whole stages, or every stage whole nodes (sglang/srt/entrypoints/engine.py:2062)."""
+    rollout, nodes, ranks = config.rollout, config.rollout.nodes_per_engine, derived.engine_ranks(config)
+    product = f"rollout.tensor={rollout.tensor} x rollout.pipeline={rollout.pipeline} = {ranks} ranks"
+    if ranks % nodes:
+        yield f"rollout.nodes_per_engine={nodes} does not divide {product} of an engine; choose a divisor of {ranks}"
+    elif nodes % rollout.pipeline and rollout.pipeline % nodes:
+        yield (
+            f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must divide the other, because a node holds "
+            "whole stages or a stage whole nodes"
+        )
+    if nodes > 1 and config.cluster.address is not None and rollout.sync.transport == "shared_memory":
+        yield (
+            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but rollout.nodes_per_engine={nodes} in the "
+            f"cluster at {config.cluster.address}; use auto, p2p or disk"
         )
 
 

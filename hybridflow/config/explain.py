@@ -77,10 +77,24 @@ def _rollout(config: RunConfig) -> list[str]:
     samples = derived.samples_per_step(config)
     return [
         "Rollout (one step)",
+        f"  ranks     = {_engine_shape(config)}",
         f"  samples   = data.train_batch_size x rollout.n = {prompts} x {n} = {samples}",
         f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, "
         f"at most rollout.max_running_requests {config.rollout.max_running_requests} at a time",
     ]
+
+
+def _engine_shape(config: RunConfig) -> str:
+    """Ranks of one engine, how experts and attention are grouped over them, and on how many nodes they lie."""
+    rollout, ranks, nodes = config.rollout, derived.engine_ranks(config), config.rollout.nodes_per_engine
+    groups = [f"{key} {size}" for key in ("expert", "data_parallel_attention") if (size := getattr(rollout, key)) > 1]
+    grouped = f" ({', '.join(groups)})" if groups else ""
+    place = f", {ranks // nodes} on each of rollout.nodes_per_engine = {nodes} nodes" if nodes > 1 else ", on one node"
+    if nodes > 1 and config.cluster.address is None:
+        place += " (all of them this machine: cluster.address is null)"
+    product = f"rollout.tensor x rollout.pipeline = {rollout.tensor} x {rollout.pipeline} = {ranks}"
+    weights = f"; weights in {rollout.quantization}" if rollout.quantization else ""
+    return f"{product} an engine{grouped}{place}{weights}"
 
 
 def _actor(config: RunConfig) -> list[str]:

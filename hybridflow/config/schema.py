@@ -222,6 +222,8 @@ class RolloutConfig:
     pipeline: int = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
     expert: int = 1  # groups into which an engine's tensor ranks divide the experts; divides tensor
     data_parallel_attention: int = 1  # copies of the attention that an engine's tensor ranks hold; divides tensor
+    nodes_per_engine: int = 1  # nodes that an engine's ranks are divided over, a server each; in a local cluster all on this machine
+    quantization: str | None = None  # null: weights in model.dtype | fp8: block-wise, made by the trainer (GPUs of capability 8.9 or later)
     n: int = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
@@ -282,7 +284,9 @@ class TrainerConfig:
     async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
     checkpoint_timeout_s: float = 1800.0  # a save in the background must be on the disk by then
     resume: str = "auto"  # auto | disable
-    max_restarts: int = 1  # of the policy's ranks when one is lost in the loop; it then goes on from the last checkpoint. 0: the job ends
+    # of the policy's ranks when one is lost in the loop, which then goes on from the last checkpoint; and as often of the engines when none
+    # is left that could answer: the step goes on. 0: the job ends
+    max_restarts: int = 1
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
     dump_rollouts_every_steps: int = 1  # parquet; 0: never

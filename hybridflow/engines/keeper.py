@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.engines.client import EngineClient
+from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.server import EngineServer, EngineSpec
 from hybridflow.errors import EngineError, HybridFlowError
 
@@ -32,10 +33,11 @@ class EngineKeeper:
         spec: what to serve.
         log_path: of the first life; later ones write `NAME.1.log`, `NAME.2.log` beside it.
         prepare: called with the client of every later life before it counts as up; raises one of our errors to fail it.
+        nodes: of an engine over several nodes: tells the others to start when this one does, and whether they run.
     """
 
-    def __init__(self, spec: EngineSpec, log_path: Path, prepare: Callable[[EngineClient], None]) -> None:
-        self.spec, self.log_path, self._prepare = spec, log_path, prepare
+    def __init__(self, spec: EngineSpec, log_path: Path, prepare: Callable[[EngineClient], None], nodes: FirstNode | None = None) -> None:
+        self.spec, self.log_path, self._prepare, self.nodes = spec, log_path, prepare, nodes
         self.life = 0
         self._failure, self._reason = "", ""
         self._thread: threading.Thread | None = None
@@ -77,6 +79,8 @@ class EngineKeeper:
     def stop(self) -> None:
         """End the engine for good."""
         self._failure = self._failure or "stopped"
+        if self.nodes is not None:
+            self.nodes.end()
         self.server.stop()
         if self._thread is not None:
             self._thread.join(self.spec.start_timeout_s)
@@ -84,8 +88,11 @@ class EngineKeeper:
 
     def _start(self) -> tuple[EngineServer, EngineClient]:
         name = self.log_path.name if not self.life else f"{self.log_path.stem}.{self.life}{self.log_path.suffix}"
-        server = EngineServer(self.spec, self.log_path.with_name(name))
+        nodes, life = self.nodes, self.life
+        server = EngineServer(self.spec, self.log_path.with_name(name), None if nodes is None else lambda: nodes.check(life))
         server.start()
+        if nodes is not None:
+            nodes.begin(life, server.spec.dist_init_addr)
         return server, EngineClient(server.url, server.admin_key, self.spec.request_timeout_s, name=self.spec.name)
 
     def _replace(self) -> None:

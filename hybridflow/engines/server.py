@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class EngineSpec:
         expert: into how many groups the tensor-parallel ranks divide the experts; 1: each expert is cut over all of them.
         data_attention: how many copies of the attention the tensor-parallel ranks hold; 1: one, cut over all of them.
         nnodes, node_rank, dist_init_addr: an engine over several nodes is one server a node, equal but for `node_rank`; the ranks meet
-            at `dist_init_addr` ("host:port"), where the server with node_rank 0 listens. Only that one answers requests.
+            at `dist_init_addr` ("host:port"), where the server with node_rank 0 listens; port 0 takes a free one, which
+            `EngineServer.spec` names after the start. Only that server answers requests.
         dtype: float32 | bfloat16.
         max_running_requests: sequences decoded together.
         max_total_tokens: size of the KV cache.
@@ -256,10 +258,11 @@ class EngineServer:
     Args:
         spec: what to serve.
         log_path: receives the output of all its processes; its folder is created.
+        check: called by `check_alive` as well, to raise EngineError when something that the engine needs elsewhere is gone.
     """
 
-    def __init__(self, spec: EngineSpec, log_path: str | Path) -> None:
-        self.spec, self.log_path = spec, Path(log_path)
+    def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] | None = None) -> None:
+        self.spec, self.log_path, self._check = spec, Path(log_path), check
         self.admin_key = secrets.token_hex(16)
         self.port = 0
         self._lock: socket.socket | None = None
@@ -282,7 +285,9 @@ class EngineServer:
         if self._guard is not None:
             raise EngineError("already started", engine=self.spec.name)
         if self.spec.nnodes > 1 and self.spec.node_rank == 0:
-            self._store = master_store(*_address(self.spec), self.spec.start_timeout_s)
+            host, port = _address(self.spec)
+            self._store = master_store(host, port, self.spec.start_timeout_s)
+            self.spec = replace(self.spec, dist_init_addr=f"{host}:{self._store.port}")
         self.port, self._lock = reserve_port()
         self._folder = tempfile.mkdtemp(prefix="hf-engine-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -362,6 +367,8 @@ class EngineServer:
         status = self._guard.poll()
         if status is not None:
             raise EngineError(f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail())
+        if self._check is not None:
+            self._check()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of the log without the key, empty when there is none."""

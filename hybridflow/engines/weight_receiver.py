@@ -2,12 +2,17 @@
 
 SGLang calls `load` (it is the server's `--custom-weight-loader`) through `/update_weights_from_tensor`. An exception that leaves a loader
 ends the server, and the HTTP answer says success whatever happened, so everything is caught and reported through the sync's store.
+
+A stage of a pipeline passes a request on only when it has carried it out (sglang/srt/managers/scheduler_pp_mixin.py:139), and slices come
+to all stages in one stream. There `load` starts a thread that receives, and returns; the reports, which the engine's worker waits for, say
+when all stages have everything. Until then no stage computes: the engine takes no requests, and those it had have ended.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +22,9 @@ import torch
 
 from hybridflow.engines.derived_weights import recompute_derived_weights
 from hybridflow.engines.layout_tracer import trace_layout
-from hybridflow.engines.weight_control import DESCRIBE, Control
+from hybridflow.engines.weight_control import DESCRIBE, RECEIVE, Control
 from hybridflow.errors import WeightSyncError
+from hybridflow.platform import Platform
 from hybridflow.reshard import session
 from hybridflow.reshard.layout import DIMS, PADDING, Catalog, RankLayout
 from hybridflow.reshard.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
@@ -31,13 +37,17 @@ _log = logging.getLogger(__name__)
 _receiver: WeightReceiver | None = None
 
 
+class _CalledOff(WeightSyncError):
+    """Another rank, a sender or the engine's worker had given the order up before."""
+
+
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """What SGLang calls. Never raises."""
     global _receiver
     try:
         if _receiver is None or _receiver.model is not model:
             _receiver = WeightReceiver(model)
-        _receiver.handle(Control.from_json(named_tensors[0][0]))
+        _receiver.take(Control.from_json(named_tensors[0][0]), in_background=_stages() > 1)
     except BaseException:  # a report that cannot be posted is a report that is missed: the engine worker takes it for a failure
         _log.exception("a weight-sync message could not be answered")
 
@@ -54,20 +64,47 @@ class WeightReceiver:
         self._channel: ReceiveChannel | None = None
         self._session = ""
         self._staging = ReceiveStaging(-1)
+        self._thread: threading.Thread | None = None
 
-    def handle(self, control: Control) -> None:
-        """Do what is asked and report."""
+    def take(self, control: Control, in_background: bool) -> None:
+        """`handle`; in the background a message to receive is left to a thread."""
+        if not in_background or control.action != RECEIVE:
+            return self.handle(control)
+        # these are a thread's own, and weights that were made in inference mode may not be written outside of it
+        modes, before = (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), self._thread
+
+        def work() -> None:
+            try:
+                device = _device(self.model)
+                platform = Platform(device.type)  # type: ignore[arg-type]
+                platform.set_device(device.index or 0)
+                if before is not None:
+                    before.join()  # it has reported already, or this engine is given up
+                platform.synchronize()  # what was started before the pause has computed
+                with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
+                    self.handle(control, platform.synchronize)
+            except BaseException:  # as in `load`
+                _log.exception("a weight-sync message could not be answered")
+
+        self._thread = threading.Thread(target=work, name="receive-weights", daemon=True)
+        return self._thread.start()
+
+    def handle(self, control: Control, finish: Callable[[], None] | None = None) -> None:
+        """Do what is asked, then `finish`, and report."""
         started, rank = time.perf_counter(), control.first_rank + _rank_in_engine()
         store = session.connect(control.host, control.port, control.timeout_s)
+        nbytes, error, called_off = 0, "", False
         try:
             nbytes = self._act(control, rank, store)
-            error = ""
+            if finish is not None:
+                finish()
         except BaseException as problem:
             self._give_up()
-            nbytes, error = 0, f"rank {rank}: {problem_of(problem)}"
+            called_off = isinstance(problem, _CalledOff)
+            error = f"rank {rank}: {problem_of(problem)}"
             _log.exception("weight sync: rank %d failed", rank)
         seconds = time.perf_counter() - started
-        session.write_report(store, control.report, RankReport(rank, error, nbytes, seconds, self._digest, os.getpid()))
+        session.write_report(store, control.report, RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off))
 
     def _act(self, control: Control, rank: int, store: Any) -> int:
         layout = self._traced(store, control.timeout_s)
@@ -79,9 +116,12 @@ class WeightReceiver:
         board = Board.open(control.order, store)
         try:
             return self._receive(board, rank)
-        except BaseException:
+        except BaseException as problem:
+            was_called_off = board.decision() == ABORT
             board.decide(ABORT)
             board.staged(rank)  # nobody need wait for this rank any longer: what was decided tells them
+            if was_called_off and not isinstance(problem, _CalledOff):
+                raise _CalledOff(f"called off before it was committed (what this rank saw of it: {problem_of(problem)})") from problem
             raise
 
     # ---- where the weights lie ------------------------------------------------------------------------------------------------------
@@ -96,7 +136,8 @@ class WeightReceiver:
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             tensors = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
             loader: Callable[..., Any] = self.model.load_weights  # type: ignore[assignment]
-            traced = trace_layout(self.model, loader, tensors, getattr(torch, catalog["dtype"]))
+            others = {name: getattr(torch, dtype) for name, dtype in catalog["dtypes"].items()}
+            traced = trace_layout(self.model, loader, tensors, getattr(torch, catalog["dtype"]), others)
             self._layout, self._pointers = traced.rank_layout(Catalog.of(tensors)), pointers
             self._digest = layout_digest(self._layout)
         return self._layout
@@ -119,7 +160,7 @@ class WeightReceiver:
         board.staged(rank)
         board.wait_all_staged(board.order.endpoint.timeout_s)
         if board.decide(COMMIT) != COMMIT:
-            raise WeightSyncError("called off before it was committed")
+            raise _CalledOff("called off before it was committed")
 
     def _scheduled(self, board: Board, rank: int) -> Schedule:
         order = board.order
@@ -160,6 +201,13 @@ class WeightReceiver:
 def problem_of(error: BaseException) -> str:
     """One of our messages as it is; of others the type as well."""
     return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+
+
+def _stages() -> int:
+    """Pipeline stages of the engine."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
 
 
 def _rank_in_engine() -> int:

@@ -31,7 +31,12 @@ def answer_deadline(timeout_s: float) -> float:
     return 2 * timeout_s + REPORT_GRACE_S
 
 
-def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, timeout_s: float) -> EngineLayout:
+def _report_deadline(timeout_s: float, stages: int) -> float:
+    """Seconds after SGLang's answer by which ranks report; with several stages it answers when the first has dealt with the message."""
+    return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
+
+
+def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, timeout_s: float, stages: int = 1) -> EngineLayout:
     """Have all ranks of an engine trace and post their layouts. For an engine that has no requests.
 
     Raises:
@@ -42,17 +47,18 @@ def describe(client: EngineClient, name: str, ranks: int, host: str, port: int, 
     control = Control(DESCRIBE, host, port, timeout_s, f"described/{name}/{time.time_ns()}", 0, ranks)
     client.begin_weight_update()
     client.call_ranks(control, flush_cache=False)
-    reports = session.read_reports(store, control.report, range(ranks), REPORT_GRACE_S)
+    reports = session.read_reports(store, control.report, range(ranks), _report_deadline(timeout_s, stages))
     client.end_weight_update()
     _check_reports(name, range(ranks), reports, "")
     return EngineLayout(name, tuple(reports[rank].layout for rank in range(ranks)))
 
 
-def receive(client: EngineClient, order: Order, plan: str) -> Outcome:
+def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
     """Carry an order out. Does not raise our errors: the outcome says what became of the engine.
 
     Args:
         plan: digest of the plan that this engine was described for.
+        stages: of the engine's pipeline.
     """
     started, board = time.perf_counter(), None
     fate = "refused"
@@ -60,7 +66,7 @@ def receive(client: EngineClient, order: Order, plan: str) -> Outcome:
         board = Board.open(order)
         _compare(board, plan)
         fate = "stale"
-        reports = _transact(client, board)
+        reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
     except (WeightSyncError, EngineError) as error:
         if board is not None:
             with suppress(RuntimeError):  # the store is gone: then so is whom this would tell
@@ -92,7 +98,8 @@ def _compare(board: Board, plan: str) -> None:
             raise WeightSyncError(f"trainer rank {sender} holds weight version {announced.version}, not {order.version}")
 
 
-def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
+def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
+    """`report_s`: how long after SGLang's answer the ranks' reports may come."""
     order, refusal = board.order, ""
     ranks = order.endpoint.receivers
     endpoint = order.endpoint
@@ -107,7 +114,7 @@ def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
         raise
     except EngineError as error:
         refusal = str(error)
-    reports = board.reports(REPORT_GRACE_S)
+    reports = board.reports(report_s)
     try:
         client.end_weight_update()
     except EngineError as error:
@@ -120,7 +127,8 @@ def _transact(client: EngineClient, board: Board) -> dict[int, RankReport]:
 
 def _check_reports(engine: str, ranks: tuple[int, ...] | range, reports: Mapping[int, RankReport], refusal: str) -> None:
     """Refuse anything but success of every rank."""
-    faults = [f"{engine} {report.error}" for report in reports.values() if report.error]
+    causes_first = sorted(reports.values(), key=lambda report: report.called_off)
+    faults = [f"{engine} {report.error}" for report in causes_first if report.error]
     silent = [str(rank) for rank in ranks if rank not in reports]
     if refusal:
         raise WeightSyncError("; ".join([*faults, refusal]))

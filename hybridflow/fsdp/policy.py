@@ -27,7 +27,7 @@ from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners
 from hybridflow.reshard.hf_export import Held, export_held
-from hybridflow.reshard.layout import Layout
+from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.residency import Part
 from hybridflow.saving.saver import Saver
 
@@ -213,9 +213,9 @@ class FsdpPolicy:
         local = {name: shard.detach().to_local() for name, shard in self.shards().items()}
         return {name: rows for name, rows in local.items() if rows.numel()}
 
-    def weight_layout(self) -> Callable[[], Layout]:
+    def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Builds the layout of `parameters` over all ranks."""
-        return lambda: fsdp_layout(self.family, dist.get_world_size(), "float32")
+        return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)
 
     def settle(self) -> None:
         """Nothing is under way between methods."""

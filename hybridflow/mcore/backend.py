@@ -11,7 +11,7 @@ import torch
 from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
 from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
-from hybridflow.reshard.layout import Layout, megatron_layout
+from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 from hybridflow.residency import Part
 
 
@@ -30,10 +30,10 @@ class MegatronPolicy(Policy):
         """For `Residency`."""
         return model_parts(self)
 
-    def weight_layout(self) -> Callable[[], Layout]:
+    def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Asks all ranks for their coordinates; the returned function builds the layout."""
         ranks, dtype = parallel.all_coordinates(), str(self.dtype).removeprefix("torch.")
-        return lambda: megatron_layout(self.family, ranks, dtype)
+        return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
         """Saves of this policy."""

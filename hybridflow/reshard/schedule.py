@@ -17,6 +17,7 @@ import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
+from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 from hybridflow.reshard.messages import Item, Message, Messages
 from hybridflow.reshard.planner import make_plan
@@ -186,9 +187,10 @@ def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int 
     )
 
 
-def post_catalog(store: Store, tensors: Mapping[str, Sequence[int]], dtype: str) -> None:
-    """Post the HF tensors {name: shape} that the engines' loaders will be traced with."""
-    store.set(CATALOG_KEY, json.dumps({"dtype": dtype, "tensors": {name: list(shape) for name, shape in tensors.items()}}))
+def post_catalog(store: Store, tensors: Mapping[str, Sequence[int]], dtype: str, quantisation: BlockQuantisation | None = None) -> None:
+    """Post the HF tensors {name: shape} that the engines' loaders will be traced with; with a quantisation their scales as well."""
+    shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
+    store.set(CATALOG_KEY, json.dumps({"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}))
 
 
 def make_weight_plan(
@@ -199,20 +201,22 @@ def make_weight_plan(
     staging_bytes: int,
     wait_s: float,
     part_bytes: int = 0,
+    quantisation: BlockQuantisation | None = None,
 ) -> PlanFacts:
     """Plan, prove, and post what every rank has to do.
 
     Args:
-        source: the trainer's side, over the catalog of the family's tensors (`megatron_layout`, `fsdp_layout`).
+        source: the trainer's side, over `Catalog.of(family.tensors(), quantisation)` (`megatron_layout`, `fsdp_layout`).
         engines: what each engine has described, in the plan's order.
         staging_bytes: that a rank may use for messages under way.
         wait_s: deadline for each posted layout.
         part_bytes: of a message, see `Messages`.
+        quantisation: of engines in block-wise fp8, as it was posted in the catalog.
 
     Raises:
         WeightSyncError: no plan, or no proof.
     """
-    catalog = Catalog.of(family.tensors())
+    catalog = Catalog.of(family.tensors(), quantisation)
     plan, proof = plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes)
     facts = post_schedules(store, plan, proof, part_bytes)
     store.set(PLAN_KEY, json.dumps(facts.digest))

@@ -68,7 +68,10 @@ class Order:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one engine rank says at the end of an action. `error` is empty when all went well."""
+    """What one engine rank says at the end of an action. `error` is empty when all went well.
+
+    `called_off`: somebody had given the order up before, so the error is a consequence and not the cause.
+    """
 
     rank: int
     error: str = ""
@@ -76,6 +79,7 @@ class RankReport:
     seconds: float = 0.0
     layout: str = ""
     pid: int = 0
+    called_off: bool = False
 
 
 @dataclass(frozen=True)

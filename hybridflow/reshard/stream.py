@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -96,6 +97,24 @@ class ReceiveStaging(_Staging):
     """For `receive_stream`: of engine rank `rank`."""
 
 
+@contextmanager
+def _naming(message: Message) -> Iterator[None]:
+    """Add to an error of the transport, which knows numbers alone, what the message carries."""
+    try:
+        yield
+    except WeightSyncError as error:
+        raise WeightSyncError(f"{error} (bucket {message.bucket}, {message.items[0].buffer} and what follows it)") from error
+
+
+@contextmanager
+def _naming_seal(peer: int) -> Iterator[None]:
+    """The same for the message that carries a pair's checksums."""
+    try:
+        yield
+    except WeightSyncError as error:
+        raise WeightSyncError(f"{error} (the checksums behind all buckets exchanged with rank {peer})") from error
+
+
 def largest_message(messages: Sequence[Message]) -> int:
     """Bytes of the largest, the one with a pair's checksums included."""
     counts = Counter(message.peer for message in messages)
@@ -126,7 +145,8 @@ def send_stream(messages: Sequence[Message], buffers: Buffers, channel: SendChan
     else:
         used = _send_from_slabs(messages, copies, channel, staging, sync, seals)
     for peer, digests in seals.items():
-        channel.send(peer, SEAL_TAG, digests.tensor(copies.device)).wait()
+        with _naming_seal(peer):
+            channel.send(peer, SEAL_TAG, digests.tensor(copies.device)).wait()
     return _stats(messages, used, start)
 
 
@@ -145,20 +165,27 @@ def _send_from_slabs(
 ) -> int:
     packed = [message for number, message in enumerate(messages) if copies.whole(number) is None]
     slabs = staging.allocate(staging.slots, largest_message(packed), copies.device) if packed else []
-    under_way: deque[Work] = deque()
+    under_way: deque[tuple[Message, Work]] = deque()
+
+    def wait_for_oldest() -> None:
+        sent, work = under_way.popleft()
+        with _naming(sent):
+            work.wait()
+
     turn = 0
     for number, message in enumerate(messages):
         if len(under_way) == staging.slots:
-            under_way.popleft().wait()
+            wait_for_oldest()
         payload = copies.whole(number)
         if payload is None:
             payload = slabs[turn % staging.slots][: message.nbytes]
             copies.pack(number, payload)
             turn += 1
         seals[message.peer].add(payload, seed_of(sync, staging.rank, message.peer, message.tag))
-        under_way.append(channel.send(message.peer, message.tag, payload))
-    for work in under_way:
-        work.wait()
+        with _naming(message):
+            under_way.append((message, channel.send(message.peer, message.tag, payload)))
+    while under_way:
+        wait_for_oldest()
     return staging.nbytes
 
 
@@ -166,10 +193,12 @@ def _send_lent(messages: Sequence[Message], copies: Copies, channel: LendingSend
     """Pack straight into the transport's memory; returns the bytes of it that were used."""
     used: dict[int, int] = {}
     for number, message in enumerate(messages):
-        payload = channel.lend(message.peer, message.tag, message.nbytes)
+        with _naming(message):
+            payload = channel.lend(message.peer, message.tag, message.nbytes)
         copies.pack(number, payload)
         seals[message.peer].add(payload, seed_of(sync, rank, message.peer, message.tag))
-        channel.send(message.peer, message.tag, payload).wait()
+        with _naming(message):
+            channel.send(message.peer, message.tag, payload).wait()
         used[payload.data_ptr()] = max(used.get(payload.data_ptr(), 0), payload.numel())
     return sum(used.values())
 
@@ -228,10 +257,12 @@ def _arrivals(messages: Sequence[Message], channel: ReceiveChannel, slots: int, 
     under_way: deque[Work] = deque()
     for number in range(len(messages) + slots):
         if number >= slots:
-            under_way.popleft().wait()
+            with _naming(messages[number - slots]):
+                under_way.popleft().wait()
             yield number - slots
         if number < len(messages):
-            under_way.append(channel.receive(messages[number].peer, messages[number].tag, place(number)))
+            with _naming(messages[number]):
+                under_way.append(channel.receive(messages[number].peer, messages[number].tag, place(number)))
 
 
 def _receive_in_place(
@@ -285,7 +316,8 @@ def _receive_and_keep(
     """Leave what arrives where it is, in the transport's memory, which is this rank's staging then."""
     loans: list[Loan] = []
     for message in messages:
-        loans.append(channel.borrow(message.peer, message.tag, message.nbytes))
+        with _naming(message):
+            loans.append(channel.borrow(message.peer, message.tag, message.nbytes))
         seals[message.peer].add(loans[-1].payload, seed_of(sync, message.peer, staging.rank, message.tag))
 
     def commit(target: Buffers) -> None:
@@ -301,7 +333,8 @@ def _receive_lent(messages: Sequence[Message], copies: Copies, channel: LendingR
     """Write straight from the transport's memory; returns the bytes of it that were used."""
     used: dict[int, int] = {}
     for number, message in enumerate(messages):
-        loan: Loan = channel.borrow(message.peer, message.tag, message.nbytes)
+        with _naming(message):
+            loan: Loan = channel.borrow(message.peer, message.tag, message.nbytes)
         payload = loan.payload
         seals[message.peer].add(payload, seed_of(sync, message.peer, rank, message.tag))
         copies.scatter(number, payload)
@@ -314,7 +347,8 @@ def _compare(messages: Sequence[Message], channel: ReceiveChannel, rank: int, de
     """Raise WeightSyncError for the first message that is not what was sent."""
     for peer, digests in seals.items():
         sent = torch.empty(seal_bytes(len(digests)), dtype=torch.uint8, device=device)
-        channel.receive(peer, SEAL_TAG, sent).wait()
+        with _naming_seal(peer):
+            channel.receive(peer, SEAL_TAG, sent).wait()
         wrong = digests.first_difference(sent)
         if wrong is not None:
             message = [message for message in messages if message.peer == peer][wrong]

@@ -21,15 +21,18 @@ from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
+from hybridflow.platform import Platform
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
 from hybridflow.trainer import assets
+from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.evaluate import Scorer, Validator
 from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
+from hybridflow.trainer.rollout_recovery import RestartingRollouts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
 from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup
@@ -37,6 +40,7 @@ from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker, ValueSpec
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -45,6 +49,7 @@ _WORKERS: dict[str, type] = {"critic": CriticWorker, "reference": ReferenceWorke
 
 def train(config: RunConfig) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
+    check_devices(config, Platform.detect())
     _run_job(config, _train, config.trainer.total_steps)
 
 
@@ -114,11 +119,22 @@ class _Job:
     def start_engines(self, cluster: Cluster) -> WorkerGroup:
         """The engines' workers; the engines themselves go on starting in the background."""
         config = self.config.rollout
-        folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, self.config.model.dtype, self.tokenizer)
+        dtype, quantization = self.config.model.dtype, config.quantization
+        folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization)
         with self.progress.stage(f"start {config.num_engines} engine workers"):
-            pool = ResourcePool.allocate(cluster, 1, config.num_engines)
-            args = (config, folder.resolve(), self.config.model.dtype, self.config.seed, derived.needs_engine_routes(self.config))
-            return self._group(cluster, pool, RolloutWorker, "rollout", args)
+            args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
+            if config.nodes_per_engine == 1:
+                return self._group(cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args)
+            first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
+            leading = self._group(cluster, first, RolloutWorker, "rollout", args)
+            following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
+
+            def follow() -> None:
+                following.run(RolloutNodeWorker.follow, leading.run(RolloutWorker.node_store))
+
+            follow()
+            leading.on_restart(follow)
+            return leading
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]) -> WorkerGroup:
         env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
@@ -165,9 +181,12 @@ def _train(job: _Job) -> dict[str, Any]:
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(policy_workers, engines, config)
-    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator, critic, reward_model, reference)
+    rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message))
+    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, critic, reward_model, reference)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
+    engine_workers.on_restart(engines.begin_again)
+    engine_workers.on_restart(weights.reconnect)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
@@ -193,6 +212,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
         "steps": trainer.step,
         "restarts": int(totals.get("restarts", 0)),
+        "engine_restarts": int(totals.get("engine_restarts", 0)),
         "exported_to": exported,
     }
 
@@ -351,11 +371,25 @@ def _layout(config: RunConfig) -> str:
         parts.append("SP")
     rollout = config.rollout
     engine = [f"TP{rollout.tensor}"]
-    engine += [f"{short}{size}" for short, size in (("EP", rollout.expert), ("DPA", rollout.data_parallel_attention)) if size > 1]
+    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
+    engine += [f"{short}{size}" for short, size in sizes if size > 1]
+    if rollout.nodes_per_engine > 1:
+        engine.append(f"{rollout.nodes_per_engine} nodes")
     return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
 
 
-def _uses_gpus() -> bool:
-    from hybridflow.platform import Platform
+def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourcePool, ResourcePool]:
+    """Slots of the engines' first nodes and of their others; an engine has its nodes to itself, but in a local cluster all are one.
 
+    Raises:
+        ResourceError: the cluster has fewer nodes.
+    """
+    everything = engines * nodes
+    pool = ResourcePool.allocate(cluster, *((1, everything) if cluster.is_local else (everything, 1)))
+    slots = pool.split([1] * everything)
+    others = [slot for number, slot in enumerate(slots) if number % nodes]
+    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(others)
+
+
+def _uses_gpus() -> bool:
     return Platform.detect().kind == "cuda"

@@ -12,6 +12,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models import family_of
+from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 
 
@@ -55,9 +56,21 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
     return resolved
 
 
-def write_engine_folder(folder: Path, hf_config: Mapping[str, Any], dtype: str, tokenizer: Tokenizer) -> Path:
-    """A Hugging Face folder without weights: engines start from it with random weights and receive the real ones."""
+def write_engine_folder(
+    folder: Path, hf_config: Mapping[str, Any], dtype: str, tokenizer: Tokenizer, quantization: str | None = None
+) -> Path:
+    """A Hugging Face folder without weights: engines start from it with random weights and receive the real ones.
+
+    Its `quantization_config` is that of what they receive, whatever the checkpoint that the policy started from was kept in.
+
+    Raises:
+        ModelError: `quantization` is fp8 and the model's config names another form of it.
+    """
+    written = {**hf_config, "torch_dtype": dtype}
+    written.pop("quantization_config", None)
+    if quantization == "fp8":
+        written["quantization_config"] = BlockQuantisation.of(hf_config).config()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**hf_config, "torch_dtype": dtype}, indent=2))
+    (folder / "config.json").write_text(json.dumps(written, indent=2))
     copy_files(tokenizer.path, folder, TOKENIZER_FILES)
     return folder

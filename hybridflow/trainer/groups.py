@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow
+from hybridflow.engines.client import EngineSilent
 from hybridflow.engines.keeper import EngineState
-from hybridflow.errors import EngineError
+from hybridflow.errors import EngineError, EnginesLostError
 from hybridflow.protocol import DataProto
 from hybridflow.residency import Part
 from hybridflow.routes import ROUTES
@@ -27,6 +29,7 @@ from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
+_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that answers no longer is found dead within a few seconds, or it hangs
 _log = logging.getLogger(__name__)
 
 
@@ -135,7 +138,12 @@ class EngineGroup:
             self._ready = None
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """See RolloutService. Only engines that took the last weights get rows; when one dies over them, the others answer all again."""
+        """See RolloutService. Only engines that took the last weights get rows; when one dies over them, the others answer all again.
+
+        Raises:
+            EnginesLostError: there are no others. The lost ones are being started again, and hold no weights.
+            EngineError: an engine refused, and lives.
+        """
         limit, timeout = self.config.data.max_response_length, self.config.rollout.request_timeout_s + 30
         while True:
             healthy = [number for number in range(self.group.world_size) if number not in self.stale]
@@ -145,15 +153,51 @@ class EngineGroup:
             try:
                 return _batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
             except EngineError as error:
-                lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(self.states()) if state.state != "up"}
-                if not lost.keys() - self.stale.keys() or len(self.stale | lost) == self.group.world_size:
+                lost = self._lost(error)
+                if not lost.keys() - self.stale.keys():
                     raise
                 self.quarantine(self.stale | lost)
+                if len(self.stale) == self.group.world_size:
+                    reasons = "\n".join(f"  - {why}" for why in self.stale.values())
+                    raise EnginesLostError(f"no engine is left that could answer: {str(error).splitlines()[0]}\n{reasons}") from error
                 _log.warning("an engine was lost while it generated; the others answer its prompts: %s", error)
 
-    def states(self, wait_s: float = 0.0) -> list[EngineState]:
-        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way."""
-        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
+    def _lost(self, error: EngineError) -> dict[int, str]:
+        """Engines that are not up, after an error of one; one that hangs is given up."""
+        silent, settled = isinstance(error, EngineSilent), time.monotonic() + _SETTLE_S
+        while True:
+            states = self.states(busy_s=self.config.rollout.request_timeout_s)  # the others may still answer their share
+            lost = {n: f"{state.name} is {state.state}: {state.reason}" for n, state in enumerate(states) if state.state != "up"}
+            if lost.keys() - self.stale.keys() or not silent:
+                return lost
+            if time.monotonic() > settled:
+                silent = False
+                hanging = [number for number in range(self.group.world_size) if f"engine-{number}" == error.engine]
+                if hanging:
+                    self.group.run(RolloutWorker.replace_engine, str(error).splitlines()[0], only=hanging)
+            time.sleep(_SETTLE_POLL_S)
+
+    def workers_alive(self) -> bool:
+        """Whether every engine's worker still runs."""
+        return self.group.is_alive()
+
+    def restart_workers(self) -> None:
+        """Start all workers, and with them all engines, again (`WorkerGroup.restart`, whose hooks let them take weights)."""
+        self.group.restart()
+
+    def begin_again(self) -> None:
+        """After the workers were started again: wait for their engines, which hold no weights."""
+        self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
+        self._ready = self.group.submit(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
+        self.wait_ready()
+
+    def states(self, wait_s: float = 0.0, busy_s: float = 0.0) -> list[EngineState]:
+        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way.
+
+        Args:
+            busy_s: how long a worker may still be at an earlier call before it answers.
+        """
+        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + busy_s + 60)
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:

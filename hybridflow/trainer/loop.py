@@ -167,6 +167,7 @@ class RLTrainer:
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
+        metrics["rollout/restarts"] = self.session.totals.get("engine_restarts", 0.0)
         self.session.note_max("first_ppo_kl_max", abs(metrics.get("actor/first_ppo_kl", 0.0)))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)

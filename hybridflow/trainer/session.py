@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,15 @@ class Session:
         """Keep the largest value seen."""
         self.totals[total] = max(self.totals.get(total, value), value)
 
+    def note_engine_restart(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """Counts restarts of engines in `totals["engine_restarts"]` and says why."""
+
+        def note(reason: str) -> None:
+            self.totals["engine_restarts"] = self.totals.get("engine_restarts", 0.0) + 1
+            say(f"engines start again: {reason}")
+
+        return note
+
     def progress(self, total: int, title: str, initial: int, throttle_s: float = 0.0) -> Progress:
         """A bar on the terminal, unless `trainer.loggers` leaves the console out."""
         enabled = "console" in self.config.trainer.loggers
@@ -99,6 +108,7 @@ class Session:
         None: back to before the first step.
         """
         seconds, restarts = self.totals_now()["seconds_total"], self.totals.get("restarts", 0.0)
+        engine_restarts = self.totals.get("engine_restarts", 0.0)
         if checkpoint is not None:
             self.resume(checkpoint)
         else:
@@ -106,6 +116,7 @@ class Session:
             self._forget_after(0)
         self._seconds_before, self._opened = seconds, time.perf_counter()
         self.totals["restarts"] = restarts + 1
+        self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
         """Drop records and dumps of the loop after `step`. What was validated before the first step is validated again."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.engines.weight_transaction import answer_deadline
+from hybridflow.engines.weight_transaction import answer_deadline, refuse
 from hybridflow.errors import HybridFlowError, WeightSyncError
 from hybridflow.reshard.schedule import PlanFacts
 from hybridflow.reshard.session import Order, Outcome
@@ -57,7 +58,7 @@ class SliceSync:
         return self._plan.describe()
 
     def reconnect(self) -> None:
-        """After the policy's ranks were started again: they have a new store, no schedules and no sessions."""
+        """After the policy's ranks or the engines' workers were started again: a new store, new schedules and new sessions."""
         self._sessions = [number + 1 for number in self._sessions]
         self.engines.states(wait_s=self.config.rollout.start_timeout_s)
         self.prepare()
@@ -102,9 +103,16 @@ class SliceSync:
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
-        wait = 4 * patience + _MARGIN_S  # announce or pause, begin, load, end
+        wait = 5 * patience + _MARGIN_S  # announce or pause, begin, load, the reports of a pipeline, end
         sending = self.policy.submit(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
-        received: list[Outcome] = self.engines.group.run(RolloutWorker.receive_weights, orders, timeout=wait, only=numbers)
+        try:
+            received: list[Outcome] = self.engines.group.run(RolloutWorker.receive_weights, orders, timeout=wait, only=numbers)
+        except HybridFlowError as error:  # the engines' workers are gone: nobody will tell the senders to go on or to stop
+            for order in orders:
+                refuse(order, str(error).splitlines()[0])
+            with suppress(HybridFlowError):
+                sending.result()
+            raise
         try:
             sent: list[Outcome] = [outcome for rank in sending.result() for outcome in rank]
         except HybridFlowError:  # a trainer rank is gone: the run ends with its error, the engines' side is in the log

@@ -16,7 +16,7 @@ from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSo
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.rendezvous import join_world
-from hybridflow.reshard.layout import Layout
+from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.residency import Part
 from hybridflow.saving.saver import Holder, Saver
 
@@ -79,7 +79,7 @@ class Backend(Holder, Protocol):
         """This rank's tensors by the names of its layout, over live memory."""
         ...
 
-    def weight_layout(self) -> Callable[[], Layout]:
+    def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Asks all ranks where they stand; the returned function, which one rank needs, builds the layout from that."""
         ...
 

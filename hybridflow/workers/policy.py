@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
 from hybridflow.rendezvous import master_store
 from hybridflow.reshard import session
+from hybridflow.reshard.layout import Catalog
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.residency import PARTS, Part, Residency
@@ -51,6 +53,7 @@ class PolicyWorker:
         self.memory = RoleMemory(residency, self.platform, config.actor.offload)
         self._saver = self.policy.saver(config.trainer.checkpoint_timeout_s)
         self.host, self.sync = context.master_addr, config.rollout.sync
+        self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None  # of the engines
         self._store: TCPStore | None = None
         self._sender = WeightSender(context.rank, self.policy.parameters)
 
@@ -179,7 +182,7 @@ class PolicyWorker:
     def open_sync_store(self) -> tuple[str, int]:
         """Open the store at which trainer and engines agree on syncs, with the catalog of tensors in it; returns host and port."""
         self._store = master_store(self.host, 0, self.sync.timeout_s)
-        post_catalog(self._store, self.policy.family.tensors(), self.spec.config.model.dtype)
+        post_catalog(self._store, self.policy.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
 
     @register(Dispatch.ONE_TO_ALL)
@@ -187,8 +190,9 @@ class PolicyWorker:
         """Plan and prove how weights travel, once; every rank reads its part. The first rank returns what was found."""
         layout, facts, wait_s = self.policy.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
-            sync, part = self.sync, self.platform.cache_bytes
-            facts = make_weight_plan(self._store, self.policy.family, layout(), engines, sync.staging_bytes, wait_s, part)
+            source = layout(Catalog.of(self.policy.family.tensors(), self._quantisation))
+            staging, part = self.sync.staging_bytes, self.platform.cache_bytes
+            facts = make_weight_plan(self._store, self.policy.family, source, engines, staging, wait_s, part, self._quantisation)
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)
         return facts

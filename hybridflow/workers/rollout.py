@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.engines.client import Completion, EngineClient, SamplingParams
 from hybridflow.engines.keeper import UP, EngineKeeper, EngineState
+from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.server import EngineSpec
 from hybridflow.engines.weight_transaction import answer_deadline, describe, receive, refuse
 from hybridflow.errors import EngineError, WeightSyncError
@@ -25,6 +27,31 @@ from hybridflow.routes import ROUTES, unknown, with_free_end
 WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reason", "weight_version")
 
 
+def engine_spec(config: RolloutConfig, number: int, model_folder: Path, dtype: str, seed: int, with_routes: bool) -> EngineSpec:
+    """What engine `number` of a run serves; of several nodes, the first one's, which has no address yet."""
+    return EngineSpec(
+        name=f"engine-{number}",
+        model_path=str(model_folder),
+        tensor=config.tensor,
+        pipeline=config.pipeline,
+        expert=config.expert,
+        data_attention=config.data_parallel_attention,
+        nnodes=config.nodes_per_engine,
+        dtype=dtype,
+        max_running_requests=config.max_running_requests,
+        max_total_tokens=config.max_total_tokens,
+        mem_fraction_static=config.mem_fraction_static,
+        # requests paused in place keep the cache from being emptied, and prefixes of old weights would go on being used
+        extra_args={**({"disable_radix_cache": True} if config.sync.pause == "in_place" else {}), **config.extra_args},
+        start_timeout_s=config.start_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        seed=seed + number,
+        device=Platform.detect().kind,
+        return_routed_experts=with_routes,
+        memory_saver=config.sleep_while_training,
+    )
+
+
 class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
@@ -33,37 +60,27 @@ class RolloutWorker:
     ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
-        name = f"engine-{context.rank}"
-        spec = EngineSpec(
-            name=name,
-            model_path=str(model_folder),
-            tensor=config.tensor,
-            pipeline=config.pipeline,
-            expert=config.expert,
-            data_attention=config.data_parallel_attention,
-            dtype=dtype,
-            max_running_requests=config.max_running_requests,
-            max_total_tokens=config.max_total_tokens,
-            mem_fraction_static=config.mem_fraction_static,
-            # requests paused in place keep the cache from being emptied, and prefixes of old weights would go on being used
-            extra_args={**({"disable_radix_cache": True} if config.sync.pause == "in_place" else {}), **config.extra_args},
-            start_timeout_s=config.start_timeout_s,
-            request_timeout_s=config.request_timeout_s,
-            seed=seed + context.rank,
-            device=Platform.detect().kind,
-            return_routed_experts=with_routes,
-            memory_saver=config.sleep_while_training,
-        )
+        spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes)
+        nodes = None
+        if config.nodes_per_engine > 1:
+            spec = replace(spec, dist_init_addr=f"{context.node}:0")
+            nodes = FirstNode(spec, context.node)
         self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())  # the engine's life, and what of its memory is given away
         self._sync_store, self._plan = ("", 0), ""
         self._described: EngineLayout | None = None
         self._served_life = -1  # the engine's life that holds whole weights; -1: none does
-        self.keeper = EngineKeeper(spec, context.log_path.with_name(f"{name}.log"), self._check_layout)
+        self.keeper = EngineKeeper(spec, context.log_path.with_name(f"{spec.name}.log"), self._check_layout, nodes)
 
     def mesh_position(self) -> MeshPosition:
         """Engines are data-parallel: each takes a share of the prompts."""
         return MeshPosition(self.rank, self.world_size, True)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def node_store(self) -> tuple[str, int]:
+        """Where the other nodes of this engine learn when to start (`RolloutNodeWorker.follow`). Only with several nodes an engine."""
+        assert self.keeper.nodes is not None
+        return self.keeper.nodes.address
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_ready(self) -> str:
@@ -149,7 +166,7 @@ class RolloutWorker:
         self._served_life = -1
         if state.state != UP:
             return refuse(order, f"{state.name} is not up: {state.reason}")
-        outcome = receive(self._patient(self.keeper.client), order, self._plan)
+        outcome = receive(self._patient(self.keeper.client), order, self._plan, self.config.pipeline)
         if outcome.fate == "served":
             self._served_life = state.life
         if outcome.fate == "lost":
@@ -163,6 +180,11 @@ class RolloutWorker:
         return self.keeper.wait_restarted(wait_s)
 
     @register(Dispatch.ONE_TO_ALL)
+    def replace_engine(self, reason: str) -> None:
+        """Give up an engine that hangs: it is ended and started again in the background."""
+        self.keeper.restart(reason)
+
+    @register(Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Of all parameters of the engine."""
         return self.keeper.client.weights_checksum()
@@ -174,7 +196,8 @@ class RolloutWorker:
 
     def _describe(self, client: EngineClient) -> EngineLayout:
         host, port = self._sync_store
-        return describe(self._patient(client), self.keeper.spec.name, self.keeper.spec.ranks, host, port, self.config.sync.timeout_s)
+        spec, config = self.keeper.spec, self.config
+        return describe(self._patient(client), spec.name, spec.ranks, host, port, config.sync.timeout_s, config.pipeline)
 
     def _check_layout(self, client: EngineClient) -> None:
         """What a restarted engine must pass: the plan is made for where the weights lay before."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hybridflow.config.schema import ActorConfig, ClusterConfig, ModelConfig, OptimConfig, RunConfig
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto, Jagged
+from hybridflow.reshard.layout import Catalog
 from tests.dist.mcore_cases import batch_of, weights_of
 
 ROWS = 8
@@ -57,7 +58,7 @@ def steps(policy: Any, numbers: range, max_tokens: int = 40) -> list[list[float]
 
 def whole(policy: Any) -> dict[str, torch.Tensor]:
     """All HF tensors, put together from what every rank's layout says it holds."""
-    layout, tensors = policy.weight_layout()(), policy.family.tensors()
+    layout, tensors = policy.weight_layout()(Catalog.of(policy.family.tensors())), policy.family.tensors()
     found = {name: torch.zeros(shape) for name, shape in tensors.items()}
     counts = {name: torch.zeros(shape) for name, shape in tensors.items()}
     mine, names = layout.classes[int(layout.rank_class[dist.get_rank()])], list(tensors)

@@ -55,7 +55,8 @@ class FaultyChannel:
             elif self.fault["do"] == "sleep":
                 time.sleep(self.fault["seconds"])
             elif self.fault["do"] == "hold":
-                self.store.set(f"held/{self.rank}", "1")
+                for key in (f"held/{self.rank}", f"held/{self.rank}/{self.fault['engine']}"):
+                    self.store.set(key, "1")
                 self.store.get(self.fault["until"])
         self.count += 1
         return self.inner.send(peer, tag, payload)
@@ -96,7 +97,7 @@ class Rank:
         """From its next session on."""
         if self.rank in ranks:
             self.sender.close()
-            self.faults[engine] = fault
+            self.faults[engine] = {**fault, "engine": engine}
 
     def send(self, orders: list[dict[str, Any]], go_timeout_s: float) -> list[dict[str, Any]]:
         return [asdict(outcome) for outcome in self.sender.send([Order.from_dict(order) for order in orders], go_timeout_s)]

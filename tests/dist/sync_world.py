@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ from safetensors.torch import save_file
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SyncConfig
 from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
 from hybridflow.engines.client import EngineClient, SamplingParams
+from hybridflow.engines.server import EngineServer
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
+from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.models.layout import Coordinates
 from hybridflow.rendezvous import client_store, master_store
-from hybridflow.reshard.layout import ParallelShape, megatron_layout
+from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.groups import EngineGroup
 from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
 from tests.dist.ranks import free_port
 from tests.dist.sync_senders import tensors_of
 
@@ -62,8 +66,10 @@ class Threads:
 class Senders:
     """The policy's worker group: one process a rank, and the store that the first rank would hold."""
 
-    def __init__(self, model: Mapping[str, Any], shape: Mapping[str, Any], kind: str = "held") -> None:
-        self.kind = kind
+    def __init__(
+        self, model: Mapping[str, Any], shape: Mapping[str, Any], kind: str = "held", quantisation: BlockQuantisation | None = None
+    ) -> None:
+        self.kind, self.quantisation = kind, quantisation
         self.model, self.shape, self.pool = dict(model), dict(shape), ThreadPoolExecutor(4)
         self.store = master_store(HOST, 0, 60.0)
         self.number, self.world_size = 0, shape["ranks"]
@@ -108,7 +114,7 @@ class Senders:
     # ---- `PolicyWorker`'s methods -----------------------------------------------------------------------------------------------------
 
     def open_sync_store(self) -> tuple[str, int]:
-        post_catalog(self.store, family_of(self.model).tensors(), "float32")
+        post_catalog(self.store, family_of(self.model).tensors(), "bfloat16" if self.quantisation else "float32", self.quantisation)
         return HOST, self.store.port
 
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
@@ -117,7 +123,8 @@ class Senders:
         else:
             ranks = ParallelShape(**self.shape).coordinates()
         family = family_of(self.model)
-        self.facts = make_weight_plan(self.store, family, megatron_layout(family, ranks, "float32"), engines, SYNC.staging_bytes, 20.0)
+        source = megatron_layout(family, ranks, "float32", Catalog.of(family.tensors(), self.quantisation))
+        self.facts = make_weight_plan(self.store, family, source, engines, SYNC.staging_bytes, 20.0, quantisation=self.quantisation)
         self.command("adopt", plan=self.facts.digest)
         return [self.facts]
 
@@ -131,27 +138,57 @@ class Senders:
             process.wait()
 
 
+def _wait_loaded(server: EngineServer, wait_s: float = 300.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not server._answers("/health", None, 5.0):
+        server.check_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 class SyncWorld:
-    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and `SliceSync` over them."""
+    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and `SliceSync` over them.
+
+    With a quantisation they are in block-wise fp8 and bfloat16, and up as soon as they have loaded: on a CPU they cannot generate.
+    """
 
     def __init__(
-        self, model: Mapping[str, Any], shape: Mapping[str, int], engines: Sequence[int | Mapping[str, int]], folder: Path
+        self,
+        model: Mapping[str, Any],
+        shape: Mapping[str, int],
+        engines: Sequence[int | Mapping[str, int]],
+        folder: Path,
+        quantisation: BlockQuantisation | None = None,
     ) -> None:
-        self.model, self.folder = dict(model), folder
+        self.model, self.folder, self.quantisation = dict(model), folder, quantisation
         engine_folder = folder / "model"
         engine_folder.mkdir(parents=True)
         (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
-        self.senders = Senders(model, shape)
+        self.senders = Senders(model, shape, quantisation=quantisation)
+        dtype = "bfloat16" if quantisation else "float32"
         shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
         self.configs = [RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=SYNC) for sizes in shapes]
         contexts = [WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))]
-        self.workers = [RolloutWorker(c, config, engine_folder, "float32", 1) for c, config in zip(contexts, self.configs, strict=True)]
+        self.workers = [RolloutWorker(c, config, engine_folder, dtype, 1) for c, config in zip(contexts, self.configs, strict=True)]
+        if quantisation:
+            for worker in self.workers:
+                worker.keeper.wait_ready = partial(_wait_loaded, worker.keeper.server)  # type: ignore[method-assign]
+        self.others = [RolloutNodeWorker(c, config, engine_folder, dtype, 1) for c, config in self._other_nodes(contexts)]
+        for other in self.others:
+            other.follow([worker.node_store() for worker in self.workers])
         self.group: Any = Threads(self.workers)
         config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
         self.engines = EngineGroup(self.group, config, [])
         self.engines.wait_ready()
         self.version, self.seed = 0, -1
         self.configure()
+
+    def _other_nodes(self, contexts: Sequence[WorkerContext]) -> list[tuple[WorkerContext, RolloutConfig]]:
+        """Contexts of the workers on other nodes than the first. All engines have several nodes then, and as many."""
+        more = self.configs[0].nodes_per_engine - 1
+        assert {config.nodes_per_engine - 1 for config in self.configs} == {more} or not more
+        ranks = [(engine * more + node, engine) for engine in range(len(contexts)) for node in range(more)]
+        return [(replace(contexts[engine], rank=rank), self.configs[engine]) for rank, engine in ranks]
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
@@ -171,7 +208,8 @@ class SyncWorld:
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        return {**self.model, "architectures": [family_of(self.model).architecture], "torch_dtype": "float32"}
+        form = {"quantization_config": self.quantisation.config(), "torch_dtype": "bfloat16"} if self.quantisation else {}
+        return {**self.model, "architectures": [family_of(self.model).architecture], "torch_dtype": "float32", **form}
 
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
@@ -227,5 +265,5 @@ class SyncWorld:
 
     def close(self) -> None:
         self.senders.close()
-        for worker in self.workers:
+        for worker in (*self.workers, *self.others):
             worker.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_a_killed_peer_is_named_at_once(bad: tuple[str, Facts, Path], side: str)
     number = cases.BAD_TRAINER if side == "trainer" else cases.TRAINERS + cases.BAD_ENGINE
     outcomes = [rank[f"kill {side}"] for rank in facts]
     assert outcomes[number] == {"ended_by": -9}
-    _peers_know(transport, outcomes, side, within_s=cases.DEADLINE, word="is gone")
+    _peers_know(transport, outcomes, side, within_s=cases.DEADLINE, word="is gone: its process has ended")
 
 
 @pytest.mark.parametrize("side", ["trainer", "engine"])
@@ -114,6 +115,7 @@ def _peers_know(transport: str, outcomes: Facts, side: str, within_s: float, wor
     assert named, [o["error"] for o in others]
     for outcome in named:
         assert f"(deadline {cases.DEADLINE:g} s)" in outcome["error"]
+        assert re.search(r"\(bucket \d+, \S+ and what follows it\)$", outcome["error"]), outcome["error"]
         assert outcome["seconds"] < within_s
     assert all(o["right"] is not True for o in outcomes if side == "trainer" and "right" in o)
 

@@ -7,6 +7,7 @@ After each fault an engine must answer with whole old or whole new weights, or n
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ import pytest
 from hybridflow.engines import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
+from hybridflow.trainer import groups
 from hybridflow.trainer.protocols import SyncReport
 from tests.dist.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 
@@ -302,6 +304,21 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
 
 
+@pytest.mark.full
+def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the next weights."""
+    heal(world, 45)
+    monkeypatch.setattr(groups, "_SETTLE_S", 1.0)
+    life = world.engines.states()[1].life
+    world.workers[1].keeper.client.request_timeout_s = 3.0
+    os.kill(_scheduler(world, 1), signal.SIGSTOP)
+    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    assert len(batch) == 4 and set(world.engines.stale) == {1}
+    assert "/generate not answered within 3 s" in world.engines.stale[1]
+    heal(world, 46)
+    assert world.engines.states()[1].life == life + 1
+
+
 def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
     """Last: it costs the trainer ranks their lives."""
     heal(world, 50)
@@ -318,14 +335,20 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
 
     syncing = threading.Thread(target=sync)
     syncing.start()
-    world.wait_for_key("held/1")
+    for engine in ("engine-0", "engine-1"):
+        world.wait_for_key(f"held/1/{engine}")
     world.senders.processes[1].kill()
     syncing.join(60.0)
     assert len(errors) == 1 and errors[0].rank == 1
     for number in range(len(TENSORS)):
         assert not world.answers(number)
         why = world.engines.stale[number]
-        assert f"engine-{number} rank" in why and "engine rank" in why and "trainer rank" in why and f"{SYNC.timeout_s:g} s" in why, why
+        # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the deadline
+        named = r"engine-\d rank (\d): .*engine rank \1, "
+        named += r"message \d+ with trainer rank 1 over p2p: the peer is gone: its process has ended "
+        named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \d+, \S*weight\S* and what follows it\)"
+        assert re.search(named, "".join(why.split(";")[:2])), why
+        assert "trainer rank 0 over p2p: the peer is gone" not in why.split("what this rank saw of it")[0], why
     world.senders.start()
     world.configure()
     heal(world, 52)

@@ -37,6 +37,7 @@ CASES = {
     "model-size": (("model.hf_config.num_hidden_layers=3",), r"num_hidden_layers=3 .*\.pipeline=2"),
     "batch": (("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"), r"train_batch_size=6 is no multiple of .*ppo_mini_batch_size=4"),
     "samples": (("data.train_batch_size=1", "rollout.n=1", "cluster.procs_per_node=8"), r"1 samples an update do not divide over 2"),
+    "fp8-on-a-cpu": (("rollout.quantization=fp8", "model.dtype=bfloat16"), r"rollout\.quantization=fp8 needs GPUs .* this is a CPU"),
     "no-file": (("data.train_files=[nowhere.parquet]",), r"data\.train_files: nowhere\.parquet does not exist"),
     "long-prompt": (("data.max_prompt_length=3",), r"train\.parquet, row \d+: the prompt has \d+ tokens, data\.max_prompt_length is 3"),
 }

@@ -25,7 +25,7 @@ from tests.e2e.runs import LOOPBACK, Run
 pytestmark = pytest.mark.slow
 SUMMARY = {
     "seed", "layout", "accuracy_before", "accuracy_after", "seconds_sft", "seconds_grpo", "seconds_total", "logprob_diff_mean",
-    "logprob_diff_max", "first_ppo_kl_max", "steps", "restarts", "exported_to",
+    "logprob_diff_max", "first_ppo_kl_max", "steps", "restarts", "engine_restarts", "exported_to",
 }  # fmt: skip
 
 

@@ -47,12 +47,21 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
     [
         ("actor.kl_loss_coef=0.1", "Reference: one forward pass"),
         ("sft.steps=0", "Warm start: none"),
+        ("rollout.tensor=4", "rollout.tensor x rollout.pipeline = 4 x 1 = 4 an engine, on one node"),
         ("rollout.sync.staging_bytes=4000", "4000 / (2 x 2) = 1000 bytes"),
     ],
 )
 def test_every_role_is_explained(override: str, said: str) -> None:
     config = load_config("tiny-moe-grpo", [override])
     assert said in explain(config, Origins.find("tiny-moe-grpo", [override], config_dirs(None)))
+
+
+def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:
+    words = ["rollout.tensor=4", "rollout.expert=2", "rollout.nodes_per_engine=2"]
+    text = explain(load_config("tiny-moe-grpo", words), Origins.find("tiny-moe-grpo", words, config_dirs(None)))
+    assert "4 x 1 = 4 an engine (expert 2), 2 on each of rollout.nodes_per_engine = 2 nodes (all of them this machine" in text
+    text = explain(load_config("tiny-moe-grpo", [*words, "cluster.address=auto"]), Origins.find("tiny-moe-grpo", words, config_dirs(None)))
+    assert text.count("2 nodes\n") == 1
 
 
 def test_it_needs_no_torch() -> None:

@@ -80,7 +80,9 @@ class Bench:
                     held[local.name][piece.slices()] = source.read(piece.source, piece.source_start, piece.shape)
         return {name: source.read(name, (0,) * len(shape), shape) for name, shape in FAMILY.tensors().items()}
 
-    def sync(self, name: str = "s0", staged: bool = True, call_off: str = "") -> tuple[RankReport, list[Outcome], Board]:
+    def sync(
+        self, name: str = "s0", staged: bool = True, call_off: str = "", in_background: bool = False
+    ) -> tuple[RankReport, list[Outcome], Board]:
         self.attempts += 1
         endpoint = Endpoint("p2p", name, HOST, self.store.port, (0, 1), (0,), self.facts.message_bytes[0], WAIT_S)
         order = Order("engine-0", 0, endpoint, self.attempts, 3, self.facts.digest, staged)
@@ -89,8 +91,12 @@ class Bench:
             running = [pool.submit(sender.send, [order], WAIT_S) for sender in self.senders]
             if call_off:
                 board.decide(ABORT)
+            control = Control(RECEIVE, HOST, self.store.port, WAIT_S, board.report_prefix, 0, 1, order)
+            if in_background:  # must return before anybody sends
+                self.receiver.take(control, in_background)
             board.go()
-            self.receiver.handle(Control(RECEIVE, HOST, self.store.port, WAIT_S, board.report_prefix, 0, 1, order))
+            if not in_background:
+                self.receiver.take(control, in_background)
             outcomes = [future.result()[0] for future in running]
         return board.reports(WAIT_S)[0], outcomes, board
 
@@ -117,6 +123,17 @@ def test_new_weights_arrive_again_and_again_and_padding_is_cleared(bench: Bench,
         assert {o.fate for o in outcomes} == {"served"}
         assert bench.holds(whole) and bool((padded[-PAD:] == 0).all())
     assert bench.engine.post_loads == 2
+
+
+def test_a_stage_of_a_pipeline_receives_behind_the_back_of_its_scheduler(bench: Bench) -> None:
+    """The loader returns while nobody has sent anything yet; inference tensors, which may be written in inference mode alone, included."""
+    with torch.inference_mode():
+        for parameter in bench.engine.parameters():
+            parameter.data = parameter.data.clone()
+        for seed in (1, 2):
+            whole = bench.train(seed)
+            report, outcomes, _ = bench.sync(in_background=True)
+            assert report.error == "" and {o.fate for o in outcomes} == {"served"} and bench.holds(whole)
 
 
 def test_describing_leaves_the_live_weights_alone(bench: Bench) -> None:
