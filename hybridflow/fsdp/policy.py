@@ -218,6 +218,11 @@ class FsdpPolicy:
         """There are none."""
 
     @property
+    def copied_bytes(self) -> int:
+        """Nothing is copied."""
+        return 0
+
+    @property
     def trainable_parameters(self) -> int:
         """All of the model's."""
         return num_parameters(self.family)

@@ -124,9 +124,14 @@ class Adapters:
             merge(weight, linear.lora.A.detach(), linear.lora.B.detach(), self.map.scale, out)
         return dict(self._merged)
 
+    @property
     def merged_bytes(self) -> int:
-        """Bytes that merged copies take now."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._merged.values())
+        """Bytes that merged copies take on this rank, from `merged` to `release`."""
+        return sum(linear.weight.nbytes for linear, _ in self._linears)
+
+    def holds_copies(self) -> bool:
+        """Whether merged copies lie in memory now."""
+        return any(tensor.untyped_storage().nbytes() for tensor in self._merged.values())
 
     def release(self) -> None:
         """Give the merged copies' memory back; the tensors (senders keep views of them) are empty until they are made anew."""

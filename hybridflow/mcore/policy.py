@@ -203,6 +203,11 @@ class Policy:
         if self.adapters:
             self.adapters.release()
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that `parameters` makes on this rank."""
+        return self.adapters.merged_bytes if self.adapters else 0
+
     def weights(self) -> dict[str, torch.Tensor]:
         """The live parameters that training may change, by the same names: with adapters these alone."""
         self.settle()

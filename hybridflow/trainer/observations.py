@@ -26,8 +26,13 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float
 
 
 def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many numbers training changes: all weights of the model, or its adapters."""
-    return {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
+    """How many numbers training changes: all weights of the model, or its adapters; and, where a sync sends merged copies of weights, their
+    GB on the rank with most.
+    """
+    metrics = {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
+    if copied := max((observed["copied"] for observed in observations), default=0):
+        metrics["sync/merged_gb"] = copied / _GB
+    return metrics
 
 
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:

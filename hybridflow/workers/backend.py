@@ -85,6 +85,11 @@ class Backend(Holder, Protocol):
         ...
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that `parameters` makes on this rank; 0 where it makes none."""
+        ...
+
+    @property
     def trainable_parameters(self) -> int:
         """Numbers that training changes, of the whole model."""
         ...
