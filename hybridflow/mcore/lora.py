@@ -54,9 +54,8 @@ class Adapter(torch.nn.Module):
             set_tensor_model_parallel_attributes(self.B, True, 0, 1)  # or the gradient's norm would count one rank's rows alone
         if self.cut == "columns":
             set_tensor_model_parallel_attributes(self.A, True, 1, 1)
-        for factor, whole in ((self.A, self.cut != "columns"), (self.B, self.cut != "rows")):
-            # a factor that sees this rank's part of the sequence alone: finalize_model_grads.py:354 adds the gradients up
-            factor.sequence_parallel = whole and self.sequence_parallel  # type: ignore[attr-defined]
+        if self.sequence_parallel:
+            _mark_sequence_parallel([factor for factor, cut in ((self.A, "columns"), (self.B, "rows")) if self.cut != cut])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: the linear's input, [s, b, in] as it gets it. Returns what is added to its output."""
@@ -143,6 +142,12 @@ class Adapters:
         for parameter, local in self.parameters().values():
             for piece in local.pieces:
                 parameter[piece.slices()] = self.map.read(piece.source, piece.source_start, piece.shape).to(parameter.dtype)
+
+
+def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
+    """Factors that see this rank's part of the sequence alone: finalize_model_grads.py:354 adds their gradients up."""
+    for factor in whole:
+        factor.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -40,6 +40,7 @@ class ShardedState:
     """The rectangles of one policy: `tensors` (replicas included) over its live memory, and `hf`, where the model's HF tensors lie."""
 
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
+        policy.settle()
         self.policy, self.contains = policy, ["model"]
         self._shards = _model_shards(policy)
         if policy.adapters:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,31 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
+# what ranks must tell each other, left out: name -> (layout, name in `mcore.lora`, what stands there instead)
+MUTATIONS: dict[str, tuple[dict[str, Any], str, Callable[..., Any]]] = {
+    "what A makes is not added up": ({"tensor": 2}, "reduce_from_tensor_model_parallel_region", lambda low, group: low),
+    "the gradient of a whole A is not summed": ({"tensor": 2}, "copy_to_tensor_model_parallel_region", lambda low, group: low),
+    "a cut factor counts as whole": ({"tensor": 2}, "set_tensor_model_parallel_attributes", lambda *_: None),
+    "whole factors are not summed over the sequence": ({"tensor": 2, "sequence": True}, "_mark_sequence_parallel", lambda *_: None),
+}
+MUTANTS = {name: Case(name, "dense", parallel) for name, (parallel, _, _) in MUTATIONS.items()}
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Inside, with the mutation of that name, if it is one."""
+    from hybridflow.mcore import lora
+
+    if name not in MUTATIONS:
+        yield
+        return
+    _, attribute, instead = MUTATIONS[name]
+    original = getattr(lora, attribute)
+    setattr(lora, attribute, instead)
+    try:
+        yield
+    finally:
+        setattr(lora, attribute, original)
 
 
 def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
@@ -42,10 +68,10 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
     from tests.dist.worlds import Worlds, windows
 
     worlds, found = Worlds(), []
-    cases = [CASES[name] for name in names]
+    cases = [(CASES | MUTANTS)[name] for name in names]
     for case, ranks in zip(cases, windows([case.world for case in cases], worlds.size), strict=True):
         if worlds.mine(ranks):
-            with worlds.world(ranks):
+            with worlds.world(ranks), mutated(case.name):
                 result = measure(case, Path(folder))
             if worlds.rank == ranks[0]:
                 found.append(result)

@@ -6,6 +6,7 @@ The oracle of a merge is transformers: the base model's folder, with alpha / ran
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.cli.main import main
-from tests.dist.lora_cases import CASES, LORA
+from tests.dist.lora_cases import CASES, LORA, MUTANTS
 from tests.dist.mcore_cases import TINY, batch_of
 from tests.dist.parity_cases import ROWS
 from tests.dist.ranks import run_ranks
@@ -28,18 +29,28 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All layouts in one set of processes."""
+    """All layouts, and those with a communication left out, in one set of processes."""
     folder = str(tmp_path_factory.mktemp("lora"))
-    found = run_ranks(4, "tests.dist.lora_cases:run_cases", timeout_s=300, names=list(CASES), folder=folder)
+    found = run_ranks(4, "tests.dist.lora_cases:run_cases", timeout_s=300, names=[*CASES, *MUTANTS], folder=folder)
     return [result for results in found for result in results]
+
+
+def differences(results: list[dict[str, Any]], names: Iterable[str]) -> dict[tuple[str, str], float]:
+    """By case and quantity, what is not one process's."""
+    chosen = [result for result in results if result["name"] in names]
+    assert len(chosen) == len(list(names))
+    return {(r["name"], q): r[q] for r in chosen for q in ("tensors", "loss", "grad_norm") if not r[q] < TOLERANCE}
 
 
 def test_every_layout_trains_adapters_as_one_process_does(results: list[dict[str, Any]]) -> None:
     """Factors, merged weights and log-probs after three clipped updates; gradient norms say that no share is counted twice or missed."""
-    assert {result["name"] for result in results} == set(CASES)
-    off = {(r["name"], q): r[q] for r in results for q in ("tensors", "loss", "grad_norm") if not r[q] < TOLERANCE}
-    assert off == {}
-    assert min(result["moved"] for result in results) > 1e-3  # every B has left zero
+    assert differences(results, CASES) == {}
+    assert min(result["moved"] for result in results if result["name"] in CASES) > 1e-3  # every B has left zero
+
+
+@pytest.mark.parametrize("mutation", MUTANTS)
+def test_a_communication_that_is_left_out_is_noticed(results: list[dict[str, Any]], mutation: str) -> None:
+    assert max(differences(results, [mutation]).values(), default=0) > 1e-3
 
 
 def test_training_begins_at_the_base_and_moves_adapters_alone(results: list[dict[str, Any]]) -> None:
