@@ -118,9 +118,10 @@ class Adapters:
         """
         for linear, one in self._linears:
             weight, name = linear.weight.detach(), one.weight.name
-            out = self._merged.setdefault(name, torch.empty_like(weight))
-            out.untyped_storage().resize_(weight.nbytes)
-            merge(weight, linear.lora.A.detach(), linear.lora.B.detach(), self.map.scale, out)
+            if name not in self._merged:
+                self._merged[name] = torch.empty_like(weight)
+            self._merged[name].untyped_storage().resize_(weight.nbytes)
+            merge(weight, linear.lora.A.detach(), linear.lora.B.detach(), self.map.scale, self._merged[name])
         return dict(self._merged)
 
     @property

@@ -16,7 +16,7 @@ from tests.dist.mcore_cases import _policy
 from tests.dist.parity_cases import MODELS, Case, _log_probs, _train, _weights, wait_for
 
 LORA = {"rank": 4, "alpha": 6.0}
-# of the weights. Another order of sums changes log-probs of these models by 2e-6; with 0.2, as elsewhere, adapters' larger steps make it 1e-5
+# of the weights. Another order of sums changes log-probs of these models by 2e-6; with 0.2, as elsewhere, and adapters' steps by 1e-5
 STD = 0.1
 
 
