@@ -41,7 +41,8 @@ class Manifest:
     """What a checkpoint is.
 
     `contains` names the parts (model, optimizer, reference, rng); `layout` the parallel sizes it was taken with; `hf_config` the model's
-    Hugging Face config; `files` is every file beside the manifest, by name.
+    Hugging Face config; `lora` the adapters' rank, alpha and targets (empty: the model has none); `files` is every file beside the
+    manifest, by name.
     """
 
     phase: str
@@ -53,6 +54,7 @@ class Manifest:
     versions: Mapping[str, str]
     created: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -83,6 +85,7 @@ class Manifest:
             if value["format"] != FORMAT:
                 raise CheckpointError(f"{file} has format {value['format']}, this version reads {FORMAT}")
             files = {name: FileRecord(int(record["size"]), str(record["xxh3"])) for name, record in value.pop("files").items()}
+            value.setdefault("lora", {})  # checkpoints of versions without adapters
             known = {key: value[key] for key in cls.__dataclass_fields__ if key != "files"}
             return cls(**{**known, "contains": tuple(known["contains"])}, files=files)
         except FileNotFoundError as error:

@@ -15,11 +15,12 @@ examples:
   hybridflow checkpoint inspect runs/tiny-moe-grpo                          the latest checkpoint of a run
   hybridflow checkpoint verify runs/tiny-moe-grpo/checkpoints/global_step_150
   hybridflow checkpoint export runs/tiny-moe-grpo exported --dtype bfloat16  a Hugging Face folder; no GPU, one process
+  hybridflow checkpoint export runs/lora adapter --adapter                  its low-rank adapters alone, for PEFT and SGLang
   hybridflow checkpoint import downloads/Qwen3-30B-A3B models/start          checked weights for model.path
 
 CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.
 """
-OPTIONS = ("--dtype", "--max-shard-size", "--tokenizer", "--json")
+OPTIONS = ("--dtype", "--max-shard-size", "--tokenizer", "--adapter", "--json")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
@@ -38,6 +39,7 @@ def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> N
         parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)")
         parser.add_argument("--max-shard-size", type=_size, default=4 << 30, metavar="SIZE", help="of one file: 500M, 4Gi (default: 4Gi)")
+    export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them")
     export.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)")
     for parser in (inspect, verify):
         parser.add_argument("--json", action="store_true", help="print JSON")
@@ -73,6 +75,8 @@ def run_export(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint export`."""
     from hybridflow.trainer import checkpoint_tools as tools
 
+    if args.adapter:
+        return _report(tools.export_adapter(tools.locate(args.checkpoint), args.out, args.dtype))
     return _report(tools.export(tools.locate(args.checkpoint), args.out, args.dtype, args.max_shard_size, args.tokenizer))
 
 

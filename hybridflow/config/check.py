@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import check_backend, check_engines, derived, roles
+from hybridflow.config import check_backend, check_engines, check_lora, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 from hybridflow.routes import num_experts
@@ -61,6 +61,7 @@ NOT_NEGATIVE = (
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",
     "actor.expert_bias_update_rate",
+    "actor.lora.rank",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
     "rollout.sync.max_retries",
@@ -74,6 +75,7 @@ NOT_NEGATIVE = (
     "trainer.dump_rollouts_every_steps",
 )
 ABOVE_ZERO = (
+    "actor.lora.alpha",
     "critic.cliprange_value",
     "algorithm.kl_target",
     "rollout.sampling.temperature",
@@ -104,7 +106,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         return found  # the checks below divide by these numbers
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source, check_engines.shape_problems),
-        check_backend.problems,
+        *(check_backend.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
     found += roles.problems(config, job)
@@ -112,7 +114,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
     found += [*_optim("critic.optim", config.critic.optim), *_optim("reward_training.optim", config.reward_training.optim)]
     found += [*_files(config, job)]
     if not any(line.startswith("model.") for line in found):
-        found += [*_model_sizes(config), *_router_replay(config)]
+        found += [*_model_sizes(config), *_router_replay(config), *check_lora.target_problems(config)]
     return found
 
 

@@ -19,6 +19,18 @@ BACKENDS: dict[str, str] = {
     "fsdp": "FSDP2 over transformers' models: dense families, weights sharded over all processes",
 }
 
+LORA_TARGETS: dict[str, str] = {
+    "linear_qkv": "query, key and value",
+    "linear_q_proj": "query of latent attention without a query latent",
+    "linear_q_down_proj": "query latent",
+    "linear_q_up_proj": "query out of its latent",
+    "linear_kv_down_proj": "key and value latent",
+    "linear_kv_up_proj": "key and value out of their latent",
+    "linear_proj": "output of attention",
+    "linear_fc1": "gate and up of dense MLPs and shared experts",
+    "linear_fc2": "down of dense MLPs and shared experts",
+}
+
 _DECAY = ("constant", "linear", "cosine")
 _AGGREGATION = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 _PLACEMENT = ("colocated", "own")
@@ -26,6 +38,7 @@ _KL = ("k1", "abs", "k2", "k3")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "actor.backend": tuple(BACKENDS),
+    "actor.lora.targets": tuple(LORA_TARGETS),
     "data.prepare.task": tuple(PREPARE_TASKS),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("float32", "bfloat16"),

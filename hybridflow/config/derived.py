@@ -72,6 +72,17 @@ def shared_expert_size(sizes: Mapping[str, Any]) -> int:
     return int(sizes.get("n_shared_experts") or 0) * int(sizes.get("moe_intermediate_size") or 0)
 
 
+def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The linears of a model that adapters can stand beside, by Megatron's names; routed experts are none of them."""
+    if sizes.get("kv_lora_rank"):
+        query = ("linear_q_down_proj", "linear_q_up_proj") if sizes.get("q_lora_rank") else ("linear_q_proj",)
+        attention = (*query, "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
+    else:
+        attention = ("linear_qkv", "linear_proj")
+    has_mlp = not num_experts(sizes) or shared_expert_size(sizes) or sizes.get("first_k_dense_replace")
+    return (*attention, *(("linear_fc1", "linear_fc2") if has_mlp else ()))
+
+
 def engine_ranks(config: RunConfig) -> int:
     """Processes of one engine that hold weights."""
     return config.rollout.tensor * config.rollout.pipeline

@@ -101,12 +101,23 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Train low-rank adapters in place of the weights: W + alpha / rank * B A, with W frozen (docs/lora.md)."""
+
+    rank: int = 0  # 0: off, all weights are trained
+    alpha: float = 32.0  # strength: adapters count alpha / rank
+    targets: tuple[str, ...] = ()  # Megatron's names of the adapted linears, e.g. [linear_qkv, linear_proj]; empty: all but routed experts
+    dropout: float = 0.0  # must be 0: with it an update would train another policy than the one that was scored
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
     backend: str = "megatron"  # megatron | fsdp: FSDP2 over transformers' dense models, every process a data-parallel rank
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     ppo_mini_batch_size: int = 64  # prompts an optimizer update (x rollout.n samples)
     ppo_epochs: int = 1
     max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank (all its context ranks together)

@@ -23,6 +23,7 @@ from hybridflow.fsdp.model import build_model, shards
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
+from hybridflow.models.family import num_parameters
 from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners
@@ -212,6 +213,19 @@ class FsdpPolicy:
         """This rank's rows by Hugging Face name, over the live memory; tensors of which it has none are left out."""
         local = {name: shard.detach().to_local() for name, shard in self.shards().items()}
         return {name: rows for name, rows in local.items() if rows.numel()}
+
+    def release_copies(self) -> None:
+        """There are none."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """Nothing is copied."""
+        return 0
+
+    @property
+    def trainable_parameters(self) -> int:
+        """All of the model's."""
+        return num_parameters(self.family)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Builds the layout of `parameters` over all ranks."""

@@ -24,7 +24,11 @@ class MegatronPolicy(Policy):
 
     def describe(self) -> dict[str, str]:
         """What computes here, for the run's record."""
-        return {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
+        found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
+        if self.adapters:
+            facts = self.adapters.facts()
+            found["lora"] = f"rank {facts['rank']}, alpha {facts['alpha']:g} on {', '.join(facts['targets'])}"
+        return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """For `Residency`."""

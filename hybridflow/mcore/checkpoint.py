@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridflow.errors import CheckpointError
 from hybridflow.exchange import Exchange, shared_exchange
+from hybridflow.manifest import Manifest
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.checkpoint_files import COMMON, write_index
 from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_step
@@ -46,6 +48,7 @@ def load(policy: Policy, folder: Path) -> None:
     """
     exchange = shared_exchange()
     manifest = checked_manifest(policy, folder, exchange, COMMON)
+    _check_adapters(policy, manifest, folder)
     if policy.optimizer is not None:
         prime_adam_state(policy.optimizer.inner)
     state = ShardedState(policy, with_random_state=manifest.layout["world"] == dist.get_world_size() and "rng" in manifest.contains)
@@ -68,7 +71,23 @@ def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange
     if policy.optimizer is not None:
         training = {"adam_step": adam_step(policy.optimizer.inner), "scheduler": policy.optimizer.scheduler.state_dict()}
     manifest = manifest_of(policy, state.contains, _layout(policy), phase, step, {"megatron_core": bootstrap.MEGATRON_VERSION})
+    manifest = replace(manifest, lora=_facts(policy))
     return Job(state, manifest, lambda to, chunks, hf: write_index(to, chunks, hf, {"training": training}), folder, exchange)
+
+
+def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
+    """CheckpointError, on all ranks alike, where the checkpoint's adapters are not the policy's."""
+    theirs, ours = dict(manifest.lora), _facts(policy)
+    if theirs != ours:
+        there, here = (", ".join(f"{key}={value}" for key, value in facts.items()) or "rank=0" for facts in (theirs, ours))
+        raise CheckpointError(
+            f"{folder} was not loaded: actor.lora was {there}, and is {here}; set it as it was, or go on from merged weights: "
+            "`hybridflow checkpoint export` and model.path"
+        )
+
+
+def _facts(policy: Policy) -> dict[str, Any]:
+    return policy.adapters.facts() if policy.adapters else {}
 
 
 def _layout(policy: Policy) -> dict[str, int]:

@@ -16,7 +16,11 @@ def export(
     policy: Policy, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """See `export_held`. Collective."""
-    export_held(Held(policy.family, policy.dtype, _owners(policy), policy.parameters()), folder, hf_config, tokenizer, max_shard_bytes)
+    held = Held(policy.family, policy.dtype, _owners(policy), policy.parameters())
+    try:
+        export_held(held, folder, hf_config, tokenizer, max_shard_bytes)
+    finally:
+        policy.release_copies()
 
 
 def _owners(policy: Policy) -> dict[str, list[OwnedPiece]]:

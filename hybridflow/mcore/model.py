@@ -22,6 +22,7 @@ from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
+from hybridflow.models.lora import is_adapter
 from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import rank_tensors
@@ -176,14 +177,16 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-    """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by the family.
+    """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by the family. Adapters
+    have descriptions of their own (`mcore.lora`).
 
     Raises:
         ModelError: the model and the family's map disagree on a name or a shape.
     """
     described = {local.name: local for local in rank_tensors(family, coordinates())}
     buffers = {f"{prefix}{name}" for prefix, model in by_chunk(models) for name, _ in model.named_buffers()}
-    actual = {name: tensor for name, tensor in held_weights(models).items() if name not in buffers or name in described}
+    held = {name: tensor for name, tensor in held_weights(models).items() if not is_adapter(name)}
+    actual = {name: tensor for name, tensor in held.items() if name not in buffers or name in described}
     if described.keys() != actual.keys():
         extra, missing = sorted(actual.keys() - described.keys()), sorted(described.keys() - actual.keys())
         raise ModelError(f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in the model {missing[:4]}")

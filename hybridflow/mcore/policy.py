@@ -16,6 +16,7 @@ from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.mcore import parallel
+from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
@@ -23,6 +24,8 @@ from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
 from hybridflow.mcore.router_replay import RouterReplay
 from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward, forward, forward_top, metrics_to_floats
 from hybridflow.models import Family
+from hybridflow.models.family import num_parameters
+from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
 
@@ -43,6 +46,7 @@ class Policy:
         recompute: str = "none",
         logits_chunk_tokens: int = 1024,
         on_nonfinite: str = "stop",
+        lora: AdapterMap | None = None,
     ) -> None:
         """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`).
 
@@ -51,6 +55,7 @@ class Policy:
                 The padding at the end of packed micro-batches counts as tokens: Megatron's mask for it does not reach later pipeline
                 stages (gpt_model.py:308) and has the wrong shape where it is used (router.py:542).
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
+            lora: adapters to train in place of the weights.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
         self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
@@ -58,6 +63,7 @@ class Policy:
         load_weights(self.stages, family, source)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
+        self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
         self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
         self._reference: dict[str, torch.Tensor] | None = None
@@ -158,7 +164,7 @@ class Policy:
 
     @torch.no_grad()
     def freeze_reference(self) -> None:
-        """Keep the present weights as the reference policy."""
+        """Keep the present weights as the reference policy; of a model with adapters these alone, the rest does not change."""
         self._reference = {name: parameter.detach().clone() for name, parameter in self.weights().items()}
 
     @property
@@ -172,7 +178,7 @@ class Policy:
         return self._reference is not None
 
     def reference_state(self) -> dict[str, torch.Tensor]:
-        """The reference's local weights by Megatron name."""
+        """The reference's local weights by Megatron name: those that `weights` has."""
         if self._reference is None:
             raise RuntimeError("no reference weights: freeze_reference was not called")
         return self._reference
@@ -184,14 +190,35 @@ class Policy:
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's map."""
+        """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's map.
+
+        Adapters are merged into copies of the weights that they belong to, valid until the next call or `release_copies`.
+        """
         self.settle()
-        return {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
+        held = {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
+        return held | self.adapters.merged() if self.adapters else held
+
+    def release_copies(self) -> None:
+        """Give back the memory of copies that `parameters` has made."""
+        if self.adapters:
+            self.adapters.release()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that `parameters` makes on this rank."""
+        return self.adapters.merged_bytes if self.adapters else 0
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The live parameters by the same names."""
+        """The live parameters that training may change, by the same names: with adapters these alone."""
         self.settle()
+        if self.adapters:
+            return {name: parameter for name, (parameter, _) in self.adapters.parameters().items()}
         return held_weights(self.stages)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Numbers that training changes, of the whole model."""
+        return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:
         """Wait for weights that the next forward pass would have gathered (`overlap_param_gather`): until then other ranks' shares of

@@ -23,10 +23,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import CheckpointError
+from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import by_chunk, local_parameters
 from hybridflow.mcore.optimizer import inner_optimizers
+from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
+from hybridflow.models.lora import is_adapter
 from hybridflow.saving.files import HfSlice
 
 _REFERENCE = "reference."
@@ -37,8 +40,12 @@ class ShardedState:
     """The rectangles of one policy: `tensors` (replicas included) over its live memory, and `hf`, where the model's HF tensors lie."""
 
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
+        policy.settle()
         self.policy, self.contains = policy, ["model"]
         self._shards = _model_shards(policy)
+        if policy.adapters:
+            self._shards |= _adapter_shards(policy.adapters)
+            self.contains.append("adapters")
         self.tensors: list[ShardedTensor] = [shard for shards in self._shards.values() for shard in shards]
         if policy.optimizer is not None:
             self.contains.append("optimizer")
@@ -58,7 +65,11 @@ class ShardedState:
         return [tensor for tensor in self.tensors if is_main_replica(tensor.replica_id)]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Where the HF regions of this rank's model weights lie in the checkpoint; replicas are left to their main rank."""
+        """Where the HF regions of this rank's model weights lie in the checkpoint; replicas are left to their main rank. Adapters come
+        under PEFT's names, with those that share an A.
+        """
+        if self.policy.adapters:
+            yield from _adapter_slices(self.policy.adapters, self._shards)
         for name, (parameter, local) in local_parameters(self.policy.stages, self.policy.family).items():
             for shard in self._shards[name]:
                 if not is_main_replica(shard.replica_id):
@@ -93,12 +104,49 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
         for name, entry in stage.sharded_state_dict(metadata=metadata).items():
             built = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
             found = [part for part in nested_values([built]) if isinstance(part, ShardedTensor)]
-            if found:
+            if found and not is_adapter(name):
                 shards[prefix + name] = [replace(shard, data=shard.data.detach()) for shard in found]
-    missing = sorted(policy.parameters().keys() - shards.keys())
+    missing = sorted(local_parameters(policy.stages, policy.family).keys() - shards.keys())
     if missing:
         raise CheckpointError(f"Megatron describes no shards of {missing[:4]}; a checkpoint would lack them")
     return shards
+
+
+def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
+    """By local parameter name, the rectangles it consists of (one for each HF linear whose rows of B it holds): global under PEFT's names.
+
+    Megatron knows nothing of these parameters: it would take each for one that all tensor-parallel ranks hold alike.
+    """
+    at, shapes = coordinates(), adapters.map.tensors()
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    shards: dict[str, list[ShardedTensor]] = {}
+    for name, (parameter, local) in adapters.parameters().items():
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        shards[name] = [
+            ShardedTensor(
+                key=piece.source,
+                data=parameter.detach()[piece.slices()],
+                dtype=parameter.dtype,
+                local_shape=piece.shape,
+                global_shape=shapes[piece.source],
+                global_offset=piece.source_start,
+                axis_fragmentations=None,
+                replica_id=(0, 0 if is_cut else at.tp_rank, data_rank),
+            )
+            for piece in sorted(local.pieces, key=lambda piece: piece.local_start)
+        ]
+    return shards
+
+
+def _adapter_slices(adapters: Adapters, shards: Mapping[str, list[ShardedTensor]]) -> Iterator[HfSlice]:
+    sharing: dict[str, list[str]] = {}
+    for alias, kept in adapters.map.aliases().items():
+        sharing.setdefault(kept, []).append(alias)
+    for name in adapters.parameters():
+        for shard in shards[name]:
+            if is_main_replica(shard.replica_id):
+                for hf in (shard.key, *sharing.get(shard.key, ())):
+                    yield HfSlice(hf, shard.global_offset, shard.local_shape, shard.key, shard.global_offset)
 
 
 def _reference_shards(policy: Policy, shards: Mapping[str, list[ShardedTensor]]) -> list[ShardedTensor]:

@@ -16,6 +16,7 @@ import torch
 
 from hybridflow.errors import CheckpointError
 from hybridflow.manifest import Manifest, read_index
+from hybridflow.models.lora import is_factor, merge, names_of
 
 _KEPT_BYTES = 256 << 20  # of rectangles just read: a fused projection is asked for once a head
 
@@ -38,7 +39,19 @@ class CheckpointFolder:
         self._kept: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
     def read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
-        """See `WeightSource.read`; in the precision of the checkpoint."""
+        """See `WeightSource.read`; in the precision of the checkpoint. A weight that has an adapter comes merged with it."""
+        a, b = names_of(name)
+        if not name.endswith(".weight") or b not in self._slices:
+            return self._read(name, start, shape)
+        rank = int(self.manifest.lora["rank"])
+        factors = self._read(a, (0, start[1]), (rank, shape[1])), self._read(b, (start[0], 0), (shape[0], rank))
+        return merge(self._read(name, start, shape), *factors, self.manifest.lora["alpha"] / rank)
+
+    def factors(self) -> dict[str, tuple[int, ...]]:
+        """Adapters' factors, by PEFT's names, with their shapes; `read` takes these names too. Empty without adapters."""
+        return {name: tuple(self._chunks[slices[0][2]][0]["shape"]) for name, slices in self._slices.items() if is_factor(name)}
+
+    def _read(self, name: str, start: Start, shape: Start) -> torch.Tensor:
         if name not in self._slices:
             raise CheckpointError(f"{self.folder} holds no tensor {name}")
         found, filled = None, 0

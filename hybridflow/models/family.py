@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +70,12 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     module, name = _FAMILIES[str(model_type)]
     family: Family = getattr(importlib.import_module(f"hybridflow.models.{module}"), name)(hf_config, mtp)
     return family
+
+
+def num_parameters(family: Family) -> int:
+    """Numbers in the model's weights; buffers (expert biases) apart."""
+    buffers = {piece.source for local in family.local_tensors(Coordinates()) if local.is_buffer for piece in local.pieces}
+    return sum(prod(shape) for name, shape in family.tensors().items() if name not in buffers)
 
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:

@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
-from hybridflow.manifest import MANIFEST, Manifest, config_digest, problems_of, read_index
+from hybridflow.manifest import MANIFEST, Manifest, config_digest, problems_of, read_index, write_json
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_SHARD_BYTES = 4 << 30
 
@@ -78,6 +81,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         "config_digest": config_digest(manifest.hf_config),
         "layout": dict(manifest.layout),
         "contains": list(manifest.contains),
+        "lora": dict(manifest.lora),
         "versions": dict(manifest.versions),
         "files": len(manifest.files),
         "bytes": manifest.size,
@@ -88,7 +92,9 @@ def inspect(folder: Path) -> dict[str, Any]:
 def _part(key: str) -> str:
     if key.startswith("optimizer.state."):
         return "optimizer " + key.split(".")[2]
-    return "reference" if key.startswith("reference.") else "random state" if key == "rng_state" else "model"
+    if key.startswith("reference."):
+        return "reference"
+    return "random state" if key == "rng_state" else "adapters" if ".lora_" in key else "model"
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -152,6 +158,31 @@ def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tok
     return _write(source, source.manifest.hf_config, out, dtype or source.manifest.dtype, max_shard_bytes, tokenizer, set())
 
 
+def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
+    """A checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and adapter_config.json.
+
+    Raises:
+        ConfigError: the checkpoint has none.
+    """
+    from safetensors.torch import save_file
+
+    from hybridflow.models import family_of
+    from hybridflow.models.checkpoint_source import CheckpointFolder
+    from hybridflow.models.lora import module_of, peft_config
+
+    source = CheckpointFolder(folder)
+    shapes = source.factors()
+    if not shapes:
+        raise ConfigError(f"{folder} holds no adapters (its run had actor.lora.rank=0); leave --adapter away for the whole model")
+    precision = _precision(dtype or source.manifest.dtype)
+    tensors = {f"base_model.model.{name}": source.read(name, (0, 0), shape).to(precision).contiguous() for name, shape in shapes.items()}
+    config = peft_config(source.manifest.lora, {module_of(name) for name in shapes}, family_of(source.manifest.hf_config).tensors())
+    with _whole_or_nothing(out) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(partial / "adapter_config.json", config)
+    return Written(out, len(tensors), 1, sum(tensor.nbytes for tensor in tensors.values()))
+
+
 def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
     """A Hugging Face folder, checked against its family's map, as a folder for `model.path`: every tensor that training needs, in one
     precision, with checksums. What the family does not know is left out and reported.
@@ -173,16 +204,12 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
 def _write(
     source: Any, hf_config: Mapping[str, Any], out: Path, dtype: str, max_shard_bytes: int, tokenizer: Path | None, present: set[str]
 ) -> Written:
-    import torch
-
     from hybridflow.models import family_of
     from hybridflow.models.family import kept_dtypes
     from hybridflow.models.safetensors_file import Entry, ShardWriter, shards_of, write_surroundings
     from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 
-    precision = getattr(torch, dtype, None)
-    if not isinstance(precision, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r}: one of float32, bfloat16, float16")
+    precision = _precision(dtype)
     family = family_of(hf_config)
     tensors, kept = family.tensors(), kept_dtypes(family)
     missing = sorted(tensors.keys() - present) if present else []
@@ -201,6 +228,15 @@ def _write(
             copy_files(tokenizer, partial, TOKENIZER_FILES)
     size = sum(entry.size for entries in files.values() for entry in entries)
     return Written(out, len(tensors), len(files), size, tuple(sorted(present - tensors.keys())))
+
+
+def _precision(dtype: str) -> torch.dtype:
+    import torch
+
+    precision = getattr(torch, dtype, None)
+    if not isinstance(precision, torch.dtype):
+        raise ConfigError(f"dtype {dtype!r}: one of float32, bfloat16, float16")
+    return precision
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.residency import Part
 from hybridflow.routes import ROUTES
 from hybridflow.single_controller import Future, WorkerGroup
-from hybridflow.trainer.observations import memory_metrics, replay_metrics
+from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
@@ -105,7 +105,8 @@ class PolicyGroup:
         """Peaks of memory and the replayed routes of the step that `batch` went through. Raises when replay was not live."""
         observations, self._unobserved = self.group.run(PolicyWorker.take_observations), False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
-        return memory_metrics(observations) | replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
+        replayed = replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
+        return memory_metrics(observations) | model_metrics(observations) | replayed
 
     def _order(self, batch: DataProto) -> np.ndarray:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""

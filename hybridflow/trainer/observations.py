@@ -25,6 +25,16 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float
     return metrics
 
 
+def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How many numbers training changes: all weights of the model, or its adapters; and, where a sync sends merged copies of weights, their
+    GB on the rank with most.
+    """
+    metrics = {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
+    if copied := max((observed["copied"] for observed in observations), default=0):
+        metrics["sync/merged_gb"] = copied / _GB
+    return metrics
+
+
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
     """(passes without gradient, passes of updates) that see recorded experts, for a value of `actor.router_replay`."""
     return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]

@@ -12,6 +12,7 @@ import torch
 from hybridflow.algorithms.losses import LossFunction
 from hybridflow.config.schema import ActorConfig, RunConfig
 from hybridflow.models import Family, family_of
+from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto, Jagged
@@ -76,7 +77,21 @@ class Backend(Holder, Protocol):
         ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by the names of its layout, over live memory."""
+        """This rank's tensors by the names of its layout, over live memory; with adapters merged copies, which `release_copies` frees."""
+        ...
+
+    def release_copies(self) -> None:
+        """Give back the memory of copies that `parameters` has made; its tensors are empty until it is called again."""
+        ...
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copies that `parameters` makes on this rank; 0 where it makes none."""
+        ...
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Numbers that training changes, of the whole model."""
         ...
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
@@ -130,6 +145,7 @@ def _megatron(config: RunConfig, family: Family, source: WeightSource, platform:
         recompute=actor.recompute,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
+        lora=AdapterMap(family, actor.lora, config.seed) if actor.lora.rank else None,
     )
 
 

@@ -172,9 +172,12 @@ class PolicyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Since the last call: {memory: peak bytes by method, reserved: bytes, routes: `RouterReplay.take_counts`}."""
+        """Since the last call: {memory: peak bytes by method, reserved: bytes, routes: `RouterReplay.take_counts`}; and of the model
+        {trainable: numbers that training changes, copied: bytes of copies that a sync makes on this rank}.
+        """
         memory, replay = self.memory, self.policy.replay
-        return {"memory": memory.take_peaks(), "reserved": memory.take_reserved(), "routes": replay.take_counts()}
+        model = {"trainable": self.policy.trainable_parameters, "copied": self.policy.copied_bytes}
+        return {"memory": memory.take_peaks(), "reserved": memory.take_reserved(), "routes": replay.take_counts(), **model}
 
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +204,10 @@ class PolicyWorker:
     @needs("weights")
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
         """Send this rank's slices for each order, all at once. Returns what became of each that this rank sends for."""
-        return self._sender.send(orders, go_timeout_s)
+        try:
+            return self._sender.send(orders, go_timeout_s)
+        finally:
+            self.policy.release_copies()
 
     # ---- disk -------------------------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.config.schema import LoraConfig, OptimConfig, ParallelConfig
 from hybridflow.protocol import DataProto, Jagged
 
 TINY = {
@@ -50,17 +50,27 @@ def weights_of(family: Any, std: float = 0.2) -> Any:
     return Shaken(family.tensors(), seed=5, std=std)
 
 
-def _policy(parallel: dict[str, Any], hf: dict[str, Any], std: float = 0.2, dtype: str = "float32", **options: Any) -> Any:
+def _policy(
+    parallel: dict[str, Any],
+    hf: dict[str, Any],
+    std: float = 0.2,
+    dtype: str = "float32",
+    lora: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     from megatron.core import parallel_state
 
     from hybridflow.mcore import parallel as groups
     from hybridflow.mcore.policy import Policy
     from hybridflow.models import family_of
+    from hybridflow.models.lora import AdapterMap
 
     config = ParallelConfig(**parallel)
     if not parallel_state.model_parallel_is_initialized():
         groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(hf)
+    if lora is not None:
+        options["lora"] = AdapterMap(family, LoraConfig(**lora), seed=3)
     return Policy(family, config, dtype, weights_of(family, std), **options)
 
 

@@ -104,13 +104,14 @@ class Rank:
 
 
 class MegatronRank(Rank):
-    """A rank of a real Megatron world, which trains. `shape` has the parallel sizes."""
+    """A rank of a real Megatron world, which trains. `shape` has the parallel sizes, and `lora` where adapters are trained."""
 
     def __init__(self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, Any]) -> None:
         from tests.dist.mcore_cases import _policy
 
         self.rank, self.model, self.host, self.port, self.faults = rank, model, host, port, {}
-        self.policy = _policy({name: size for name, size in shape.items() if name != "ranks"}, model)
+        parallel = {name: size for name, size in shape.items() if name not in ("ranks", "lora")}
+        self.policy = _policy(parallel, model, lora=shape.get("lora"))
         self.policy.set_optimizer(OptimConfig(lr=1e-2))
         self.sender = WeightSender(rank, self.policy.parameters, self.open)
 
@@ -118,6 +119,13 @@ class MegatronRank(Rank):
         from hybridflow.mcore.parallel import all_coordinates
 
         return [list(astuple(at)) for at in all_coordinates()]
+
+    def send(self, orders: list[dict[str, Any]], go_timeout_s: float) -> list[dict[str, Any]]:
+        """As `PolicyWorker.send_weights` does it."""
+        try:
+            return super().send(orders, go_timeout_s)
+        finally:
+            self.policy.release_copies()
 
     def step(self, seed: int) -> float:
         """One optimizer update; returns the gradient's norm."""

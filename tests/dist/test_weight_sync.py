@@ -149,9 +149,14 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
             assert world.difference(number, seed, prompts) <= CLOSE
 
 
-def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(world: SyncWorld, tmp_path: Path) -> None:
-    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks before."""
-    held, shape = world.senders, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 6.0}])
+def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
+    world: SyncWorld, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks before. Adapters arrive merged: as many
+    bytes, by the same plan.
+    """
+    held, shape = world.senders, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "sequence": True, "lora": lora}
     megatron = Senders(world.hf_config, shape, "megatron")
     try:
         world.senders = megatron

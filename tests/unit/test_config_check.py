@@ -87,6 +87,8 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("rollout.tensor=2", "rollout.nodes_per_engine=2", "rollout.sync.transport=shared_memory"),
         ("rollout.tensor=8", "rollout.data_parallel_attention=2", "rollout.expert=4"),
         ("actor.max_tokens_per_micro_batch=48",),
+        ("actor.lora.rank=8", "actor.lora.targets=[linear_qkv]"),
+        ("model=tiny-dense", "actor.lora.rank=8", "actor.lora.alpha=16", "actor.lora.targets=[linear_fc1, linear_proj]"),
         ("sft=warm-start", "data.prepare.options.num_sft=64"),
     ],
 )
@@ -180,6 +182,18 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("data.train_files=[nowhere.parquet]",), ("data.train_files: nowhere.parquet", "hybridflow prepare")),
         (("data.val_files=[nowhere.parquet]",), ("data.val_files: nowhere.parquet",)),
         (("sft.steps=3",), ("sft.steps=3", "sft.train_files")),
+        (("actor.lora.rank=-8",), ("actor.lora.rank=-8 must be 0 or more",)),
+        (("actor.lora.rank=8", "actor.lora.alpha=0"), ("actor.lora.alpha=0.0 must be more than 0",)),
+        (("actor.lora.rank=8", "actor.lora.dropout=0.1"), ("actor.lora.dropout=0.1 must be 0",)),
+        (("actor.lora.targets=[linear_qkv]",), ("actor.lora.targets=['linear_qkv']", "set actor.lora.rank")),
+        (("actor.lora.rank=8", "actor.lora.targets=[linear_qkv,linear_qkv]"), ("names linear_qkv twice",)),
+        (("actor.lora.rank=8", "actor.lora.targets=[linear_fc1]"), ("has no linear_fc1", "routed experts", "linear_qkv, linear_proj")),
+        (
+            ("model=tiny-dense", "actor.lora.rank=8", "actor.lora.targets=[linear_kv_up_proj]"),
+            ("model_type=qwen3 has no linear_kv_up_proj to adapt", "choose from linear_qkv, linear_proj, linear_fc1, linear_fc2"),
+        ),
+        (("model=tiny-dense", "actor.lora.rank=8", "actor.backend=fsdp"), ("actor.lora.rank=8", "needs actor.backend=megatron")),
+        (("actor.lora.rank=8", "actor.expert_bias_update_rate=0.001"), ("actor.lora.rank=8", "expert_bias_update_rate=0.001")),
         (("sft=warm-start",), ("sft.parquet", "data.prepare.options.num_sft=2000")),
         (("reward.path=nowhere.py",), ("reward.path=nowhere.py", "no such file")),
         (("data.prepare.task=gsm8k",), ("data.prepare.source", "hybridflow prepare gsm8k")),
@@ -203,6 +217,11 @@ def test_numbers_out_of_range_name_their_key(keys: tuple[str, ...], bad: float) 
         group = functools.reduce(dict.__getitem__, groups, values)
         group[name] = bad
         assert any(line.startswith(f"{key}=") for line in problems(build(values))), key
+
+
+def test_an_unknown_linear_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.lora\.targets\[0\]: got 'q_proj', choose one of: linear_qkv"):
+        small("actor.lora.rank=8", "actor.lora.targets=[q_proj]")
 
 
 def test_sizes_of_a_model_folder_are_checked_too(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.build import all_keys, build, to_plain
+from hybridflow.config.check import value_at
 from hybridflow.config.choices import CHOICES
 from hybridflow.config.load import dump_yaml, load_config, load_yaml
 from hybridflow.config.locate import list_recipes, shipped_config_dir
@@ -140,7 +141,7 @@ def test_a_wrong_type_names_key_value_and_expected_type(override: str, parts: tu
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
 def test_choice_fields_list_their_choices(key: str) -> None:
-    is_list = isinstance(getattr(RunConfig().trainer, key.rsplit(".", maxsplit=1)[-1], None), tuple)
+    is_list = isinstance(value_at(RunConfig(), key), tuple)
     text = message(f"{key}={'[nonsense]' if is_list else 'nonsense'}")
     assert "'nonsense'" in text
     assert all(choice in text for choice in CHOICES[key])

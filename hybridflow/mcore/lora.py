@@ -1,0 +1,160 @@
+"""Low-rank adapters beside Megatron's linears: the base frozen, two small factors trained, merged copies for whoever reads the weights.
+
+The linears keep their classes, names and weights; a forward hook adds the adapter's output. So families' maps, checkpoints and the plan of
+the weight transfer stay what they are. How ranks cut the factors is data (`models.lora`); what they must tell each other follows from it:
+
+    weight cut by   A [r, in]        B [out, r]       forward, between A and B          gradients
+    rows            whole            own rows         copy; sequence parallel: gather   A: summed by the copy's backward pass; sequence
+                                                                                        parallel: over ranks, as a norm's
+    columns         own columns      whole            sum; sequence parallel: scatter   B: whole on each rank; sequence parallel: over ranks
+    nothing         whole            whole            nothing                           whole; sequence parallel: over ranks
+
+What travels is [tokens, r], never [tokens, hidden].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.errors import ModelError
+from hybridflow.mcore.model import by_chunk
+from hybridflow.mcore.parallel import coordinates
+from hybridflow.models import Family
+from hybridflow.models.layout import LocalTensor
+from hybridflow.models.lora import AdaptedWeight, AdapterMap, merge
+from hybridflow.reshard.layout import rank_tensors
+
+
+class Adapter(torch.nn.Module):
+    """scale * B A of one linear."""
+
+    def __init__(self, linear: Any, described: AdaptedWeight, scale: float, config: Any) -> None:
+        """`linear`: what it stands beside; `config`: its TransformerConfig."""
+        super().__init__()
+        weight, self.cut, self.scale, self.sequence_parallel = linear.weight, described.cut, scale, config.sequence_parallel
+        self.A = torch.nn.Parameter(torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device))
+        self.B = torch.nn.Parameter(torch.empty(described.b.shape, dtype=weight.dtype, device=weight.device))
+        # TE's and our fused linears hold the norm before them; its output is not kept but computed again. In a tuple: no child of this
+        # module, whose parent the linear is
+        self._norm = (linear, config.layernorm_epsilon) if hasattr(linear, "layer_norm_weight") else None
+        if self.cut == "rows":
+            set_tensor_model_parallel_attributes(self.B, True, 0, 1)  # or the gradient's norm would count one rank's rows alone
+        if self.cut == "columns":
+            set_tensor_model_parallel_attributes(self.A, True, 1, 1)
+        if self.sequence_parallel:
+            _mark_sequence_parallel([factor for factor, cut in ((self.A, "columns"), (self.B, "rows")) if self.cut != cut])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: the linear's input, [s, b, in] as it gets it. Returns what is added to its output."""
+        if self._norm is not None:
+            linear, epsilon = self._norm
+            x = F.rms_norm(x, (x.shape[-1],), linear.layer_norm_weight, epsilon)
+        return F.linear(self._between(F.linear(x, self.A)) * self.scale, self.B)
+
+    def _between(self, low: torch.Tensor) -> torch.Tensor:
+        """[s, b, r] from what A made to what B takes."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.cut == "rows":
+            if self.sequence_parallel:
+                return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
+            return copy_to_tensor_model_parallel_region(low, group=group)
+        if self.cut == "columns":
+            if self.sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(low, group=group)
+            return reduce_from_tensor_model_parallel_region(low, group=group)
+        return low
+
+
+class Adapters:
+    """All adapters of this rank. Attaching them freezes everything else.
+
+    Raises:
+        ModelError: a stage of this rank has no adapter, so nothing to train.
+    """
+
+    def __init__(self, described: AdapterMap, models: Sequence[torch.nn.Module], family: Family) -> None:
+        self.map = described
+        modules = {prefix + name: module for prefix, model in by_chunk(models) for name, module in model.named_modules()}
+        self._linears = [(modules[one.module], one) for one in described.local(rank_tensors(family, coordinates()))]
+        self._merged: dict[str, torch.Tensor] = {}
+        for prefix, model in by_chunk(models):
+            model.requires_grad_(False)
+            if not any(one.module.startswith(prefix) for _, one in self._linears):
+                stage, targets = coordinates().pp_rank, ", ".join(self.facts()["targets"])
+                raise ModelError(f"actor.lora.targets: no layer of pipeline stage {stage} has one of {targets}; add another target")
+            if model.pre_process:
+                model.embedding.register_forward_hook(_start_gradient)
+        for linear, one in self._linears:
+            linear.lora = Adapter(linear, one, described.scale, models[0].config)
+            linear.register_forward_hook(_add_adapter)
+        self._fill()
+
+    def facts(self) -> dict[str, Any]:
+        """See `AdapterMap.facts`."""
+        return self.map.facts()
+
+    def parameters(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
+        """The factors by Megatron name, with their descriptions."""
+        pairs = [pair for linear, one in self._linears for pair in ((linear.lora.A, one.a), (linear.lora.B, one.b))]
+        return {local.name: (parameter, local) for parameter, local in pairs}
+
+    @torch.no_grad()
+    def merged(self) -> dict[str, torch.Tensor]:
+        """W + scale * B A of every adapted weight, by the weight's name, in memory of their own that is used again each time: valid until
+        the next call or `release`. This rank's rectangle of W needs this rank's rectangles of B and A alone.
+        """
+        for linear, one in self._linears:
+            weight, name = linear.weight.detach(), one.weight.name
+            if name not in self._merged:
+                self._merged[name] = torch.empty_like(weight)
+            self._merged[name].untyped_storage().resize_(weight.nbytes)
+            merge(weight, linear.lora.A.detach(), linear.lora.B.detach(), self.map.scale, self._merged[name])
+        return dict(self._merged)
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes that merged copies take on this rank, from `merged` to `release`."""
+        return sum(linear.weight.nbytes for linear, _ in self._linears)
+
+    def holds_copies(self) -> bool:
+        """Whether merged copies lie in memory now."""
+        return any(tensor.untyped_storage().nbytes() for tensor in self._merged.values())
+
+    def release(self) -> None:
+        """Give the merged copies' memory back; the tensors (senders keep views of them) are empty until they are made anew."""
+        for tensor in self._merged.values():
+            tensor.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        for parameter, local in self.parameters().values():
+            for piece in local.pieces:
+                parameter[piece.slices()] = self.map.read(piece.source, piece.source_start, piece.shape).to(parameter.dtype)
+
+
+def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
+    """Factors that see this rank's part of the sequence alone: finalize_model_grads.py:354 adds their gradients up."""
+    for factor in whole:
+        factor.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (output[0] + linear.lora(inputs[0]), *output[1:])
+
+
+def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Nothing before the first adapter requires a gradient, and a recomputed layer has one only if its input has (random.py:564)."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output

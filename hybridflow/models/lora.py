@@ -1,0 +1,207 @@
+"""Low-rank adapters as data: which linears have one, and how ranks cut the two factors.
+
+An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank] (arXiv 2106.09685). The factors of a
+Megatron linear are cut as the linear is: B's rows as the weight's rows, A's columns as its columns. So both follow from the family's map
+of the weight, and no index arithmetic of their own exists: a rank's rows of a fused projection (queries, keys and values interleaved by
+group, gate over up) name the Hugging Face tensor that each belongs to.
+
+Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses share one A. It is kept under the name of
+the first; the others' are `aliases`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hybridflow.config.schema import LoraConfig
+from hybridflow.errors import ModelError
+from hybridflow.models.family import Family
+from hybridflow.models.layout import Coordinates, LocalTensor, Piece
+from hybridflow.models.weights import RandomWeights
+
+_STRIP = 4 << 20  # elements of a weight that are merged at a time, in fp32
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank]; `cut`: what of the weight tensor parallelism splits."""
+
+    weight: LocalTensor
+    a: LocalTensor
+    b: LocalTensor
+    cut: Literal["rows", "columns", "nothing"]
+
+    @property
+    def module(self) -> str:
+        """Megatron's name of the linear."""
+        return self.weight.name.removesuffix(".weight")
+
+
+class AdapterMap:
+    """The adapters of a model.
+
+    Args:
+        family: of the model.
+        config: `rank` at least 1.
+        seed: of A's initial values.
+
+    Raises:
+        ModelError: the model lacks a target.
+    """
+
+    def __init__(self, family: Family, config: LoraConfig, seed: int) -> None:
+        self.config, self.scale = config, config.alpha / config.rank
+        linears = [local for local in family.local_tensors(Coordinates()) if _can_be_adapted(local)]
+        has = dict.fromkeys(_target(local) for local in linears)
+        if missing := [target for target in config.targets if target not in has]:
+            raise ModelError(
+                f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no adapters); "
+                f"choose from {', '.join(has)}"
+            )
+        # HF tensor -> the uncut Megatron weight that it is part of
+        self._uncut = {piece.source: local for local in linears if self._is_wanted(local) for piece in local.pieces}
+        self._rows = {name: shape[0] for name, shape in family.tensors().items()}
+        # the layers' inputs have unit variance per element: as PEFT's kaiming_uniform(a=sqrt(5)), variance 1 / (3 in)
+        self._noise = RandomWeights({name: shape for name, shape in self.tensors().items() if is_a(name)}, seed, 1.0)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every factor with its shape; `aliases` are not among them."""
+        rank = self.config.rank
+        shapes: dict[str, tuple[int, ...]] = {}
+        for source, uncut in self._uncut.items():
+            shapes[self._a_of(source)] = (rank, uncut.shape[1])
+            shapes[names_of(source)[1]] = (self._rows[source], rank)
+        return shapes
+
+    def aliases(self) -> dict[str, str]:
+        """{A of an HF linear: the A that it shares}."""
+        pairs = {names_of(source)[0]: self._a_of(source) for source in self._uncut}
+        return {name: kept for name, kept in pairs.items() if name != kept}
+
+    def local(self, tensors: Iterable[LocalTensor]) -> list[AdaptedWeight]:
+        """Those of a rank's `tensors` that have adapters."""
+        return [self._adapted(local) for local in tensors if any(piece.source in self._uncut for piece in local.pieces)]
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A region of a factor's initial value, whatever the layout: B is zero, so that training begins at the base model exactly."""
+        if not is_a(name):
+            return torch.zeros(shape)
+        return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])
+
+    def num_parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(math.prod(shape) for shape in self.tensors().values())
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says about them."""
+        targets = dict.fromkeys(_target(local) for local in self._uncut.values())
+        return {"rank": self.config.rank, "alpha": self.config.alpha, "targets": list(targets)}
+
+    def _is_wanted(self, local: LocalTensor) -> bool:
+        return not self.config.targets or _target(local) in self.config.targets
+
+    def _a_of(self, source: str) -> str:
+        return names_of(self._uncut[source].pieces[0].source)[0]
+
+    def _adapted(self, weight: LocalTensor) -> AdaptedWeight:
+        rank, (rows, columns) = self.config.rank, weight.shape
+        uncut = self._uncut[weight.pieces[0].source]
+        a, b = {}, []
+        for piece in weight.pieces:
+            (row, column), (local_row, local_column), (high, wide) = piece.source_start, piece.local_start, piece.shape
+            one = Piece(self._a_of(piece.source), (0, column), (0, local_column), (rank, wide))
+            a[one.local_start] = one
+            b.append(Piece(names_of(piece.source)[1], (row, 0), (local_row, 0), (high, rank)))
+        module = weight.name.removesuffix(".weight")
+        return AdaptedWeight(
+            weight,
+            LocalTensor(f"{module}.lora.A", (rank, columns), tuple(a.values())),
+            LocalTensor(f"{module}.lora.B", (rows, rank), tuple(b)),
+            "rows" if rows < uncut.shape[0] else "columns" if columns < uncut.shape[1] else "nothing",
+        )
+
+
+def names_of(source: str) -> tuple[str, str]:
+    """PEFT's names of A and B beside the HF tensor `X.weight`."""
+    module = source.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def module_of(name: str) -> str:
+    """The HF linear that a factor, by PEFT's name, belongs to."""
+    return name.removesuffix(".weight").rpartition(".")[0]
+
+
+def is_a(name: str) -> bool:
+    """Whether a factor is an A, by PEFT's name."""
+    return name.endswith(".lora_A.weight")
+
+
+def is_factor(name: str) -> bool:
+    """Whether a tensor is an A or a B, by PEFT's name."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a Megatron parameter is a factor, by name."""
+    return ".lora." in parameter
+
+
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """weight [o, i] + scale * b [o, r] @ a [r, i], summed in fp32 and rounded once, into `out` or a new tensor of the weight's dtype.
+
+    In strips, so that little is in fp32 at a time. The same region merged in another cut may differ in the last bit of fp32.
+    """
+    out = torch.empty_like(weight) if out is None else out
+    wide, rows = a.float(), max(1, _STRIP // max(1, weight.shape[1]))
+    for low in range(0, len(weight), rows):
+        strip = slice(low, low + rows)
+        out[strip] = torch.addmm(weight[strip].float(), b[strip].float(), wide, alpha=scale)
+    return out
+
+
+def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Iterable[str]) -> dict[str, Any]:
+    """The contents of adapter_config.json.
+
+    Args:
+        facts: `AdapterMap.facts`.
+        modules: HF names of the adapted linears.
+        tensors: all tensors of the model: where others than the adapted ones have the same last name, modules are named in full.
+    """
+    adapted = set(modules)
+    others = {_last(name.removesuffix(".weight")) for name in tensors if name.removesuffix(".weight") not in adapted}
+    targets = {_last(name) if _last(name) not in others else name for name in adapted}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": facts["rank"],
+        "lora_alpha": facts["alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "target_modules": sorted(targets),
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+    }
+
+
+def _can_be_adapted(local: LocalTensor) -> bool:
+    return local.name.endswith(".weight") and ".experts." not in local.name and _last(_module(local)).startswith("linear_")
+
+
+def _target(local: LocalTensor) -> str:
+    return _last(_module(local))
+
+
+def _module(local: LocalTensor) -> str:
+    return local.name.removesuffix(".weight")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
