@@ -74,6 +74,7 @@ NOT_NEGATIVE = (
 )
 ABOVE_ZERO = (
     "critic.cliprange_value",
+    "reward_model.clip",
     "algorithm.kl_target",
     "rollout.sampling.temperature",
     "rollout.mem_fraction_static",

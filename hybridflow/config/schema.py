@@ -95,7 +95,7 @@ class OptimConfig:
 class OffloadConfig:
     """What leaves the device (on CPU: this process's memory) while it is not needed, and comes back byte for byte."""
 
-    weights: bool = False  # while the engines generate; the reference's weights whenever the reference does not compute
+    weights: bool = False  # while the engines generate (critic, reward model: whenever idle); the reference's whenever it does not compute
     gradients: bool = False  # outside of updates
     optimizer: bool = False  # outside of updates
 
@@ -150,6 +150,7 @@ class CriticConfig:
     max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
     cliprange_value: float | None = 0.5  # how far an update may move a value; None: anywhere
     loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,9 @@ class RewardModelConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: int = 4096
     weight: float = 1.0  # of its score in the reward
-    squash: str = "none"  # none | sigmoid: what is done to the score before it is weighted
+    squash: str = "none"  # none | sigmoid | standard (over their spread in the run so far): what is done to scores before they are weighted
+    clip: float | None = 5.0  # standard: no score counts more than so many standard deviations; None: no bound
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class PolicyGroup:
         """Peaks of memory and the replayed routes of the step that `batch` went through. Raises when replay was not live."""
         observations, self._unobserved = self.group.run(PolicyWorker.take_observations), False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
-        return memory_metrics(observations) | replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
+        return memory_metrics(observations, "actor") | replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
 
     def _order(self, batch: DataProto) -> np.ndarray:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""

@@ -29,8 +29,19 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
+from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.phases import Phases
-from hybridflow.trainer.protocols import Reference, RewardModel, RolloutService, SyncReport, TrainGroup, Update, ValueGroup, WeightSync
+from hybridflow.trainer.protocols import (
+    Reference,
+    RewardModel,
+    RolloutService,
+    Sleeper,
+    SyncReport,
+    TrainGroup,
+    Update,
+    ValueGroup,
+    WeightSync,
+)
 from hybridflow.trainer.session import Session
 
 
@@ -55,7 +66,9 @@ class RLTrainer:
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
         self.critic, self.reward_model, self.reference = critic, reward_model, reference
         self.advantages = Advantages(config)
-        self.phases = Phases(config, policy, engines)
+        roles: dict[str, Sleeper | None] = {"critic": critic, "reward_model": reward_model}
+        self.beside = {name: role for name, role in roles.items() if role}
+        self.phases = Phases(config, policy, engines, self.beside)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
@@ -163,6 +176,7 @@ class RLTrainer:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
         seconds = self.session.timeline.metrics(self.step)
         metrics = batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
+        metrics = over_roles([metrics, *(role.memory() for role in self.beside.values())])
         metrics |= self.advantages.metrics | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.protocol import DataProto
+from hybridflow.residency import Part
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.groups import merge
+from hybridflow.trainer.observations import memory_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
@@ -41,6 +43,14 @@ class CriticGroup:
         share = batch.select(["prompt_ids", "response_ids", "values", "returns"]).reorder(self._shares.order(batch))
         reports = self.group.run(CriticWorker.update_critic, share, rows, seed)
         return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See Sleeper."""
+        self.group.run(CriticWorker.sleep_critic, parts)
+
+    def memory(self) -> Mapping[str, float]:
+        """See Sleeper."""
+        return memory_metrics(self.group.run(CriticWorker.take_critic_memory), "critic")
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """See ValueGroup."""
@@ -85,6 +95,14 @@ class RewardModelGroup:
     def scores(self, batch: DataProto) -> DataProto:
         """rm_scores [B] f32."""
         return self._shares.run(self.group, RewardModelWorker.compute_scores, batch)
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See Sleeper."""
+        self.group.run(RewardModelWorker.sleep_reward_model, parts)
+
+    def memory(self) -> Mapping[str, float]:
+        """See Sleeper."""
+        return memory_metrics(self.group.run(RewardModelWorker.take_reward_model_memory), "reward_model")
 
     def start(self, optim: OptimConfig, folder: Path | None) -> None:
         """Fresh optimizer; over the weights of a Hugging Face folder, if there is one."""

@@ -169,9 +169,8 @@ class PolicyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Since the last call: {memory: peak bytes by method, reserved: bytes, routes: `RouterReplay.take_counts`}."""
-        memory, replay = self.memory, self.policy.replay
-        return {"memory": memory.take_peaks(), "reserved": memory.take_reserved(), "routes": replay.take_counts()}
+        """Since the last call: what `RoleMemory.take` says, and {routes: `RouterReplay.take_counts`}."""
+        return {**self.memory.take(), "routes": self.policy.replay.take_counts()}
 
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 

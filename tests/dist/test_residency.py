@@ -17,17 +17,19 @@ ALL = ["gradients", "optimizer", "reference", "weights"]
 
 
 @pytest.mark.parametrize(
-    ("parallel", "dtype", "world"),
+    ("role", "parallel", "dtype", "world"),
     [
-        pytest.param(FULL, "float32", 4, id="tp2-pp2-ep2"),
-        pytest.param({"expert": 2}, "bfloat16", 2, id="dp2-ep2-bfloat16-sharded-main-parameters"),
-        pytest.param({"distributed_optimizer": False}, "float32", 1, id="one-process-whole-optimizer"),
+        pytest.param("actor", FULL, "float32", 4, id="tp2-pp2-ep2"),
+        pytest.param("actor", {"expert": 2}, "bfloat16", 2, id="dp2-ep2-bfloat16-sharded-main-parameters"),
+        pytest.param("actor", {"distributed_optimizer": False}, "float32", 1, id="one-process-whole-optimizer"),
+        pytest.param("critic", FULL, "float32", 4, id="critic-tp2-pp2-ep2"),
+        pytest.param("reward_model", {"expert": 2}, "bfloat16", 2, id="reward-model-dp2-ep2-bfloat16"),
     ],
 )
-def test_everything_sleeps_and_comes_back_exactly(parallel: dict[str, Any], dtype: str, world: int) -> None:
-    for rank in run_ranks(world, "tests.dist.residency_cases:offloaded", parallel=parallel, hf=LARGE, dtype=dtype):
+def test_everything_sleeps_and_comes_back_exactly(role: str, parallel: dict[str, Any], dtype: str, world: int) -> None:
+    for rank in run_ranks(world, "tests.dist.residency_cases:offloaded", parallel=parallel, hf=LARGE, dtype=dtype, role=role):
         held, left = sum(rank["held"].values()), sum(rank["left"].values())
-        assert all(size > 4 << 20 for size in rank["held"].values()), rank["held"]
+        assert all(size > 4 << 20 for part, size in rank["held"].items() if role == "actor" or part != "reference"), rank["held"]
         assert left < 0.05 * held and rank["freed"] == held - left
         # the process itself, as the kernel counts it
         assert rank["fell"] > 0.95 * held, rank
