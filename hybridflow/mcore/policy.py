@@ -16,6 +16,7 @@ from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.mcore import parallel
+from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
@@ -48,8 +49,6 @@ class Policy:
 
         Args:
             expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0: not at all.
-                The padding at the end of packed micro-batches counts as tokens: Megatron's mask for it does not reach later pipeline
-                stages (gpt_model.py:308) and has the wrong shape where it is used (router.py:542).
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
@@ -58,6 +57,7 @@ class Policy:
         load_weights(self.stages, family, source)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
+        self.expert_load = ExpertLoad(self.stages)
         self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
         self._reference: dict[str, torch.Tensor] | None = None
@@ -107,6 +107,7 @@ class Policy:
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
+        self.expert_load.begin()
         watch, biases = Watch(num_micro_batches), self._expert_biases()
         metrics = metrics_to_floats(accumulate(watch))
         if problem := watch.report(self.chunks):
