@@ -46,6 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "critic.placement": _PLACEMENT,
     "reference.placement": _PLACEMENT,
     "reward_model.placement": _PLACEMENT,
+    "teacher.placement": _PLACEMENT,
     "reward_model.squash": ("none", "sigmoid", "standard"),
     "algorithm.adv_estimator": ("grpo", "gae"),
     "algorithm.kl_penalty": _KL,

@@ -137,6 +137,19 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A model of the policy's vocabulary, whose most likely tokens become columns of the batch. `path: null`: none."""
+
+    path: str | None = None  # HF folder of a causal model
+    placement: str = "own"  # own: processes of its own | colocated: in the actor's processes, in its layout
+    procs: int = 1  # own: processes, in all
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
+    max_tokens_per_micro_batch: int = 4096
+    top_k: int = 32  # tokens at every response token
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+
+@dataclass(frozen=True)
 class CriticConfig:
     """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
 
@@ -304,6 +317,7 @@ class RunConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -32,15 +32,21 @@ from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
-from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup
+from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup, TeacherGroup
 from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker, ValueSpec
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-_WORKERS: dict[str, type] = {"critic": CriticWorker, "reference": ReferenceWorker, "reward_model": RewardModelWorker}
+_WORKERS: dict[str, type] = {
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+    "reward_model": RewardModelWorker,
+    "teacher": TeacherWorker,
+}
 
 
 def train(config: RunConfig) -> None:
@@ -152,7 +158,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engine_workers = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids)
     wanted = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
-    wanted["reference"] = derived.has_own_reference(config)
+    wanted |= {"reference": derived.has_own_reference(config), "teacher": derived.has_teacher(config)}
     beside = [role for role in wanted if wanted[role] and derived.is_colocated(config, role)]
     policy_workers = job.start_policy(cluster, *beside)
     policy = PolicyGroup(policy_workers, config)
@@ -160,12 +166,13 @@ def _train(job: _Job) -> dict[str, Any]:
     critic = CriticGroup(groups["critic"], config) if "critic" in groups else None
     reward_model = RewardModelGroup(groups["reward_model"], config) if "reward_model" in groups else None
     reference = ReferenceGroup(groups["reference"], config) if "reference" in groups else None
+    teacher = TeacherGroup(groups["teacher"], config) if "teacher" in groups else None
     job.warm_start(policy, engines.check_starting)
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(policy_workers, engines, config)
-    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator, critic, reward_model, reference)
+    trainer = RLTrainer(config, session, policy, engines, weights, dataset, scorer, validator, critic, reward_model, reference, teacher)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":

@@ -25,6 +25,7 @@ from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
 _log = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ def check_steps(config: RunConfig) -> None:
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     critic, model = derived.has_critic(config), derived.has_reward_model(config)
     reference = ReferenceWorker.compute_ref_log_probs if derived.has_own_reference(config) else PolicyWorker.compute_ref_log_probs
+    teacher = [TeacherWorker.compute_teacher_top] if derived.has_teacher(config) else []
     inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
     check_dataflow(
         [
@@ -192,6 +194,7 @@ def check_steps(config: RunConfig) -> None:
             *([RewardModelWorker.compute_scores] if model else []),
             _log_prob_method(config),
             *([reference] if with_reference else []),
+            *teacher,
             *([CriticWorker.compute_values] if critic else []),
             DataflowStep("advantages", (*inputs, *written), ("rewards", "advantages", *(["returns"] if critic else []))),
             *([CriticWorker.update_critic] if critic else []),

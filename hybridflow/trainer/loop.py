@@ -37,6 +37,7 @@ from hybridflow.trainer.protocols import (
     RolloutService,
     Sleeper,
     SyncReport,
+    Teacher,
     TrainGroup,
     Update,
     ValueGroup,
@@ -61,12 +62,13 @@ class RLTrainer:
         critic: ValueGroup | None = None,
         reward_model: RewardModel | None = None,
         reference: Reference | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
-        self.critic, self.reward_model, self.reference = critic, reward_model, reference
+        self.critic, self.reward_model, self.reference, self.teacher = critic, reward_model, reference, teacher
         self.advantages = Advantages(config)
-        roles: dict[str, Sleeper | None] = {"critic": critic, "reward_model": reward_model}
+        roles: dict[str, Sleeper | None] = {"critic": critic, "reward_model": reward_model, "teacher": teacher}
         self.beside = {name: role for name, role in roles.items() if role}
         self.phases = Phases(config, policy, engines, self.beside)
         self.sampler = open_sampler(config.data, dataset, config.seed)
@@ -95,9 +97,7 @@ class RLTrainer:
                     with self.phases.training():
                         with phase("old_log_prob"):
                             batch = batch.union(self.policy.log_probs(batch))
-                        if derived.needs_reference(self.config):
-                            with phase("ref"):
-                                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+                        batch = self.with_comparisons(batch)
                         if self.critic:
                             with phase("values"):
                                 batch = batch.union(self.critic.values(batch))
@@ -132,6 +132,17 @@ class RLTrainer:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
         batch = batch.union(self.scorer.score(batch))
         return batch.union(self.reward_model.scores(batch)) if self.reward_model else batch
+
+    def with_comparisons(self, batch: DataProto) -> DataProto:
+        """Adds what the policy is compared with: ref_log_probs where a KL term asks for them, a teacher's most likely tokens."""
+        phase = self.session.timeline.phase
+        if derived.needs_reference(self.config):
+            with phase("ref"):
+                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+        if self.teacher:
+            with phase("teacher"):
+                batch = batch.union(self.teacher.top_log_probs(batch))
+        return batch
 
     def update_seed(self) -> int:
         """Draws the step's mini-batches: the same in a resumed run."""

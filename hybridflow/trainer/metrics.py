@@ -50,12 +50,23 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     }
     if "ref_log_probs" in batch:
         metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(responses.sum(), 1))
+    if "teacher_top_log_probs" in batch:
+        metrics["teacher/top_mass"] = _top_mass(batch)
     if "rm_scores" in batch:
         metrics |= spread("reward_model/score", batch["rm_scores"])
     if "values" in batch:
         metrics |= _token_spread("critic/values", batch, "values") | _token_spread("critic/returns", batch, "returns")
         metrics["critic/vf_explained_var"] = _explained_variance(batch)
     return metrics
+
+
+def _top_mass(batch: DataProto) -> float:
+    """Probability that the teacher gives to its most likely tokens together; mean over response tokens."""
+    total, count = 0.0, 0
+    for piece in batch.pieces(("teacher_top_log_probs",)):
+        values = piece.jagged("teacher_top_log_probs").values
+        total, count = total + float(np.exp(values, dtype=np.float64).sum()), count + len(values)
+    return total / max(count, 1)
 
 
 def _explained_variance(batch: DataProto) -> float:

@@ -130,6 +130,14 @@ class Reference(Protocol):
         ...
 
 
+class Teacher(Sleeper, Protocol):
+    """A model whose most likely tokens the policy may be compared with."""
+
+    def top_log_probs(self, batch: DataProto) -> DataProto:
+        """teacher_top_log_probs and teacher_top_ids, [k] at every response token."""
+        ...
+
+
 class RewardModel(Sleeper, Protocol):
     """A trained model that scores responses."""
 

@@ -1,4 +1,4 @@
-"""Critic, reference and reward model on the driver's side: the loop's protocols over worker groups of their own or the policy's."""
+"""Critic, reference, teacher, reward model on the driver's side: the loop's protocols over worker groups of their own or the policy's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hybridflow.trainer.groups import merge
 from hybridflow.trainer.observations import memory_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.reference import ReferenceWorker
+from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
 
@@ -83,6 +84,26 @@ class ReferenceGroup:
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         """See Reference."""
         return self._shares.run(self.group, ReferenceWorker.compute_ref_log_probs, batch)
+
+
+class TeacherGroup:
+    """`Teacher` over Megatron ranks."""
+
+    def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
+        self.group = group
+        self._shares = _Shares(config, "teacher")
+
+    def top_log_probs(self, batch: DataProto) -> DataProto:
+        """See Teacher."""
+        return self._shares.run(self.group, TeacherWorker.compute_teacher_top, batch)
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See Sleeper."""
+        self.group.run(TeacherWorker.sleep_teacher, parts)
+
+    def memory(self) -> Mapping[str, float]:
+        """See Sleeper."""
+        return memory_metrics(self.group.run(TeacherWorker.take_teacher_memory), "teacher")
 
 
 class RewardModelGroup:

@@ -207,7 +207,7 @@ def _memory(config: RunConfig, role: str, model: ValueModel) -> RoleMemory:
     """What of the role lies on the device, by `critic.offload` or `reward_model.offload`."""
     platform, section = Platform.detect(), getattr(config, role)
     residency = Residency(model_parts(model), platform, model.settle, role)
-    return RoleMemory(residency, platform, section.offload, layout="actor" if derived.is_colocated(config, role) else role)
+    return RoleMemory(residency, platform, section.offload, derived.layout_section(config, role))
 
 
 def _value_model(spec: ValueSpec, task: str, layout: ParallelConfig) -> ValueModel:

@@ -69,7 +69,8 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
     out, words = base
     learning = ["critic.optim.lr=3e-3", "critic.ppo_epochs=2", "data.train_batch_size=16", "critic.cliprange_value=null"]
     more = ["+critic=tiny", *learning, "trainer.total_steps=14", "trainer.critic_warmup=2", "reward_model.weight=0.01", "name=beside"]
-    more += [f"{role}.offload={OFFLOAD}" for role in ("critic", "reward_model")]
+    more += [f"teacher.path={out / 'reward' / 'model' / 'reward-start'}", "teacher.top_k=14"]
+    more += [f"{role}.offload={OFFLOAD}" for role in ("critic", "reward_model", "teacher")]
     finished(out, "train", *words, *more)
     steps = records(out / "beside", "train")
     explained = [record["critic/vf_explained_var"] for record in steps]
@@ -78,7 +79,8 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
     assert {"critic/vf_loss", "critic/vf_clipfrac", "reward_model/score/mean"} <= steps[0].keys()
     for record in steps:  # both roles were off the device between their calls, and say what they took in them
         assert record["perf/offloaded_gb/critic"] > 1.5 * record["perf/offloaded_gb/reward_model"] > 0
-        assert record.get("perf/offloaded_gb/actor", 0) == 0  # it is not told to leave
+        assert record["perf/offloaded_gb/teacher"] > 0 and record.get("perf/offloaded_gb/actor", 0) == 0
+        assert 0.5 < record["teacher/top_mass"] <= 1 + 1e-6
         assert all(record[f"perf/max_memory_allocated_gb/{name}"] > 0.1 for name in ("compute_values", "update_critic", "compute_scores"))
     assert (out / "beside" / "checkpoints" / "global_step_14" / "critic" / "metadata.json").exists()
 

@@ -83,6 +83,18 @@ class PpoWorld(World):
         self.calls.append("export")
 
 
+class Teacher(Sleeper):
+    """Two tokens with a quarter of the probability each."""
+
+    def top_log_probs(self, batch: DataProto) -> DataProto:
+        responses = batch.jagged("response_ids")
+        log_probs = np.full((len(responses.values), 2), np.log(0.25), np.float32)
+        ids = np.zeros_like(log_probs, np.int64)
+        return DataProto.from_columns(
+            {"teacher_top_log_probs": Jagged(log_probs, responses.offsets), "teacher_top_ids": Jagged(ids, responses.offsets)}
+        )
+
+
 def ppo_of(folder: Path, world: World, critic: Critic, **settings: int) -> RLTrainer:
     config = config_of(folder, **settings)
     config = replace(config, algorithm=AlgorithmConfig(adv_estimator="gae", gamma=0.9, lam=0.8), reward_model=RewardModelConfig(weight=0.5))
@@ -120,6 +132,18 @@ def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: P
     advantages, returns = gae(token, torch.from_numpy(np.array(batch.jagged("values").values)), lengths, gamma=0.9, lam=0.8)
     np.testing.assert_allclose(batch.jagged("returns").values, returns.numpy(), rtol=1e-6)
     np.testing.assert_allclose(batch.jagged("advantages").values, whiten(advantages).numpy(), rtol=1e-6)
+
+
+def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
+    world = PpoWorld()
+    critic = Critic(world)
+    trainer = ppo_of(tmp_path, world, critic, total_steps=1)
+    arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator, critic, Model())
+    RLTrainer(trainer.config, trainer.session, *arguments, teacher=Teacher()).fit()
+    [batch] = critic.seen
+    assert batch.jagged("teacher_top_log_probs").values.shape == (batch.lengths("response_ids").sum(), 2)
+    [record] = records(trainer, "train")
+    assert record["teacher/top_mass"] == pytest.approx(0.5) and record["perf/offloaded_gb/Teacher"] == 0.5
 
 
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
