@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +25,12 @@ from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward
 from hybridflow.models import Family
 from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
+from hybridflow.saving.reference import HoldsReference
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
 
-class Policy:
+class Policy(HoldsReference):
     """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
 
     def __init__(
@@ -60,7 +60,6 @@ class Policy:
         self.expert_load = ExpertLoad(self.stages)
         self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
-        self._reference: dict[str, torch.Tensor] | None = None
 
     # ---- passes -----------------------------------------------------------------------------------------------------------------------
 
@@ -155,33 +154,6 @@ class Policy:
         multiple = segment * (config.tensor if config.sequence else 1)
         return Cut(segment, multiple, parallel.context_rank(), config.context)
 
-    # ---- reference --------------------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def freeze_reference(self) -> None:
-        """Keep the present weights as the reference policy."""
-        self._reference = {name: parameter.detach().clone() for name, parameter in self.weights().items()}
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` has been called."""
-        return self.optimizer is not None
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether `freeze_reference` has been called (or a reference was loaded)."""
-        return self._reference is not None
-
-    def reference_state(self) -> dict[str, torch.Tensor]:
-        """The reference's local weights by Megatron name."""
-        if self._reference is None:
-            raise RuntimeError("no reference weights: freeze_reference was not called")
-        return self._reference
-
-    def as_reference(self) -> _ReferenceWeights:
-        """`with policy.as_reference():` computes with the reference's weights (swapped in place, so no second model is held)."""
-        return _ReferenceWeights(self.weights(), self.reference_state())
-
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -201,25 +173,3 @@ class Policy:
         if self.config.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-
-
-class _ReferenceWeights:
-    """Exchanges the values of the live and the reference weights, and back."""
-
-    def __init__(self, live: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
-        self.live, self.reference = live, reference
-
-    def __enter__(self) -> None:
-        self._exchange()
-
-    def __exit__(self, *_: Any) -> None:
-        self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # values are exchanged, not storages: the distributed optimizer and the gradient buffers hold views of these parameters
-        for name, tensor in self.live.items():
-            held = self.reference[name]
-            live = tensor.detach().clone()
-            tensor.copy_(held)
-            held.copy_(live)
