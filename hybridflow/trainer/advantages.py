@@ -15,7 +15,7 @@ from hybridflow.algorithms.losses import kl_penalty
 from hybridflow.config.schema import RunConfig
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.trainer.metrics import spread, spread_over_tokens
-from hybridflow.trainer.model_scores import ModelScores, share_of_variance
+from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
 
 
 class Advantages:
@@ -53,9 +53,12 @@ class Advantages:
         scores = np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
         if "rm_scores" not in batch:
             return scores
-        model = self.model_scores.add(np.asarray(batch["rm_scores"], dtype=np.float32))
+        given = np.asarray(batch["rm_scores"], dtype=np.float32)
+        model = self.model_scores.add(given)
         added = np.float32(self.config.reward_model.weight) * model
         self.metrics |= spread("reward_model/counted", model)
+        if (agrees := agreement(given, scores, np.asarray(batch["uid"]))) is not None:
+            self.metrics["reward_model/agreement"] = agrees
         self.metrics["reward_model/share"] = share_of_variance(added, scores + added)
         return scores + added
 

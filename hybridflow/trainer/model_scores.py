@@ -58,3 +58,17 @@ def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
     part, whole = (np.asarray(values, np.float64) - np.mean(values, dtype=np.float64) for values in (part_B, whole_B))
     variance = float((whole**2).sum())
     return float((part * whole).sum()) / variance if variance > 0 else 0.0
+
+
+def agreement(model_B: np.ndarray, verifier_B: np.ndarray, group_B: np.ndarray) -> float | None:
+    """Of all pairs of answers to one prompt that the verifier tells apart, the share that the model puts in the same order (ties: half).
+
+    None without such pairs. Half is chance: the model then adds noise to the reward, whatever it says of the pairs it was trained on.
+    """
+    alike, pairs = 0.0, 0
+    for group in np.unique(group_B):
+        model, verifier = model_B[group_B == group], verifier_B[group_B == group]
+        better = verifier[:, None] > verifier[None]
+        order = np.sign(model[:, None] - model[None])[better]
+        alike, pairs = alike + float((order + 1).sum()) / 2, pairs + len(order)
+    return alike / pairs if pairs else None

@@ -17,6 +17,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
 from tests.unit.test_trainer_loop import World, config_of, records, trainer_of
 
@@ -277,6 +278,15 @@ def test_standard_scores_are_over_the_spread_of_the_whole_run_and_survive_a_resu
     assert np.abs(found).max() <= 1 and advantages.model_scores.count == 20
     alike = Advantages(config).add(batch_of(rm_scores=np.full(4, 3.0, np.float32)))["rewards"]
     assert (alike == 0).all()  # and not NaN
+
+
+def test_agreement_counts_pairs_of_one_prompt_that_the_verifier_tells_apart() -> None:
+    prompt = np.array([0, 0, 0, 1, 1, 2, 2])
+    verifier = np.array([1, 0, 0, 1, 1, 0, 1], np.float32)
+    # of the first prompt one pair in order and one not, of the last a tie; the second has no pair, and nothing crosses prompts
+    assert agreement(np.array([2.0, 1, 3, 0, 9, 5, 5]), verifier, prompt) == pytest.approx(1.5 / 3)
+    assert agreement(verifier, verifier, prompt) == 1 and agreement(-verifier, verifier, prompt) == 0
+    assert agreement(verifier, np.ones(7), prompt) is None
 
 
 def test_the_shares_of_the_two_scores_add_up() -> None:
