@@ -195,8 +195,10 @@ class RLTrainer:
         self.session.note_max("first_ppo_kl_max", abs(metrics.get("actor/first_ppo_kl", 0.0)))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
-        kl = metrics.get("actor/ppo_kl", float("nan"))
-        shown = {"reward": metrics["critic/score/mean"], "kl": kl, "length": metrics["response_length/mean"]}
+        shown = {"reward": metrics["critic/score/mean"]}
+        if "actor/ppo_kl" in metrics:  # not while the critic warms up alone
+            shown["kl"] = metrics["actor/ppo_kl"]
+        shown["length"] = metrics["response_length/mean"]
         if "accuracy_after" in self.session.totals:
             shown["accuracy"] = self.session.totals["accuracy_after"]
         progress.update(self.step, shown, seconds)
