@@ -34,13 +34,15 @@ class Residency:
         tensors: Mapping[Part, Callable[[], Iterable[torch.Tensor]]],
         platform: Platform,
         settle: Callable[[], None] = lambda: None,
+        role: str = "actor",
     ) -> None:
         """Args:
         tensors: how to list the tensors of each part now. A storage that two parts share belongs to the first of `PARTS`.
         platform: where they are.
         settle: called before weights leave; waits for communication that still writes to them.
+        role: whose parts they are; its section of the configuration has the keys that messages name.
         """
-        self._tensors, self._platform, self._settle = tensors, platform, settle
+        self._tensors, self._platform, self._settle, self.role = tensors, platform, settle, role
         self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
         self._store: dict[Part, _Store] = {}
 
@@ -52,6 +54,10 @@ class Residency:
     def resident_bytes(self) -> dict[Part, int]:
         """Bytes of each part on the device now."""
         return {part: sum(storage.nbytes() for storage in storages) for part, storages in self._storages().items()}
+
+    def asleep_bytes(self) -> int:
+        """Bytes that are off the device now."""
+        return sum(size for storages in self._asleep.values() for _, size in storages)
 
     def sleep(self, *parts: Part) -> int:
         """Take these parts off the device; returns the bytes freed. Parts that are asleep already stay so.
@@ -67,7 +73,7 @@ class Residency:
                 self._settle()
             storages = [storage for storage in self._storages()[part] if storage.nbytes() >= _SMALL]
             store = self._store.setdefault(part, _FileStore() if self._platform.kind == "cpu" else _PinnedStore())
-            store.write(part, storages)
+            store.write(self._key(part), storages)
             self._asleep[part] = [(storage, storage.nbytes()) for storage in storages]
             for storage in storages:
                 freed += storage.nbytes()
@@ -97,6 +103,10 @@ class Residency:
         finally:
             self.sleep(*brought)
 
+    def _key(self, part: Part) -> str:
+        """That sends the part away; the reference goes with the weights."""
+        return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
+
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
         """Each storage once."""
         seen: set[int] = set()
@@ -111,16 +121,16 @@ class Residency:
                 if not storage.resizable():
                     raise ResourceError(
                         f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is shared, with numpy for one, and cannot "
-                        f"be offloaded; set actor.offload.{part}=false"
+                        f"be offloaded; set {self._key(part)}=false"
                     )
                 found[part].append(storage)
         return found
 
 
 class _Store(Protocol):
-    """Where the bytes of a part wait."""
+    """Where the bytes of a part wait. `key` is that which sends them there, for messages."""
 
-    def write(self, part: Part, storages: list[torch.UntypedStorage]) -> None: ...
+    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None: ...
 
     def read(self, storages: list[torch.UntypedStorage]) -> None: ...
 
@@ -131,7 +141,7 @@ class _FileStore:
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
 
-    def write(self, part: Part, storages: list[torch.UntypedStorage]) -> None:
+    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115  (lives as long as this object)
@@ -142,8 +152,8 @@ class _FileStore:
         except OSError as error:
             size = sum(storage.nbytes() for storage in storages)
             raise ResourceError(
-                f"no room to offload {size / 2**20:.0f} MiB of {part} to a file in {tempfile.gettempdir()}: {error.strerror}. They are "
-                f"still in memory. Set TMPDIR to a folder with room, or actor.offload.{part}=false"
+                f"no room to offload {size / 2**20:.0f} MiB ({key}) to a file in {tempfile.gettempdir()}: {error.strerror}. They are "
+                f"still in memory. Set TMPDIR to a folder with room, or {key}=false"
             ) from error
 
     def read(self, storages: list[torch.UntypedStorage]) -> None:
@@ -161,7 +171,7 @@ class _PinnedStore:
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
 
-    def write(self, part: Part, storages: list[torch.UntypedStorage]) -> None:
+    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
         if [len(block) for block in self._blocks] != [storage.nbytes() for storage in storages]:
             self._blocks = []
             try:
@@ -169,8 +179,8 @@ class _PinnedStore:
             except RuntimeError as error:
                 size = sum(storage.nbytes() for storage in storages)
                 raise ResourceError(
-                    f"no room for {size / 2**20:.0f} MiB of {part} in pinned host memory: {error}. They are still on the device. "
-                    f"Free host memory, or set actor.offload.{part}=false"
+                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. They are still on the device. "
+                    f"Free host memory, or set {key}=false"
                 ) from error
         for block, storage in zip(self._blocks, storages, strict=True):
             block.copy_(_bytes(storage), non_blocking=True)

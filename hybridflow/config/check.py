@@ -32,6 +32,9 @@ AT_LEAST_ONE = (
     "actor.logits_chunk_tokens",
     "critic.procs",
     "reference.procs",
+    "teacher.procs",
+    "teacher.max_tokens_per_micro_batch",
+    "teacher.top_k",
     "reference.max_tokens_per_micro_batch",
     "critic.ppo_mini_batch_size",
     "critic.ppo_epochs",
@@ -77,6 +80,7 @@ NOT_NEGATIVE = (
 ABOVE_ZERO = (
     "actor.lora.alpha",
     "critic.cliprange_value",
+    "reward_model.clip",
     "algorithm.kl_target",
     "rollout.sampling.temperature",
     "rollout.mem_fraction_static",

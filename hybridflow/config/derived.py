@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig, RunConfig
+from hybridflow.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig, RunConfig, TeacherConfig
 from hybridflow.errors import ConfigError
 
-Role = CriticConfig | ReferenceConfig | RewardModelConfig
+Role = CriticConfig | ReferenceConfig | RewardModelConfig | TeacherConfig
 
 
 def world_size(config: RunConfig) -> int:
@@ -143,20 +143,30 @@ def has_reward_model(config: RunConfig) -> bool:
     return config.reward_model.path is not None
 
 
+def has_teacher(config: RunConfig) -> bool:
+    """Whether a teacher's most likely tokens are asked for."""
+    return config.teacher.path is not None
+
+
 def is_colocated(config: RunConfig, role: str) -> bool:
-    """Whether `critic`, `reference` or `reward_model` lives in the actor's processes."""
+    """Whether `critic`, `reference`, `reward_model` or `teacher` lives in the actor's processes."""
     section: Role = getattr(config, role)
     return section.placement == "colocated"
 
 
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
-    """The layout of `critic`, `reference` or `reward_model`: its own, or the actor's where it lives in the actor's processes."""
-    section: Role = getattr(config, role)
-    return section.parallel if section.placement == "own" else config.actor.parallel
+    """The layout of a role: its own, or the actor's where it lives in the actor's processes."""
+    layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel
+    return layout
+
+
+def layout_section(config: RunConfig, role: str) -> str:
+    """The section of the configuration whose `parallel` cuts a role."""
+    return "actor" if is_colocated(config, role) else role
 
 
 def role_world_size(config: RunConfig, role: str) -> int:
-    """Processes of `critic`, `reference` or `reward_model`."""
+    """Processes of a role."""
     section: Role = getattr(config, role)
     return section.procs if section.placement == "own" else world_size(config)
 

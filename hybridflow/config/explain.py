@@ -61,7 +61,7 @@ class Origins:
 def explain(config: RunConfig, origins: Origins) -> str:
     """The text of `--explain`."""
     given = _given(config, origins)
-    parts = (_rollout, _actor, _reference, _critic, _sync, _sft)
+    parts = (_rollout, _actor, _reference, _teacher, _critic, _sync, _sft)
     return "\n".join([*given, *(line for part in parts for line in ("", *part(config)))])
 
 
@@ -129,6 +129,13 @@ def _reference(config: RunConfig) -> list[str]:
         model = config.reference.path or "the policy as reinforcement learning begins"
         return [f"Reference: {model}; one forward pass over the samples of a step, in {_place(config, 'reference')}"]
     return ["Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same size"]
+
+
+def _teacher(config: RunConfig) -> list[str]:
+    if not derived.has_teacher(config):
+        return ["Teacher: none (teacher.path is null)"]
+    teacher = config.teacher
+    return [f"Teacher: {teacher.path}; its {teacher.top_k} most likely tokens at every response token, {_place(config, 'teacher')}"]
 
 
 def _sync(config: RunConfig) -> list[str]:

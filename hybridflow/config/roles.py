@@ -1,4 +1,4 @@
-"""Cross-field checks of the roles beside the policy: critic and reward model. Part of `config.check`."""
+"""Cross-field checks of the roles beside the policy: critic, reference, reward model, teacher. Part of `config.check`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hybridflow.config import derived
 from hybridflow.config.derived import Role
-from hybridflow.config.schema import ParallelConfig, RunConfig
+from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
+from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig, job: str) -> list[str]:
@@ -22,9 +23,11 @@ def problems(config: RunConfig, job: str) -> list[str]:
                 f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set algorithm.adv_estimator=gae or critic_warmup=0"
             )
         if derived.needs_reference(config):
-            found += [*_role(config, "reference"), *_teacher(config)]
+            found += [*_role(config, "reference"), *_other_model(config)]
         if derived.has_reward_model(config):
             found += [*_role(config, "reward_model"), *_score_of_last_token(config)]
+        if derived.has_teacher(config):
+            found += [*_role(config, "teacher"), *_vocabulary(config)]
     if job == "train-reward" and config.reward_training.steps:
         found += [*_role(config, "reward_model", with_path=False), *_pairs(config)]
     return found
@@ -86,12 +89,26 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _teacher(config: RunConfig) -> Iterator[str]:
+def _other_model(config: RunConfig) -> Iterator[str]:
     if config.reference.path is not None and config.reference.placement == "colocated":
         yield (
             f"reference.path={config.reference.path} with reference.placement=colocated: another model needs processes of its own; set "
             "reference.placement=own"
         )
+
+
+def _vocabulary(config: RunConfig) -> Iterator[str]:
+    """A teacher's tokens must be the policy's, and there must be as many as are asked for."""
+    path, top_k = config.teacher.path, config.teacher.top_k
+    try:
+        sizes = [derived.hf_config(model).get("vocab_size") for model in (ModelConfig(path=path), config.model)]
+    except ConfigError:
+        return  # reported as a missing folder
+    teacher, policy = sizes
+    if isinstance(teacher, int) and top_k > teacher:
+        yield f"teacher.top_k={top_k} is more than the {teacher} tokens of the vocabulary of teacher.path={path}; lower it"
+    if isinstance(teacher, int) and isinstance(policy, int) and teacher != policy:
+        yield f"teacher.path={path} has vocab_size={teacher}, the policy {policy}: their tokens must be the same; give another teacher"
 
 
 def _critic_batches(config: RunConfig) -> Iterator[str]:

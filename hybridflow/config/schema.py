@@ -95,7 +95,7 @@ class OptimConfig:
 class OffloadConfig:
     """What leaves the device (on CPU: this process's memory) while it is not needed, and comes back byte for byte."""
 
-    weights: bool = False  # while the engines generate; the reference's weights whenever the reference does not compute
+    weights: bool = False  # while the engines generate (critic, reward model: whenever idle); the reference's whenever it does not compute
     gradients: bool = False  # outside of updates
     optimizer: bool = False  # outside of updates
 
@@ -148,6 +148,19 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A model of the policy's vocabulary, whose most likely tokens become columns of the batch. `path: null`: none."""
+
+    path: str | None = None  # HF folder of a causal model
+    placement: str = "own"  # own: processes of its own | colocated: in the actor's processes, in its layout
+    procs: int = 1  # own: processes, in all
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
+    max_tokens_per_micro_batch: int = 4096
+    top_k: int = 32  # tokens at every response token
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+
+@dataclass(frozen=True)
 class CriticConfig:
     """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
 
@@ -161,6 +174,7 @@ class CriticConfig:
     max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
     cliprange_value: float | None = 0.5  # how far an update may move a value; None: anywhere
     loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -173,7 +187,9 @@ class RewardModelConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: int = 4096
     weight: float = 1.0  # of its score in the reward
-    squash: str = "none"  # none | sigmoid: what is done to the score before it is weighted
+    squash: str = "none"  # none | sigmoid | standard (over their spread in the run so far): what is done to scores before they are weighted
+    clip: float | None = 5.0  # standard: no score counts more than so many standard deviations; None: no bound
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -316,6 +332,7 @@ class RunConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -30,6 +30,7 @@ from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners
 from hybridflow.reshard.hf_export import Held, export_held
 from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.residency import Part
+from hybridflow.saving.reference import HoldsReference
 from hybridflow.saving.saver import Saver
 
 
@@ -49,7 +50,7 @@ class DenseReplay:
         return {}
 
 
-class FsdpPolicy:
+class FsdpPolicy(HoldsReference):
     """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
 
     def __init__(
@@ -66,7 +67,6 @@ class FsdpPolicy:
         self.model = build_model(family, self.dtype, source, device)
         self.optimizer: Optimizer | None = None
         self.replay = DenseReplay()
-        self._reference: dict[str, torch.Tensor] | None = None
         # FSDP2 pads uneven shards, and so moves them, in the first forward pass: from here on they stay where they are
         nothing = DataProto.from_columns({name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")})
         self._forward(build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device), self._scoring(1.0, False))
@@ -163,46 +163,6 @@ class FsdpPolicy:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor)
 
-    # ---- reference --------------------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def freeze_reference(self) -> None:
-        """Keep the present weights as the reference policy."""
-        self._reference = {name: shard.clone() for name, shard in self.parameters().items()}
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` has been called."""
-        return self.optimizer is not None
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether `freeze_reference` has been called (or a reference was loaded)."""
-        return self._reference is not None
-
-    def reference_state(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of the reference by Hugging Face name."""
-        if self._reference is None:
-            raise RuntimeError("no reference weights: freeze_reference was not called")
-        return self._reference
-
-    @contextmanager
-    def as_reference(self) -> Iterator[None]:
-        """`with policy.as_reference():` computes with the reference's weights (exchanged in place, so no second model is held)."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        held = self.reference_state()
-        for name, live in self.parameters().items():
-            before = live.clone()
-            live.copy_(held[name])
-            held[name].copy_(before)
-
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, Any]:
@@ -226,6 +186,10 @@ class FsdpPolicy:
     def trainable_parameters(self) -> int:
         """All of the model's."""
         return num_parameters(self.family)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The same: what a reference is a copy of."""
+        return self.parameters()
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Builds the layout of `parameters` over all ranks."""

@@ -49,7 +49,8 @@ class MicroBatch:
         samples: rows of the batch, in packed order.
         length: t, the same for all micro-batches, so pipeline stages know the shape of what they receive.
         tokens, positions: [1, t'].
-        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own.
+        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own. `packed.real` [t'] says which of
+            this rank's tokens are no padding (`expert_load`).
         predict_rows: [n'] this rank's row whose output predicts a response token.
         targets: [n'] those tokens.
         places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
@@ -102,6 +103,8 @@ def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Seque
     positions -= np.repeat(bounds[:-1], np.diff(bounds))
     layout = ZigZag.of(bounds, cut.size)
     mine = layout.rows_of(cut.rank)
+    real = np.zeros(total, bool)
+    real[ranges(starts, prompts.lengths + responses.lengths)] = True
     places = np.flatnonzero(layout.owner[response_rows - 1] == cut.rank)
     here = device()
     return MicroBatch(
@@ -109,7 +112,7 @@ def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Seque
         length=total,
         tokens=torch.from_numpy(tokens[mine])[None].to(here),
         positions=torch.from_numpy(positions[mine])[None].to(here),
-        packed=_segments(bounds, here),
+        packed=_segments(bounds, real[mine], here),
         predict_rows=torch.from_numpy(layout.local[response_rows[places] - 1]).to(here),
         targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)[places]).to(here),
         places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
@@ -118,7 +121,11 @@ def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Seque
     )
 
 
-def _segments(bounds: np.ndarray, here: torch.device) -> PackedSeqParams:
+def _segments(bounds: np.ndarray, real: np.ndarray, here: torch.device) -> PackedSeqParams:
     cu_seqlens, longest = torch.from_numpy(bounds.astype(np.int32)).to(here), int(np.diff(bounds).max())
     # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    packed.real = torch.from_numpy(real).to(here)
+    return packed

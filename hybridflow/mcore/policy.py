@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.mcore import parallel
+from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weights, local_parameters, wrap_for_training
 from hybridflow.mcore.nonfinite import Watch
@@ -28,11 +28,12 @@ from hybridflow.models.family import num_parameters
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import WeightSource
 from hybridflow.protocol import DataProto, Jagged
+from hybridflow.saving.reference import HoldsReference
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
 
-class Policy:
+class Policy(HoldsReference):
     """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
 
     def __init__(
@@ -52,8 +53,6 @@ class Policy:
 
         Args:
             expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0: not at all.
-                The padding at the end of packed micro-batches counts as tokens: Megatron's mask for it does not reach later pipeline
-                stages (gpt_model.py:308) and has the wrong shape where it is used (router.py:542).
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train in place of the weights.
         """
@@ -64,9 +63,9 @@ class Policy:
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
+        self.expert_load = ExpertLoad(self.stages)
         self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
-        self._reference: dict[str, torch.Tensor] | None = None
 
     # ---- passes -----------------------------------------------------------------------------------------------------------------------
 
@@ -113,6 +112,7 @@ class Policy:
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()
+        self.expert_load.begin()
         watch, biases = Watch(num_micro_batches), self._expert_biases()
         metrics = metrics_to_floats(accumulate(watch))
         if problem := watch.report(self.chunks):
@@ -160,33 +160,6 @@ class Policy:
         multiple = segment * (config.tensor if config.sequence else 1)
         return Cut(segment, multiple, parallel.context_rank(), config.context)
 
-    # ---- reference --------------------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def freeze_reference(self) -> None:
-        """Keep the present weights as the reference policy; of a model with adapters these alone, the rest does not change."""
-        self._reference = {name: parameter.detach().clone() for name, parameter in self.weights().items()}
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` has been called."""
-        return self.optimizer is not None
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether `freeze_reference` has been called (or a reference was loaded)."""
-        return self._reference is not None
-
-    def reference_state(self) -> dict[str, torch.Tensor]:
-        """The reference's local weights by Megatron name: those that `weights` has."""
-        if self._reference is None:
-            raise RuntimeError("no reference weights: freeze_reference was not called")
-        return self._reference
-
-    def as_reference(self) -> _ReferenceWeights:
-        """`with policy.as_reference():` computes with the reference's weights (swapped in place, so no second model is held)."""
-        return _ReferenceWeights(self.weights(), self.reference_state())
-
     # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -227,25 +200,3 @@ class Policy:
         if self.config.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-
-
-class _ReferenceWeights:
-    """Exchanges the values of the live and the reference weights, and back."""
-
-    def __init__(self, live: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
-        self.live, self.reference = live, reference
-
-    def __enter__(self) -> None:
-        self._exchange()
-
-    def __exit__(self, *_: Any) -> None:
-        self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # values are exchanged, not storages: the distributed optimizer and the gradient buffers hold views of these parameters
-        for name, tensor in self.live.items():
-            held = self.reference[name]
-            live = tensor.detach().clone()
-            tensor.copy_(held)
-            held.copy_(live)

@@ -35,7 +35,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
         ("Learning", [_accuracy(run), _reward(run), _sft_loss(run)]),
         ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
         ("Critic", [_explained(run), _value_loss(run)]),
-        ("Reward model", [_pair_loss(run), _pair_accuracy(run), _model_score(run)]),
+        ("Reward model", [_pair_loss(run), _pair_accuracy(run), _model_score(run), _model_share(run), _agreement(run)]),
         ("Generation", [_lengths(run), _clip_ratio(run), _difference(run), _routes(run)]),
         ("Time", [_step_time(run), _throughput(run), _tokens(run), _memory(run)]),
     ]
@@ -191,6 +191,16 @@ def _pair_accuracy(run: RunFolder) -> Chart:
 
 def _model_score(run: RunFolder) -> Chart:
     return _one(run, "Score of the reward model", "reward_model/score/mean", "score")
+
+
+def _model_share(run: RunFolder) -> Chart:
+    name = "reward_model/share"
+    return _one(run, "What the reward model makes of the scores' variance", name, "share", percent=True, include=(0.0, 1.0))
+
+
+def _agreement(run: RunFolder) -> Chart:
+    title, name = "Answers to one prompt that reward model and verifier order alike", "reward_model/agreement"
+    return _one(run, title, name, "share of pairs", percent=True, include=(0.5, 1.0))
 
 
 def _throughput(run: RunFolder) -> Chart:

@@ -27,6 +27,7 @@ ROLLOUT_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "response_text": (pa.string(), "decoded response"),
     "ground_truth": (pa.string(), "expected answer; JSON when it is not text"),
     "score": (pa.float32(), "reward from the verifier, before any KL penalty"),
+    "rm_score": (pa.float32(), "score of the reward model as it gives it, before squash and weight"),
     "advantage": (pa.float32(), "advantage of the sample; mean over its tokens"),
     "prompt_length": (pa.int32(), "tokens of the prompt"),
     "response_length": (pa.int32(), "tokens of the response"),

@@ -1,4 +1,4 @@
-"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: the KL coefficient."""
+"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: KL coefficient, spread of model scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
 from hybridflow.config.schema import RunConfig
 from hybridflow.protocol import DataProto, Jagged
-from hybridflow.trainer.metrics import spread_over_tokens
+from hybridflow.trainer.metrics import spread, spread_over_tokens
+from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
 
 
 class Advantages:
@@ -23,11 +24,13 @@ class Advantages:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.algorithm = config, config.algorithm
         self.control = KlControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+        self.model_scores = ModelScores(config.reward_model)
         self.metrics: dict[str, float] = {}
 
     def add(self, batch: DataProto) -> DataProto:
         """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with `gae`, returns too."""
-        lengths, scores = np.asarray(batch.lengths("response_ids")), combined_scores(batch, self.config)
+        self.metrics = {}
+        lengths, scores = np.asarray(batch.lengths("response_ids")), self._scores(batch)
         found = self._by_pieces(batch, torch.from_numpy(lengths.astype(np.int64)), torch.from_numpy(scores))
         rewards = scores - found.penalties.numpy()
         if self.algorithm.adv_estimator == "gae":
@@ -38,11 +41,26 @@ class Advantages:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
-        return {"kl_coef": self.control.value}
+        return {"kl_coef": self.control.value, **self.model_scores.state()}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on with it."""
         self.control.value = float(state["kl_coef"])
+        self.model_scores.restore(state)
+
+    def _scores(self, batch: DataProto) -> np.ndarray:
+        """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the reward model's."""
+        scores = np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
+        if "rm_scores" not in batch:
+            return scores
+        given = np.asarray(batch["rm_scores"], dtype=np.float32)
+        model = self.model_scores.add(given)
+        added = np.float32(self.config.reward_model.weight) * model
+        self.metrics |= spread("reward_model/counted", model)
+        if (agrees := agreement(given, scores, np.asarray(batch["uid"]))) is not None:
+            self.metrics["reward_model/agreement"] = agrees
+        self.metrics["reward_model/share"] = share_of_variance(added, scores + added)
+        return scores + added
 
     def _by_pieces(self, batch: DataProto, lengths_B: torch.Tensor, scores_B: torch.Tensor) -> _Found:
         """Row by row; of columns that lie in the object store only a piece is here at a time. Moves the KL coefficient on."""
@@ -66,7 +84,7 @@ class Advantages:
         if algorithm.kl_coef:
             kl = kl_total / max(len(lengths_B), 1)
             self.control.update(kl, len(lengths_B))
-            self.metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+            self.metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
         if not parts:
             return _Found(torch.zeros(len(lengths_B)), torch.zeros(0), torch.zeros(0))
         return _Found(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -83,14 +101,3 @@ class _Found:
     penalties: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
-
-
-def combined_scores(batch: DataProto, config: RunConfig) -> np.ndarray:
-    """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the reward model's."""
-    scores = np.float32(config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
-    if "rm_scores" in batch:
-        model = np.asarray(batch["rm_scores"], dtype=np.float32)
-        if config.reward_model.squash == "sigmoid":
-            model = np.asarray(0.5 * (1.0 + np.tanh(0.5 * model)), dtype=np.float32)  # sigmoid, without overflow
-        scores = scores + np.float32(config.reward_model.weight) * model
-    return scores

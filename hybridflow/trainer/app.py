@@ -35,16 +35,22 @@ from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.rollout_recovery import RestartingRollouts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
-from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup
+from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup, TeacherGroup
 from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
+from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker, ValueSpec
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-_WORKERS: dict[str, type] = {"critic": CriticWorker, "reference": ReferenceWorker, "reward_model": RewardModelWorker}
+_WORKERS: dict[str, type] = {
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+    "reward_model": RewardModelWorker,
+    "teacher": TeacherWorker,
+}
 
 
 def train(config: RunConfig) -> None:
@@ -168,7 +174,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engine_workers = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids)
     wanted = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
-    wanted["reference"] = derived.has_own_reference(config)
+    wanted |= {"reference": derived.has_own_reference(config), "teacher": derived.has_teacher(config)}
     beside = [role for role in wanted if wanted[role] and derived.is_colocated(config, role)]
     policy_workers = job.start_policy(cluster, *beside)
     policy = PolicyGroup(policy_workers, config)
@@ -176,13 +182,14 @@ def _train(job: _Job) -> dict[str, Any]:
     critic = CriticGroup(groups["critic"], config) if "critic" in groups else None
     reward_model = RewardModelGroup(groups["reward_model"], config) if "reward_model" in groups else None
     reference = ReferenceGroup(groups["reference"], config) if "reference" in groups else None
+    teacher = TeacherGroup(groups["teacher"], config) if "teacher" in groups else None
     job.warm_start(policy, engines.check_starting)
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(policy_workers, engines, config)
     rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message))
-    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, critic, reward_model, reference)
+    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, critic, reward_model, reference, teacher)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
     engine_workers.on_restart(engines.begin_again)

@@ -16,6 +16,8 @@ from hybridflow.rewards.manager import RewardManager
 from hybridflow.routes import ROUTES
 from hybridflow.trainer.protocols import RolloutService
 
+_NOT_DUMPED = ("entropys", "ref_log_probs", "response_ids", ROUTES, "teacher_top_log_probs", "teacher_top_ids")  # large, and not read here
+
 
 class Scorer:
     """Decodes responses and asks the reward function."""
@@ -57,7 +59,7 @@ class Validator:
 
 def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
     """Write what happened to each sample, for people: `folder/step_N.parquet`. Token columns are read a few rows at a time."""
-    names = [name for name in batch.columns if name not in ("entropys", "ref_log_probs", "response_ids", ROUTES)]
+    names = [name for name in batch.columns if name not in _NOT_DUMPED]
     lengths = batch.with_columns(response_length=batch.lengths("response_ids"))
     dump_rollouts(dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in lengths.pieces([*names, "response_length"])))
 
@@ -80,6 +82,8 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
         "extra_info": batch["extra_info"].tolist(),
     }
+    if "rm_scores" in batch:
+        rows["rm_score"] = batch["rm_scores"].tolist()
     if "advantages" in batch:
         rows["advantage"] = [_mean(row) for row in batch.jagged("advantages")]
     if "old_log_probs" in batch:

@@ -27,6 +27,7 @@ from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
 _SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that answers no longer is found dead within a few seconds, or it hangs
@@ -106,7 +107,7 @@ class PolicyGroup:
         observations, self._unobserved = self.group.run(PolicyWorker.take_observations), False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
         replayed = replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
-        return memory_metrics(observations) | model_metrics(observations) | replayed
+        return memory_metrics(observations, "actor") | model_metrics(observations) | replayed
 
     def _order(self, batch: DataProto) -> np.ndarray:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
@@ -229,6 +230,7 @@ def check_steps(config: RunConfig) -> None:
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     critic, model = derived.has_critic(config), derived.has_reward_model(config)
     reference = ReferenceWorker.compute_ref_log_probs if derived.has_own_reference(config) else PolicyWorker.compute_ref_log_probs
+    teacher = [TeacherWorker.compute_teacher_top] if derived.has_teacher(config) else []
     inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
     check_dataflow(
         [
@@ -237,6 +239,7 @@ def check_steps(config: RunConfig) -> None:
             *([RewardModelWorker.compute_scores] if model else []),
             _log_prob_method(config),
             *([reference] if with_reference else []),
+            *teacher,
             *([CriticWorker.compute_values] if critic else []),
             DataflowStep("advantages", (*inputs, *written), ("rewards", "advantages", *(["returns"] if critic else []))),
             *([CriticWorker.update_critic] if critic else []),

@@ -29,8 +29,20 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.checkpoints import Checkpoint
 from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
+from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.phases import Phases
-from hybridflow.trainer.protocols import Reference, RewardModel, RolloutService, SyncReport, TrainGroup, Update, ValueGroup, WeightSync
+from hybridflow.trainer.protocols import (
+    Reference,
+    RewardModel,
+    RolloutService,
+    Sleeper,
+    SyncReport,
+    Teacher,
+    TrainGroup,
+    Update,
+    ValueGroup,
+    WeightSync,
+)
 from hybridflow.trainer.session import Session
 
 
@@ -50,12 +62,15 @@ class RLTrainer:
         critic: ValueGroup | None = None,
         reward_model: RewardModel | None = None,
         reference: Reference | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator = dataset, scorer, validator
-        self.critic, self.reward_model, self.reference = critic, reward_model, reference
+        self.critic, self.reward_model, self.reference, self.teacher = critic, reward_model, reference, teacher
         self.advantages = Advantages(config)
-        self.phases = Phases(config, policy, engines)
+        roles: dict[str, Sleeper | None] = {"critic": critic, "reward_model": reward_model, "teacher": teacher}
+        self.beside = {name: role for name, role in roles.items() if role}
+        self.phases = Phases(config, policy, engines, self.beside)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
@@ -82,9 +97,7 @@ class RLTrainer:
                     with self.phases.training():
                         with phase("old_log_prob"):
                             batch = batch.union(self.policy.log_probs(batch))
-                        if derived.needs_reference(self.config):
-                            with phase("ref"):
-                                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+                        batch = self.with_comparisons(batch)
                         if self.critic:
                             with phase("values"):
                                 batch = batch.union(self.critic.values(batch))
@@ -119,6 +132,17 @@ class RLTrainer:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
         batch = batch.union(self.scorer.score(batch))
         return batch.union(self.reward_model.scores(batch)) if self.reward_model else batch
+
+    def with_comparisons(self, batch: DataProto) -> DataProto:
+        """Adds what the policy is compared with: ref_log_probs where a KL term asks for them, a teacher's most likely tokens."""
+        phase = self.session.timeline.phase
+        if derived.needs_reference(self.config):
+            with phase("ref"):
+                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+        if self.teacher:
+            with phase("teacher"):
+                batch = batch.union(self.teacher.top_log_probs(batch))
+        return batch
 
     def update_seed(self) -> int:
         """Draws the step's mini-batches: the same in a resumed run."""
@@ -163,6 +187,7 @@ class RLTrainer:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
         seconds = self.session.timeline.metrics(self.step)
         metrics = batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
+        metrics = over_roles([metrics, *(role.memory() for role in self.beside.values())])
         metrics |= self.advantages.metrics | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
@@ -171,8 +196,10 @@ class RLTrainer:
         self.session.note_max("first_ppo_kl_max", abs(metrics.get("actor/first_ppo_kl", 0.0)))
         metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
-        kl = metrics.get("actor/ppo_kl", float("nan"))
-        shown = {"reward": metrics["critic/score/mean"], "kl": kl, "length": metrics["response_length/mean"]}
+        shown = {"reward": metrics["critic/score/mean"]}
+        if "actor/ppo_kl" in metrics:  # not while the critic warms up alone
+            shown["kl"] = metrics["actor/ppo_kl"]
+        shown["length"] = metrics["response_length/mean"]
         if "accuracy_after" in self.session.totals:
             shown["accuracy"] = self.session.totals["accuracy_after"]
         progress.update(self.step, shown, seconds)

@@ -34,13 +34,13 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch."""
     responses, prompts, (difference, largest) = batch.lengths("response_ids"), batch.lengths("prompt_ids"), log_prob_difference(batch)
     metrics = {
-        **_spread("critic/score", batch["scores"]),
-        **_spread("critic/rewards", batch["rewards"]),
+        **spread("critic/score", batch["scores"]),
+        **spread("critic/rewards", batch["rewards"]),
         **_token_spread("critic/advantages", batch, "advantages"),
-        **_spread("response_length", responses),
+        **spread("response_length", responses),
         "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
         "response/aborted_ratio": float(np.mean(batch["finish_reason"] == "abort")),
-        **_spread("prompt_length", prompts),
+        **spread("prompt_length", prompts),
         "actor/entropy": _token_spread("", batch, "entropys").get("/mean", 0.0),
         "rollout/logprob_diff/mean": difference,
         "rollout/logprob_diff/max": largest,
@@ -50,12 +50,23 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     }
     if "ref_log_probs" in batch:
         metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(responses.sum(), 1))
+    if "teacher_top_log_probs" in batch:
+        metrics["teacher/top_mass"] = _top_mass(batch)
     if "rm_scores" in batch:
-        metrics |= _spread("reward_model/score", batch["rm_scores"])
+        metrics |= spread("reward_model/score", batch["rm_scores"])
     if "values" in batch:
         metrics |= _token_spread("critic/values", batch, "values") | _token_spread("critic/returns", batch, "returns")
         metrics["critic/vf_explained_var"] = _explained_variance(batch)
     return metrics
+
+
+def _top_mass(batch: DataProto) -> float:
+    """Probability that the teacher gives to its most likely tokens together; mean over response tokens."""
+    total, count = 0.0, 0
+    for piece in batch.pieces(("teacher_top_log_probs",)):
+        values = piece.jagged("teacher_top_log_probs").values
+        total, count = total + float(np.exp(values, dtype=np.float64).sum()), count + len(values)
+    return total / max(count, 1)
 
 
 def _explained_variance(batch: DataProto) -> float:
@@ -105,14 +116,15 @@ def spread_over_tokens(values_B: np.ndarray, lengths_B: np.ndarray) -> Jagged:
     return Jagged.from_lengths(np.repeat(values_B.astype(np.float32), lengths_B), lengths_B)
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+def spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """name/mean, name/max and name/min; nothing without values."""
     if not len(values):
         return {}
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}
 
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
-    """`_spread` over all tokens of a jagged column."""
+    """`spread` over all tokens of a jagged column."""
     parts = (piece.jagged(column).values for piece in batch.pieces([column]))
     spreads = [(float(values.sum(dtype=np.float64)), len(values), values.max(), values.min()) for values in parts if len(values)]
     if not spreads:

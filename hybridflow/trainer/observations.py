@@ -12,8 +12,12 @@ from hybridflow.errors import RouterReplayError
 _GB = 1e9
 
 
-def memory_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The largest peak of any rank, in GB (10^9 bytes): over the step, and of each worker method."""
+def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
+    """The largest peak of any rank, in GB (10^9 bytes): over the step, and of each worker method; and what of the role was off the device.
+
+    Args:
+        observations: `RoleMemory.take` of every rank.
+    """
     phases: dict[str, float] = {}
     for observed in observations:
         for phase, peak in observed["memory"].items():
@@ -22,6 +26,7 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float
     if phases:
         metrics["perf/max_memory_allocated_gb"] = max(phases.values())
         metrics["perf/max_memory_reserved_gb"] = max(observed["reserved"] for observed in observations) / _GB
+    metrics[f"perf/offloaded_gb/{role}"] = max(observed["offloaded"] for observed in observations) / _GB
     return metrics
 
 
@@ -33,6 +38,14 @@ def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]
     if copied := max((observed["copied"] for observed in observations), default=0):
         metrics["sync/merged_gb"] = copied / _GB
     return metrics
+
+
+def over_roles(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`memory_metrics` of all roles as one: of what two of them measured (the step's peaks), the larger."""
+    merged: dict[str, float] = {}
+    for one in metrics:
+        merged |= {name: max(value, merged.get(name, value)) for name, value in one.items()}
+    return merged
 
 
 def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:

@@ -74,7 +74,19 @@ class TrainGroup(Protocol):
         ...
 
 
-class ValueGroup(Protocol):
+class Sleeper(Protocol):
+    """A role beside the policy whose memory leaves the device when it is idle. Each of its methods brings in what it needs."""
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """Those of `parts` that the role's `offload` names leave the device, until a method needs them."""
+        ...
+
+    def memory(self) -> Mapping[str, float]:
+        """Peaks of its methods, and what lay off the device, since the last call; see `observations.memory_metrics`."""
+        ...
+
+
+class ValueGroup(Sleeper, Protocol):
     """The critic: a group of ranks that value the states in which tokens were sampled, and learn from returns."""
 
     def start(self, optim: OptimConfig, folder: Path) -> None:
@@ -118,7 +130,15 @@ class Reference(Protocol):
         ...
 
 
-class RewardModel(Protocol):
+class Teacher(Sleeper, Protocol):
+    """A model whose most likely tokens the policy may be compared with."""
+
+    def top_log_probs(self, batch: DataProto) -> DataProto:
+        """teacher_top_log_probs and teacher_top_ids, [k] at every response token."""
+        ...
+
+
+class RewardModel(Sleeper, Protocol):
     """A trained model that scores responses."""
 
     def scores(self, batch: DataProto) -> DataProto:

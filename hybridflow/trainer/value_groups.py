@@ -1,8 +1,8 @@
-"""Critic, reference and reward model on the driver's side: the loop's protocols over worker groups of their own or the policy's."""
+"""Critic, reference, teacher, reward model on the driver's side: the loop's protocols over worker groups of their own or the policy's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.protocol import DataProto
+from hybridflow.residency import Part
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.groups import merge
+from hybridflow.trainer.observations import memory_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.reference import ReferenceWorker
+from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
 
@@ -41,6 +44,14 @@ class CriticGroup:
         share = batch.select(["prompt_ids", "response_ids", "values", "returns"]).reorder(self._shares.order(batch))
         reports = self.group.run(CriticWorker.update_critic, share, rows, seed)
         return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See Sleeper."""
+        self.group.run(CriticWorker.sleep_critic, parts)
+
+    def memory(self) -> Mapping[str, float]:
+        """See Sleeper."""
+        return memory_metrics(self.group.run(CriticWorker.take_critic_memory), "critic")
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         """See ValueGroup."""
@@ -75,6 +86,26 @@ class ReferenceGroup:
         return self._shares.run(self.group, ReferenceWorker.compute_ref_log_probs, batch)
 
 
+class TeacherGroup:
+    """`Teacher` over Megatron ranks."""
+
+    def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
+        self.group = group
+        self._shares = _Shares(config, "teacher")
+
+    def top_log_probs(self, batch: DataProto) -> DataProto:
+        """See Teacher."""
+        return self._shares.run(self.group, TeacherWorker.compute_teacher_top, batch)
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See Sleeper."""
+        self.group.run(TeacherWorker.sleep_teacher, parts)
+
+    def memory(self) -> Mapping[str, float]:
+        """See Sleeper."""
+        return memory_metrics(self.group.run(TeacherWorker.take_teacher_memory), "teacher")
+
+
 class RewardModelGroup:
     """Scores responses for the loop (`RewardModel`), and learns from pairs for `RewardTrainer`."""
 
@@ -85,6 +116,14 @@ class RewardModelGroup:
     def scores(self, batch: DataProto) -> DataProto:
         """rm_scores [B] f32."""
         return self._shares.run(self.group, RewardModelWorker.compute_scores, batch)
+
+    def sleep(self, parts: tuple[Part, ...]) -> None:
+        """See Sleeper."""
+        self.group.run(RewardModelWorker.sleep_reward_model, parts)
+
+    def memory(self) -> Mapping[str, float]:
+        """See Sleeper."""
+        return memory_metrics(self.group.run(RewardModelWorker.take_reward_model_memory), "reward_model")
 
     def start(self, optim: OptimConfig, folder: Path | None) -> None:
         """Fresh optimizer; over the weights of a Hugging Face folder, if there is one."""

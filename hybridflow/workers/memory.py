@@ -33,14 +33,17 @@ def needs(*parts: Part) -> Callable[[F], F]:
 
 
 class RoleMemory:
-    """The memory of one role in one process."""
+    """The memory of one role (`residency.role`) in one process."""
 
-    def __init__(self, residency: Residency, platform: Platform, offload: OffloadConfig) -> None:
-        self.residency, self.platform = residency, platform
+    def __init__(self, residency: Residency, platform: Platform, offload: OffloadConfig, layout: str = "actor") -> None:
+        """Args:
+        layout: the section of the configuration whose `parallel` cuts this role; for messages.
+        """
+        self.residency, self.platform, self.layout = residency, platform, layout
         self._offloads = {"weights": offload.weights, "gradients": offload.gradients, "optimizer": offload.optimizer}
         self._offloads["reference"] = offload.weights
         self._peaks: dict[str, int] = {}
-        self._reserved = 0
+        self._reserved = self._offloaded = 0
 
     @contextmanager
     def phase(self, name: str, parts: tuple[Part, ...]) -> Iterator[None]:
@@ -60,7 +63,9 @@ class RoleMemory:
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
         """Those of `parts` that the configuration offloads leave the device. Returns the bytes freed."""
-        return self.residency.sleep(*(part for part in parts if self._offloads[part]))
+        freed = self.residency.sleep(*(part for part in parts if self._offloads[part]))
+        self._offloaded = max(self._offloaded, self.residency.asleep_bytes())
+        return freed
 
     def take_peaks(self) -> dict[str, int]:
         """The largest number of bytes held in each phase since the last call."""
@@ -71,6 +76,11 @@ class RoleMemory:
         """The largest number of bytes that the allocator has reserved since the last call."""
         reserved, self._reserved = self._reserved, 0
         return reserved
+
+    def take(self) -> dict[str, Any]:
+        """Since the last call: {memory: peak bytes by method, reserved: bytes, offloaded: the most bytes off the device at once}."""
+        offloaded, self._offloaded = self._offloaded, self.residency.asleep_bytes()
+        return {"memory": self.take_peaks(), "reserved": self.take_reserved(), "offloaded": offloaded}
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:
@@ -83,12 +93,14 @@ class RoleMemory:
 
     def _exhausted(self, name: str, error: BaseException) -> MemoryExhaustedError:
         held = ", ".join(f"{part} {_gib(size)}" for part, size in self.residency.resident_bytes().items() if size)
-        keys = [f"actor.offload.{part}=true" for part in ("weights", "gradients", "optimizer") if not self._offloads[part]]
+        role = self.residency.role
+        keys = [f"{role}.offload.{part}=true" for part in ("weights", "gradients", "optimizer") if not self._offloads[part]]
         offload = f", set {' '.join(keys)}" if keys else ""
         return MemoryExhaustedError(
             f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of {_gib(self.platform.total_memory_bytes())}, of "
-            f"which {held or 'nothing'} of the model. Lower actor.max_tokens_per_micro_batch{offload}, raise actor.parallel.tensor, "
-            f"pipeline or expert, or lower rollout.mem_fraction_static where engines share the device. ({str(error).splitlines()[0][:200]})"
+            f"which {held or 'nothing'} of the model. Lower {role}.max_tokens_per_micro_batch{offload}, raise "
+            f"{self.layout}.parallel.tensor, pipeline or expert, or lower rollout.mem_fraction_static where engines share the device. "
+            f"({str(error).splitlines()[0][:200]})"
         )
 
 

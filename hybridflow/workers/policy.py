@@ -172,12 +172,11 @@ class PolicyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Since the last call: {memory: peak bytes by method, reserved: bytes, routes: `RouterReplay.take_counts`}; and of the model
-        {trainable: numbers that training changes, copied: bytes of copies that a sync makes on this rank}.
+        """Since the last call: what `RoleMemory.take` says, and {routes: `RouterReplay.take_counts`}; and of the model {trainable: numbers
+        that training changes, copied: bytes of copies that a sync makes on this rank}.
         """
-        memory, replay = self.memory, self.policy.replay
         model = {"trainable": self.policy.trainable_parameters, "copied": self.policy.copied_bytes}
-        return {"memory": memory.take_peaks(), "reserved": memory.take_reserved(), "routes": replay.take_counts(), **model}
+        return {**self.memory.take(), "routes": self.policy.replay.take_counts(), **model}
 
     # ---- weights to the engines -------------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,16 @@ from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, ParallelConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.mcore import checkpoint, hf_export, parallel
+from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.value_model import ValueModel
 from hybridflow.models import family_of
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
+from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
+from hybridflow.residency import PARTS, Part, Residency
 from hybridflow.workers.losses import PairLoss, ValueLoss
+from hybridflow.workers.memory import RoleMemory, needs
 from hybridflow.workers.world import join_world
 
 Report = dict[str, Any]
@@ -43,6 +47,7 @@ class CriticWorker:
         layout = derived.role_layout(spec.config, "critic")
         join_world(context, spec.config, layout)
         self.critic = _value_model(spec, TOKENS, layout)
+        self.memory = _memory(spec.config, "critic", self.critic)
         self._saver = checkpoint.Saver(self.critic, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
@@ -50,18 +55,31 @@ class CriticWorker:
         return MeshPosition(*parallel.data_parallel_position())
 
     @register(Dispatch.ONE_TO_ALL)
+    def sleep_critic(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Those of `parts` that `critic.offload` names leave the device, until a method needs them. Returns the bytes freed."""
+        return self.memory.sleep(parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_critic_memory(self) -> dict[str, Any]:
+        """See `RoleMemory.take`."""
+        return self.memory.take()
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
     def start_critic(self, optim: OptimConfig, folder: Path) -> None:
         """Begin a run: a fresh optimizer over the weights of a Hugging Face folder, with a fresh head if that has none."""
         self.critic.load_from(_source(self.critic.family, str(folder), self.spec.config.seed))
         self.critic.set_optimizer(optim)
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("values",))
+    @needs("weights")
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """The value of the state each response token was sampled in."""
         found = self.critic.values(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"values": found})
 
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", "values", "returns"))
+    @needs("weights", "gradients", "optimizer")
     def update_critic(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
         """Epochs of regression over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update."""
         config, reports = self.config, []
@@ -72,6 +90,7 @@ class CriticWorker:
         return reports
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def save_critic(self, folder: Path, phase: str, step: int, background: bool) -> None:
         """Write model, optimizer and random state; in the background, return when they have been copied."""
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
@@ -82,12 +101,14 @@ class CriticWorker:
         return self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def load_critic(self, folder: Path, optim: OptimConfig) -> None:
         """Restore what `save_critic` wrote (`optim` as it was then)."""
         self.critic.set_optimizer(optim)
         checkpoint.load(self.critic, folder)
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
     def export_critic(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
         hf_export.export(self.critic, folder, self.critic.family.hf, self.spec.tokenizer)
@@ -101,19 +122,32 @@ class RewardModelWorker:
         layout = derived.role_layout(spec.config, "reward_model")
         join_world(context, spec.config, layout)
         self.reward_model = _value_model(spec, SEQUENCE, layout)
+        self.memory = _memory(spec.config, "reward_model", self.reward_model)
         self._saver = checkpoint.Saver(self.reward_model, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
         return MeshPosition(*parallel.data_parallel_position())
 
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep_reward_model(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Those of `parts` that `reward_model.offload` names leave the device, until a method needs them. Returns the bytes freed."""
+        return self.memory.sleep(parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_reward_model_memory(self) -> dict[str, Any]:
+        """See `RoleMemory.take`."""
+        return self.memory.take()
+
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("rm_scores",))
+    @needs("weights")
     def compute_scores(self, batch: DataProto) -> DataProto | None:
         """[B] the score of prompt and response together, read at the last token."""
         found = self.reward_model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"rm_scores": found})
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
     def start_reward_model(self, optim: OptimConfig, folder: Path | None) -> None:
         """Begin training: a fresh optimizer over the weights of `folder` (a Hugging Face folder), or over the present ones."""
         if folder is not None:
@@ -121,6 +155,7 @@ class RewardModelWorker:
         self.reward_model.set_optimizer(optim)
 
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "chosen_ids", "rejected_ids"))
+    @needs("weights", "gradients", "optimizer")
     def pair_step(self, batch: DataProto) -> Report:
         """One update on pairs [B] of answers to one prompt each."""
         rows = interleave_pairs(_own_rows(batch))
@@ -128,6 +163,7 @@ class RewardModelWorker:
         return {"sums": sums, "info": info}
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def save_reward_model(self, folder: Path, phase: str, step: int, background: bool) -> None:
         """Write model, optimizer and random state; in the background, return when they have been copied."""
         (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
@@ -138,12 +174,14 @@ class RewardModelWorker:
         return self._saver.done()
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
     def load_reward_model(self, folder: Path, optim: OptimConfig) -> None:
         """Restore what `save_reward_model` wrote (`optim` as it was then)."""
         self.reward_model.set_optimizer(optim)
         checkpoint.load(self.reward_model, folder)
 
     @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
     def export_reward_model(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
         hf_export.export(self.reward_model, folder, self.reward_model.family.hf, self.spec.tokenizer)
@@ -163,6 +201,13 @@ def scalar_family(hf_config: Mapping[str, Any], task: str) -> ScalarHead:
     architecture = str((hf_config.get("architectures") or [""])[0])
     bias = architecture.endswith(TOKENS) and bool(hf_config.get("token_classification_bias", True))
     return ScalarHead(family_of(hf_config), task, bias)
+
+
+def _memory(config: RunConfig, role: str, model: ValueModel) -> RoleMemory:
+    """What of the role lies on the device, by `critic.offload` or `reward_model.offload`."""
+    platform, section = Platform.detect(), getattr(config, role)
+    residency = Residency(model_parts(model), platform, model.settle, role)
+    return RoleMemory(residency, platform, section.offload, derived.layout_section(config, role))
 
 
 def _value_model(spec: ValueSpec, task: str, layout: ParallelConfig) -> ValueModel:

@@ -137,20 +137,23 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     policy = _policy(case.parallel, MODELS[case.model], **case.options)
     _check_coordinates(case)
-    mine = {"log_probs": _log_probs(policy), "history": _train(policy), **_weights(policy)}
+    mine = {"log_probs": _log_probs(policy), "history": torch.tensor(_train(policy)), "weights": _weights(policy)}
     if case.world == 1:
         torch.save(mine, folder / "partial.pt")
         (folder / "partial.pt").rename(folder / f"{case.model}.pt")
     wait_for(folder / f"{case.model}.pt")
     reference = torch.load(folder / f"{case.model}.pt", weights_only=True)
-    ours, one = torch.tensor(mine.pop("history")), torch.tensor(reference.pop("history"))
-    weights = torch.tensor(max((float((mine[name] - reference[name]).abs().max()) for name in mine), default=0.0))
-    log_probs = mine.pop("log_probs"), reference.pop("log_probs")
+    ours, one = mine["history"], reference["history"]
+    held = mine["weights"].items()
+    weights = torch.tensor(max((float((tensor - reference["weights"][name]).abs().max()) for name, tensor in held), default=0.0))
     dist.all_reduce(weights, op=dist.ReduceOp.MAX)
+    compared = torch.tensor(len(mine["weights"]))
+    dist.all_reduce(compared)
+    assert compared >= len(reference["weights"]) > 20
     return {
         "name": case.name,
         "world": case.world,
-        "log_probs": float((log_probs[0] - log_probs[1]).abs().max()),
+        "log_probs": float((mine["log_probs"] - reference["log_probs"]).abs().max()),
         "loss": float((ours[:, 0] - one[:, 0]).abs().max()),
         "grad_norm": float(((ours[:, 1] - one[:, 1]) / one[:, 1]).abs().max()),
         "weights": float(weights),

@@ -32,6 +32,37 @@ def _step(policy: Any, batch: DataProto) -> float:
     return float(info["grad_norm"])
 
 
+def _value_step(model: Any, batch: DataProto) -> float:
+    from hybridflow.config.schema import CriticConfig
+    from hybridflow.workers.losses import ValueLoss
+    from tests.dist.scalar_cases import with_targets
+
+    loss = ValueLoss(CriticConfig())
+    _, info = model.train_values(with_targets(batch, 1), loss, columns=loss.columns, max_tokens=40)
+    return float(info["grad_norm"])
+
+
+def _pair_step(model: Any, batch: DataProto) -> float:
+    from hybridflow.workers.losses import PairLoss
+
+    _, info = model.train_pairs(batch, PairLoss(), max_tokens=80)
+    return float(info["grad_norm"])
+
+
+STEPS = {"actor": _step, "critic": _value_step, "reward_model": _pair_step}
+
+
+def _score(role: str, model: Any, batch: DataProto) -> None:
+    """A pass without gradients: of a value role over its weights, of the policy over the reference's."""
+    if role == "actor":
+        with model.as_reference():
+            model.log_probs(batch, max_tokens=40, temperature=1.0, with_entropy=False)
+    elif role == "critic":
+        model.values(batch, max_tokens=40)
+    else:
+        model.scores(batch, max_tokens=40)
+
+
 def _everything(parts: Any) -> dict[str, torch.Tensor]:
     """A copy of every tensor of every part, views included."""
     return {f"{part}{i}": tensor.detach().clone() for part, listed in parts.items() for i, tensor in enumerate(listed())}
@@ -47,26 +78,27 @@ def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bo
     )
 
 
-def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str = "float32") -> Any:
+def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str = "float32", role: str = "actor") -> Any:
     """Bytes before, during and after sleep; and five steps of training with sleep between them against five without."""
     from hybridflow.mcore.model_parts import model_parts
     from hybridflow.residency import PARTS, Residency
 
     results, histories, finals = {}, [], []
     for sleeps in (False, True):
-        policy = _policy_of(parallel, hf, dtype)
+        policy = _model_of(role, parallel, hf, dtype)
         policy.set_optimizer(OPTIM)
-        policy.freeze_reference()
+        if role == "actor":
+            policy.freeze_reference()
         parts = model_parts(policy)
-        residency = Residency(parts, Platform("cpu"))
+        residency = Residency(parts, Platform("cpu"), role=role)
         history = []
         for step in range(5):
             if sleeps:
                 residency.sleep(*PARTS)
             with residency.resident(weights=True, gradients=True, optimizer=True):
-                history.append(_step(policy, _share(batch_of(8, step))))
-            with residency.resident(weights=True, reference=True), policy.as_reference():
-                policy.log_probs(_share(batch_of(8, step)), max_tokens=40, temperature=1.0, with_entropy=False)
+                history.append(STEPS[role](policy, _share(batch_of(8, step))))
+            with residency.resident(weights=True, reference=True):
+                _score(role, policy, _share(batch_of(8, step)))
             assert residency.asleep == (frozenset(PARTS) if sleeps else frozenset())
         histories.append(history)
         if not sleeps:
@@ -77,17 +109,23 @@ def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str = "float3
     return results | {"history": histories, "same_end": _same(*finals), "tensors": len(finals[0])}
 
 
-def _policy_of(parallel: dict[str, Any], hf: dict[str, Any], dtype: str) -> Any:
+def _model_of(role: str, parallel: dict[str, Any], hf: dict[str, Any], dtype: str) -> Any:
     from hybridflow.config.schema import ParallelConfig
     from hybridflow.mcore import parallel as groups
     from hybridflow.mcore.policy import Policy
+    from hybridflow.mcore.value_model import ValueModel
     from hybridflow.models import family_of
+    from hybridflow.models.scalar_head import SEQUENCE, TOKENS, FreshHead, ScalarHead
     from hybridflow.models.weights import RandomWeights
 
     if not dist.is_initialized():
         groups.initialize(ParallelConfig(**parallel), seed=1, backend="gloo", timeout_s=60)
-    family = family_of(hf)
-    return Policy(family, ParallelConfig(**parallel), dtype, RandomWeights(family.tensors(), 5, 0.2))
+    family, layout = family_of(hf), ParallelConfig(**parallel)
+    source = RandomWeights(family.tensors(), 5, 0.2)
+    if role == "actor":
+        return Policy(family, layout, dtype, source)
+    head = ScalarHead(family, TOKENS if role == "critic" else SEQUENCE, role == "critic")
+    return ValueModel(head, layout, dtype, FreshHead(source, head, 5))
 
 
 def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
@@ -98,6 +136,7 @@ def _measured(policy: Any, residency: Any, parts: Any) -> dict[str, Any]:
     pointers = [parameter.data_ptr() for parameter in policy.stages[0].parameters()]
     awake = anonymous_bytes()
     freed = residency.sleep(*PARTS)
+    assert freed == residency.asleep_bytes()
     asleep = anonymous_bytes()
     left = residency.resident_bytes()
     seen = []

@@ -21,6 +21,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return extra_info["a"] / 99
 """
 # Answers are the most likely ones, so that a run can be repeated to the last digit (the engines' own randomness is not restored).
+OFFLOAD = "{weights: true, gradients: true, optimizer: true}"
 GREEDY = ("rollout.sampling.top_k=1", "rollout.logprob_diff_bound=null", "rollout.n=2")
 SAME = ("critic/vf_loss", "critic/values/mean", "critic/grad_norm", "critic/lr", "critic/returns/mean", "actor/grad_norm", "actor/pg_loss")
 SAME += ("actor/kl_loss", "actor/ref_kl")
@@ -68,12 +69,19 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
     out, words = base
     learning = ["critic.optim.lr=3e-3", "critic.ppo_epochs=2", "data.train_batch_size=16", "critic.cliprange_value=null"]
     more = ["+critic=tiny", *learning, "trainer.total_steps=14", "trainer.critic_warmup=2", "reward_model.weight=0.01", "name=beside"]
+    more += [f"teacher.path={out / 'reward' / 'model' / 'reward-start'}", "teacher.top_k=14"]
+    more += [f"{role}.offload={OFFLOAD}" for role in ("critic", "reward_model", "teacher")]
     finished(out, "train", *words, *more)
     steps = records(out / "beside", "train")
     explained = [record["critic/vf_explained_var"] for record in steps]
     assert np.mean(explained[-3:]) > max(0.4, np.mean(explained[:3]) + 0.3), explained
     assert [("actor/loss" in record) for record in steps] == [False] * 2 + [True] * 12
     assert {"critic/vf_loss", "critic/vf_clipfrac", "reward_model/score/mean"} <= steps[0].keys()
+    for record in steps:  # both roles were off the device between their calls, and say what they took in them
+        assert record["perf/offloaded_gb/critic"] > 1.5 * record["perf/offloaded_gb/reward_model"] > 0
+        assert record["perf/offloaded_gb/teacher"] > 0 and record.get("perf/offloaded_gb/actor", 0) == 0
+        assert 0.5 < record["teacher/top_mass"] <= 1 + 1e-6
+        assert all(record[f"perf/max_memory_allocated_gb/{name}"] > 0.1 for name in ("compute_values", "update_critic", "compute_scores"))
     assert (out / "beside" / "checkpoints" / "global_step_14" / "critic" / "metadata.json").exists()
 
 
@@ -85,8 +93,9 @@ def test_critic_and_reference_of_their_own_go_on_exactly_where_they_were_stopped
     own = [*common, "+critic=tiny-own", "reference.placement=own"]
     finished(out, "train", *own, "name=whole", "trainer.total_steps=4")
     finished(out, "train", *common, "+critic=tiny", "name=colocated", "trainer.total_steps=2")
-    finished(out, "train", *own, "name=cut", "trainer.total_steps=2")
-    again = finished(out, "train", *own, "name=cut", "trainer.total_steps=4")
+    asleep = [*own, f"critic.offload={OFFLOAD}", f"reward_model.offload={OFFLOAD}"]
+    finished(out, "train", *asleep, "name=cut", "trainer.total_steps=2")
+    again = finished(out, "train", *asleep, "name=cut", "trainer.total_steps=4")
     assert "resuming from" in again.out
     whole, cut, beside = (records(out / name, "train") for name in ("whole", "cut", "colocated"))
     assert [record["step"] for record in cut] == [1, 2, 3, 4]

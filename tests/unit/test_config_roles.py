@@ -72,6 +72,26 @@ def test_a_teacher_needs_processes_of_its_own() -> None:
     assert "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own" in text
 
 
+def test_a_teacher_speaks_the_language_of_the_policy() -> None:
+    folder = Path(model_folder("teacher"))
+    (folder / "config.json").write_text('{"vocab_size": 16}')
+    assert found("teacher.path=teacher", "teacher.top_k=4", "model.hf_config.vocab_size=16") == []
+    settings = ("teacher.path=teacher", "teacher.top_k=4")
+    [line] = found(*settings, "model.hf_config.vocab_size=17")
+    assert "teacher.path=teacher has vocab_size=16, the policy 17" in line
+    [line] = found("teacher.path=teacher")
+    assert "teacher.top_k=32 is more than the 16 tokens of the vocabulary" in line
+    [line] = found("teacher.path=nowhere")
+    assert "teacher.path=nowhere: no Hugging Face folder" in line
+    [line] = found(*settings, "teacher.parallel.tensor=2")
+    assert "tensor x pipeline x context = 2 does not divide teacher.procs=1" in line
+    [line] = found(*settings, "teacher.placement=colocated", "teacher.parallel.tensor=2")
+    assert "teacher.parallel is given, but with teacher.placement=colocated the actor.parallel layout counts" in line
+    text = explain(load_config("e2e", settings), Origins(frozenset(), {}))
+    assert "Teacher: teacher; its 4 most likely tokens at every response token, 1 processes of its own" in text
+    check_steps(load_config("e2e", settings))
+
+
 def test_reward_training_needs_pairs_that_fit() -> None:
     settings = {"job": "train-reward", "name": "tiny-moe-reward"}
     [line] = found("data.prepare.options.num_pairs=0", **settings)

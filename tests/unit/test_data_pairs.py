@@ -47,6 +47,15 @@ def test_one_answer_is_right_and_the_other_is_not(folder: Path) -> None:
     assert questions == {row["prompt"][0]["content"] for row in rows_of(folder / "test.parquet")}
 
 
+def test_near_errors_move_digits_by_one_or_two(tmp_path: Path) -> None:
+    rows = rows_of(prepare("arithmetic", tmp_path / "data", None, {**OPTIONS, "pair_errors": "near"}).folder / "pairs.parquet")
+    moved = [(int(w) - int(r)) % 10 for row in rows for r, w in zip(row["chosen"], row["rejected"], strict=True)]
+    assert set(moved) == {0, 1, 2, 8, 9} and moved.count(0) < len(moved) / 2
+    assert all(row["chosen"] != row["rejected"] for row in rows)
+    with pytest.raises(ConfigError, match=r"pair_errors must be any or near, is 'far'"):
+        prepare("arithmetic", tmp_path / "wrong", None, {**OPTIONS, "pair_errors": "far"})
+
+
 def test_pairs_are_as_many_as_asked_for_and_the_same_every_time(folder: Path, tmp_path: Path) -> None:
     again = prepare("arithmetic", tmp_path / "data", None, OPTIONS).folder
     assert rows_of(again / "pairs.parquet") == rows_of(folder / "pairs.parquet")

@@ -14,7 +14,7 @@ from hybridflow.engines.server import EngineSpec, server_arguments
 from hybridflow.errors import EngineError, RouterReplayError
 from hybridflow.routes import FREE, num_experts, with_free_end
 from hybridflow.trainer.groups import check_steps
-from hybridflow.trainer.observations import memory_metrics, replay_metrics
+from hybridflow.trainer.observations import memory_metrics, over_roles, replay_metrics
 from tests.unit.test_config_check import elsewhere, found, small  # noqa: F401  (a fixture)
 from tests.unit.test_engine_client import Stub, answer_of
 
@@ -105,11 +105,18 @@ def test_without_replay_there_is_no_metric_of_it() -> None:
 
 
 def test_peaks_are_those_of_the_worst_rank() -> None:
-    ranks = [{"memory": {"a": 10**9, "b": 2 * 10**9}, "reserved": 9 * 10**9}, {"memory": {"a": 4 * 10**9}, "reserved": 5 * 10**9}]
+    ranks = [{"memory": {"a": 10**9, "b": 2 * 10**9}, "reserved": 9 * 10**9, "offloaded": 10**9},
+             {"memory": {"a": 4 * 10**9}, "reserved": 5 * 10**9, "offloaded": 3 * 10**9}]  # fmt: skip
     expected = {"perf/max_memory_allocated_gb/a": 4.0, "perf/max_memory_allocated_gb/b": 2.0, "perf/max_memory_allocated_gb": 4.0}
-    expected["perf/max_memory_reserved_gb"] = 9.0
-    assert memory_metrics(ranks) == expected
-    assert memory_metrics([{"memory": {}, "reserved": 0}]) == {}
+    expected |= {"perf/max_memory_reserved_gb": 9.0, "perf/offloaded_gb/critic": 3.0}
+    assert memory_metrics(ranks, "critic") == expected
+    assert memory_metrics([{"memory": {}, "reserved": 0, "offloaded": 0}], "critic") == {"perf/offloaded_gb/critic": 0.0}
+
+
+def test_of_several_roles_the_largest_peak_counts() -> None:
+    actor = {"perf/max_memory_allocated_gb": 4.0, "perf/offloaded_gb/actor": 1.0}
+    critic = {"perf/max_memory_allocated_gb": 2.0, "perf/offloaded_gb/critic": 3.0}
+    assert over_roles([actor, critic]) == over_roles([critic, actor]) == {**critic, **actor}
 
 
 def test_a_dense_model_has_nothing_to_replay() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config.schema import ActorConfig, OffloadConfig, RolloutConfig, RunConfig
+from hybridflow.config.schema import ActorConfig, CriticConfig, OffloadConfig, RolloutConfig, RunConfig
 from hybridflow.trainer.phases import Phases
 
 
@@ -58,3 +58,15 @@ def test_policy_and_engines_take_turns() -> None:
 def test_each_side_alone(offload: OffloadConfig, sleeps: bool, asked: str) -> None:
     calls = [call for call in run(offload, sleeps) if not call.isupper()]
     assert calls and all(call.startswith(asked) for call in calls)
+
+
+def test_other_roles_are_off_the_device_before_weights_travel_and_bring_in_what_they_need_themselves() -> None:
+    calls: list[str] = []
+    config = replace(RunConfig(), critic=CriticConfig(offload=OffloadConfig(optimizer=True)))
+    policy, engines, critic, model = (Noted(name, calls) for name in ("policy", "engines", "critic", "model"))
+    phases = Phases(config, policy, engines, {"critic": critic, "reward_model": model})  # type: ignore[arg-type, dict-item]
+    with phases.sync():
+        calls.append("SYNC")
+    with phases.training():
+        calls.append("TRAIN")
+    assert calls == ["critic sleep weights gradients optimizer reference", "SYNC", "TRAIN"]  # nothing of the reward model is offloaded

@@ -15,15 +15,26 @@ from hybridflow.algorithms.gae import gae, whiten
 from hybridflow.config.schema import AlgorithmConfig, OptimConfig, ReferenceConfig, RewardConfig, RewardModelConfig, RunConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.protocol import DataProto, Jagged
-from hybridflow.trainer.advantages import Advantages, combined_scores
+from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
 from tests.unit.test_trainer_loop import World, config_of, records, trainer_of
 
 NAMES = ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr", "vf_explained_var", "values/mean", "returns/mean", "rewards/mean")
 
 
-class Critic:
+class Sleeper:
+    """A role without memory of its own."""
+
+    def sleep(self, parts: tuple[str, ...]) -> None:
+        raise AssertionError("no offload is configured")
+
+    def memory(self) -> dict[str, float]:
+        return {"perf/max_memory_allocated_gb": 3.0, f"perf/offloaded_gb/{type(self).__name__}": 0.5}
+
+
+class Critic(Sleeper):
     """Notes its calls in the world's list; its value of a token is the token's number in the row."""
 
     def __init__(self, world: World, applied: bool = True) -> None:
@@ -61,7 +72,7 @@ class Critic:
         self.world.calls.append("export critic")
 
 
-class Model:
+class Model(Sleeper):
     """Scores by row number."""
 
     def scores(self, batch: DataProto) -> DataProto:
@@ -71,6 +82,18 @@ class Model:
 class PpoWorld(World):
     def export(self, folder: Path) -> None:
         self.calls.append("export")
+
+
+class Teacher(Sleeper):
+    """Two tokens with a quarter of the probability each."""
+
+    def top_log_probs(self, batch: DataProto) -> DataProto:
+        responses = batch.jagged("response_ids")
+        log_probs = np.full((len(responses.values), 2), np.log(0.25), np.float32)
+        ids = np.zeros_like(log_probs, np.int64)
+        return DataProto.from_columns(
+            {"teacher_top_log_probs": Jagged(log_probs, responses.offsets), "teacher_top_ids": Jagged(ids, responses.offsets)}
+        )
 
 
 def ppo_of(folder: Path, world: World, critic: Critic, **settings: int) -> RLTrainer:
@@ -92,7 +115,8 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
     assert world.calls == [*start, "sync 0", "answer", *step, "sync 1", *step, "sync 2", "answer", "save", "save critic"]
     [record, _] = records(trainer, "train")
     assert {f"critic/{name}" for name in NAMES} <= record.keys()
-    assert record["critic/vf_loss"] == 0.25 and record["reward_model/score/max"] == 7
+    assert record["critic/vf_loss"] == 0.25 and record["reward_model/score/max"] == record["reward_model/counted/max"] == 7
+    assert record["perf/offloaded_gb/Critic"] == record["perf/offloaded_gb/Model"] == 0.5 and record["perf/max_memory_allocated_gb"] == 3
 
 
 def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: Path) -> None:
@@ -109,6 +133,18 @@ def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: P
     advantages, returns = gae(token, torch.from_numpy(np.array(batch.jagged("values").values)), lengths, gamma=0.9, lam=0.8)
     np.testing.assert_allclose(batch.jagged("returns").values, returns.numpy(), rtol=1e-6)
     np.testing.assert_allclose(batch.jagged("advantages").values, whiten(advantages).numpy(), rtol=1e-6)
+
+
+def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
+    world = PpoWorld()
+    critic = Critic(world)
+    trainer = ppo_of(tmp_path, world, critic, total_steps=1)
+    arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator, critic, Model())
+    RLTrainer(trainer.config, trainer.session, *arguments, teacher=Teacher()).fit()
+    [batch] = critic.seen
+    assert batch.jagged("teacher_top_log_probs").values.shape == (batch.lengths("response_ids").sum(), 2)
+    [record] = records(trainer, "train")
+    assert record["teacher/top_mass"] == pytest.approx(0.5) and record["perf/offloaded_gb/Teacher"] == 0.5
 
 
 def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
@@ -221,6 +257,42 @@ def test_the_kl_penalty_follows_the_divergence_and_lowers_rewards() -> None:
 def test_scores_are_weighted_and_squashed() -> None:
     batch = batch_of(rm_scores=np.array([0.0, 100.0, -100.0, 2.0], np.float32))
     config = RunConfig(reward=RewardConfig(weight=2.0), reward_model=RewardModelConfig(weight=0.5, squash="sigmoid"))
-    np.testing.assert_allclose(combined_scores(batch, config), [2.25, 0.5, 2.0, 0.5 / (1 + np.exp(-2.0))], rtol=1e-5)
-    plain = replace(config, reward_model=RewardModelConfig(weight=0.5))
-    np.testing.assert_allclose(combined_scores(batch, plain), [2.0, 50.0, -48.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(Advantages(config).add(batch)["rewards"], [2.25, 0.5, 2.0, 0.5 / (1 + np.exp(-2.0))], rtol=1e-5)
+    plain = Advantages(replace(config, reward_model=RewardModelConfig(weight=0.5)))
+    np.testing.assert_allclose(plain.add(batch)["rewards"], [2.0, 50.0, -48.0, 1.0], rtol=1e-6)
+    assert plain.metrics["reward_model/counted/max"] == 100 and plain.metrics["reward_model/share"] > 0.99
+
+
+def test_standard_scores_are_over_the_spread_of_the_whole_run_and_survive_a_resume() -> None:
+    rng = np.random.default_rng(0)
+    seen = [rng.normal(7, 3, 4).astype(np.float32) for _ in range(5)]
+    config = RunConfig(reward=RewardConfig(weight=0.0), reward_model=RewardModelConfig(weight=2.0, squash="standard", clip=1.0))
+    advantages = Advantages(config)
+    for number, scores in enumerate(seen):
+        found = advantages.add(batch_of(rm_scores=scores))["rewards"] / 2.0
+        so_far = np.concatenate(seen[: number + 1]).astype(np.float64)
+        np.testing.assert_allclose(found, np.clip((scores - so_far.mean()) / so_far.std(), -1, 1), rtol=1e-5, atol=1e-6)
+        resumed = Advantages(config)
+        resumed.restore(advantages.state())
+        advantages = resumed
+    assert np.abs(found).max() <= 1 and advantages.model_scores.count == 20
+    alike = Advantages(config).add(batch_of(rm_scores=np.full(4, 3.0, np.float32)))["rewards"]
+    assert (alike == 0).all()  # and not NaN
+
+
+def test_agreement_counts_pairs_of_one_prompt_that_the_verifier_tells_apart() -> None:
+    prompt = np.array([0, 0, 0, 1, 1, 2, 2])
+    verifier = np.array([1, 0, 0, 1, 1, 0, 1], np.float32)
+    # of the first prompt one pair in order and one not, of the last a tie; the second has no pair, and nothing crosses prompts
+    assert agreement(np.array([2.0, 1, 3, 0, 9, 5, 5]), verifier, prompt) == pytest.approx(1.5 / 3)
+    assert agreement(verifier, verifier, prompt) == 1 and agreement(-verifier, verifier, prompt) == 0
+    assert agreement(verifier, np.ones(7), prompt) is None
+
+
+def test_the_shares_of_the_two_scores_add_up() -> None:
+    model = np.array([1.0, -2.0, 3.0, 0.5], np.float32)
+    advantages = Advantages(RunConfig(reward_model=RewardModelConfig(weight=0.5)))
+    batch = batch_of(rm_scores=model)
+    advantages.add(batch)
+    whole = np.asarray(batch["scores"]) + 0.5 * model
+    assert advantages.metrics["reward_model/share"] == pytest.approx(1 - np.cov(batch["scores"], whole)[0, 1] / whole.var(ddof=1), rel=1e-5)

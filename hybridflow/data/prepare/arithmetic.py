@@ -22,6 +22,7 @@ from hybridflow.errors import ConfigError
 
 DATA_SOURCE = "arithmetic"
 CHARACTERS = "0123456789+-*="
+_ERRORS = ("any", "near")
 _MAX_ROWS = 5_000_000  # more rows than this belong in a generator, not in one parquet file
 _EXTRA_INFO = {"split": pa.string(), "index": pa.int64(), "operation": pa.string(), "a": pa.int64(), "b": pa.int64()}
 
@@ -54,6 +55,8 @@ class ArithmeticOptions:
         num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no sft.parquet.
         num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet on prompts that are not held out,
             several for a prompt where there are more pairs than prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
+        pair_errors: what is wrong with the wrong answers. "any": one to all digits are drawn anew; "near": they are moved by one or two, as
+            those of a model that has half learnt to add. Only the latter teach a reward model to tell such a model's answers apart.
         hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -68,6 +71,7 @@ class ArithmeticOptions:
     num_test: int = 500
     num_sft: int = 0
     num_pairs: int = 0
+    pair_errors: str = "any"
     hold_out_swapped: bool = False
     seed: int = 1
     holdout_seed: int = 20260
@@ -83,6 +87,7 @@ class ArithmeticOptions:
         require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
         require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
         require(self.num_pairs >= 0, "num_pairs", self.num_pairs, "at least 0")
+        require(self.pair_errors in _ERRORS, "pair_errors", self.pair_errors, " or ".join(_ERRORS))
         require(self.seed >= 0, "seed", self.seed, "at least 0")
         require(self.holdout_seed >= 0, "holdout_seed", self.holdout_seed, "at least 0")
 
@@ -175,20 +180,21 @@ def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[
 
 
 def _preferences(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
-    """The right answer is chosen; the rejected one has one to all of its digits drawn anew."""
+    """The right answer is chosen; one to all digits of the rejected one are wrong by `pair_errors`."""
     rng, rows = np.random.default_rng([options.seed, 3]), []
     for row in _prompts(pairs, split, options):
         answer = str(row["reward_model"]["ground_truth"])
-        rows.append({"prompt": row["prompt"], "chosen": answer, "rejected": _spoiled(answer, rng)})
+        rows.append({"prompt": row["prompt"], "chosen": answer, "rejected": _spoiled(answer, options.pair_errors, rng)})
     return rows
 
 
-def _spoiled(answer: str, rng: np.random.Generator) -> str:
+def _spoiled(answer: str, errors: str, rng: np.random.Generator) -> str:
     digits = [i for i, character in enumerate(answer) if character.isdigit()]
     while True:
         spoiled = list(answer)
         for position in rng.choice(digits, rng.integers(1, len(digits) + 1), replace=False):
-            spoiled[position] = str(rng.integers(10))
+            moved = int(answer[position]) + int(rng.choice((-2, -1, -1, 1, 1, 2))) if errors == "near" else int(rng.integers(10))
+            spoiled[position] = str(moved % 10)
         if (wrong := "".join(spoiled)) != answer:
             return wrong
 
