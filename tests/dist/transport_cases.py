@@ -137,7 +137,7 @@ def _good_syncs(transport: str, folder: str, rank: int, host: str, port: int) ->
     for name, engines, dtypes, part, slots in (  # whole buckets; parts in a few slots; parts and room for all of them
         ("TP2", [EngineShape(tensor=2)], ("float32", "float32"), 0, 2),
         ("TP2 and TP1", [EngineShape(tensor=2), EngineShape()], ("float32", "float32"), 1 << 13, 5),
-        ("TP2 and TP1 in bf16", [EngineShape(tensor=2), EngineShape()], ("float32", "bfloat16"), 1 << 12, 200),
+        ("TP2 and TP1 in bf16", [EngineShape(tensor=2), EngineShape()], ("float32", "bfloat16"), 1 << 12, 700),
     ):
         case = Case(engines, *dtypes, staging=1 << (16 if "bf16" in name else 17), part=part)
         receivers = tuple(range(case.plan.target.num_ranks))

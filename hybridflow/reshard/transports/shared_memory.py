@@ -48,8 +48,9 @@ class _Segment:
         self._seat, self._peer, self._watch, self._bell = seat, peer, watch, bell
         self._slot_bytes = slot_bytes(seat.endpoint)
         memory = torch.frombuffer(mmap.mmap(fd, segment_bytes(seat.endpoint)), dtype=torch.uint8)
-        self._header = memory[:_PAGE].view(torch.int64).numpy()
-        self._slots = [memory[_PAGE + n * self._slot_bytes :][: self._slot_bytes] for n in range(seat.endpoint.slots)]
+        header = header_bytes(seat.endpoint)
+        self._header = memory[:header].view(torch.int64).numpy()
+        self._slots = [memory[header + n * self._slot_bytes :][: self._slot_bytes] for n in range(seat.endpoint.slots)]
         self._mine, self._theirs = (_SENDER_LEFT, _RECEIVER_LEFT) if seat.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
         self.count = 0  # messages that this side has written or begun to read
         self._before = 0  # the count at the last rewind
@@ -266,9 +267,14 @@ def slot_bytes(endpoint: Endpoint) -> int:
     return -(-endpoint.message_bytes // _PAGE) * _PAGE
 
 
+def header_bytes(endpoint: Endpoint) -> int:
+    """Of the counters, and of tag and size of the message in each slot."""
+    return -(-8 * (_LABELS + 2 * endpoint.slots) // _PAGE) * _PAGE
+
+
 def segment_bytes(endpoint: Endpoint) -> int:
     """Of a pair: a header and the slots."""
-    return _PAGE + endpoint.slots * slot_bytes(endpoint)
+    return header_bytes(endpoint) + endpoint.slots * slot_bytes(endpoint)
 
 
 def _segment(segments: dict[int, _Segment], seat: Seat, peer: int, tag: int) -> _Segment:
