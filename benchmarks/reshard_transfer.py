@@ -63,6 +63,7 @@ def gloo() -> list[Figure]:
             "in place": lambda: pool.run("sync", False),
             "gather and broadcast": lambda: pool.run("gather_and_broadcast"),
             "bare": lambda: pool.run("bare", GLOO["bare"]),
+            "bare, cached": lambda: pool.run("bare", GLOO["bare"], True),
         }
         times = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
         cpu = {name: median([sum(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "bare")}
@@ -87,7 +88,7 @@ def _processor(name: str, ours: float, limit: float) -> Figure:
 
 def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: float, cpu: dict[str, float]) -> list[Figure]:
     name, total = "MoE TP2.PP2.EP2 to TP2 over gloo", sum(rank["payload_bytes"] for rank in stats[4:])
-    bare = total / times["bare"] / 1e9
+    bare, cached = (total / times[side] / 1e9 for side in ("bare", "bare, cached"))
     figures = [Figure(f"{name}: bytes", total, "bytes")]
     for side in ("staged", "in place"):
         figures.append(faster(f"{name}: {side}", times[side], times["gather and broadcast"], "gather, then broadcast"))
@@ -95,6 +96,7 @@ def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: 
     for side, seconds in (("staged, without the commit", times["staged"] - commit), ("in place", times["in place"])):
         rate = total / seconds / 1e9
         figures.append(Figure(f"{name}: {side}, rate", rate, "GB/s", limit=bare, share=rate / bare))
+        figures.append(Figure(f"{name}: {side}, rate beside sends from the cache", rate, "GB/s", limit=cached, share=rate / cached))
     figures.append(_processor(f"{name}: in place, all ranks", cpu["in place"], cpu["bare"]))
     figures.append(Figure(f"{name}: commit", commit, "s"))
     figures.append(Figure(f"{name}: sender's staging", max(rank["peak_staging_bytes"] for rank in stats[:4]), "bytes"))

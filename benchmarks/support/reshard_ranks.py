@@ -56,6 +56,7 @@ class Ranks:
         self.stagings: list[Any] = []
         self.groups: dict[int, Any] = {}
         self.bare_group: Any = None
+        self._bare_memory: dict[int, torch.Tensor] = {}
 
     def open(self, session: str) -> None:
         """Ours: a session in place and one staged, each with its own memory, as in a run, which has one of them."""
@@ -167,18 +168,22 @@ class Ranks:
         world = self.trainers + self.engines
         self.bare_group = dist.ProcessGroupGloo(dist.PrefixStore("bare", self.store), self.rank, world, timedelta(seconds=60))
 
-    def bare(self, bucket_bytes: int) -> int:
-        """The limit: the bytes of every pair, from and into two buffers of `bucket_bytes` a peer, nothing done with them."""
+    def bare(self, bucket_bytes: int, cached: bool = False) -> int:
+        """The limit: the bytes of every pair in messages of `bucket_bytes`, two under way, nothing done with them.
+
+        From and into memory of the weights' size, as weights lie; `cached`: from and into two buffers a peer, which stay in the cache.
+        """
         amounts: dict[int, int] = {}
         for message in self.messages:
             amounts[message.peer] = amounts.get(message.peer, 0) + message.nbytes
-        if not hasattr(self, "_bare_buffers"):
-            self._bare_buffers = {p: [torch.ones(bucket_bytes, dtype=torch.uint8) for _ in range(2)] for p in amounts}
+        if not self._bare_memory:
+            self._bare_memory = {peer: torch.ones(amount, dtype=torch.uint8) for peer, amount in amounts.items()}
         work: dict[tuple[int, int], Any] = {}
         for peer, turn, nbytes in self._rounds(amounts, bucket_bytes):
             if (peer, turn - 2) in work:
                 work.pop((peer, turn - 2)).wait()
-            part = [self._bare_buffers[peer][turn % 2][:nbytes]]
+            begin = (turn % 2 if cached else turn) * bucket_bytes
+            part = [self._bare_memory[peer][begin : begin + nbytes]]
             if self.is_trainer:
                 work[peer, turn] = self.bare_group.send(part, self.trainers + peer, turn)
             else:
