@@ -169,6 +169,8 @@ class _Recorder(TorchDispatchMode):
     # ---- what it does to buffers ------------------------------------------------------------------------------------------------------
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if not target.numel():  # a rank whose rows of a small vocabulary are all padding
+            return
         buffer = self.to_storage[_storage(target)]
         if tuple(source.shape) != tuple(target.shape):
             try:

@@ -161,3 +161,30 @@ def test_zeros_that_a_loader_pads_with_are_padding() -> None:
 
     with pytest.raises(WeightSyncError, match="no HF tensor"):
         trace_layout(toy, overwritten, TENSORS, torch.float32)
+
+
+def test_a_rank_whose_rows_are_all_padding_has_a_plan() -> None:
+    """A vocabulary of 3 padded to 8 over two ranks, as SGLang cuts it: nothing of it is left for the second."""
+
+    def rank(number: int) -> RankLayout:
+        module = nn.Module()
+        module.embed = nn.Parameter(torch.full((4, HIDDEN), 5.0), requires_grad=False)
+
+        def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                first = min(4 * number, 3)
+                mine = tensor.narrow(0, first, min(4, 3 - first))
+                module.embed.data[: len(mine)].copy_(mine)
+                module.embed.data[len(mine) :].fill_(0)
+
+        return trace_layout(module, load, {"embed": (3, HIDDEN)}, torch.float32).rank_layout(Catalog.of({"embed": (3, HIDDEN)}))
+
+    catalog = Catalog.of({"embed": (3, HIDDEN)})
+    target = Layout((rank(0), rank(1)), np.arange(2), np.zeros(2, np.int64))
+    held = RankLayout(
+        ("embed",), ("float32",), np.array([[1, 3, HIDDEN]]), np.array([0]), np.zeros((1, 3), np.int64), np.array([[1, 3, HIDDEN]]),
+        np.array([0]), np.zeros((1, 3), np.int64),
+    )  # fmt: skip
+    plan = make_plan(catalog, Layout((held,), np.zeros(1, np.int64), np.zeros(1, np.int64)), target, 1 << 20)
+    proof = prove(plan)
+    assert (proof.slices, proof.padding, proof.unused) == (1, 5 * HIDDEN, ())
