@@ -1,4 +1,4 @@
-"""Weights on their way: slices beside gather-then-broadcast and bare sends over gloo; shared memory beside verl's buckets and a copy.
+"""Weights on their way: slices beside gather-then-broadcast and bare sends of gloo; shared memory beside verl's buckets and a copy.
 
 `make bench NAME=reshard_transfer`; `ARGS=gloo` or `ARGS=shm` runs one part and writes nothing. All sides of a part run in the same
 processes, in turns, on the same tensors: a sync is timed from the command to all ranks until the last has answered.
@@ -24,6 +24,7 @@ from support.report import Figure, faster, interleaved, median, write
 ROUNDS = 5
 MIB = 1 << 20
 PART = Platform("cpu").cache_bytes
+WIRES = {"p2p": "over gloo", "tcp": "over tcp"}  # transports of ours between any two hosts
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
     "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "intermediate_size": 2048,
@@ -42,34 +43,38 @@ def gloo() -> list[Figure]:
     pool = Pool(
         6, "support.reshard_ranks:Ranks", hf=MOE, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
         port=free_port(), dtype="bfloat16", staging=GLOO["staging"], part_bytes=GLOO["part"],
-        transport="p2p", gather_bytes=GLOO["gather_bytes"],
+        transports=tuple(WIRES), gather_bytes=GLOO["gather_bytes"],
     )  # fmt: skip
     stats: list[dict[str, Any]] = []
-    commits: list[float] = []
+    commits: dict[str, list[float]] = {transport: [] for transport in WIRES}
 
-    def staged() -> None:
-        stats[:] = pool.run("sync", True)
-        commits.append(max(rank["commit"] for rank in stats))
+    def staged(transport: str) -> None:
+        stats[:] = pool.run("sync", True, transport)
+        commits[transport].append(max(rank["commit"] for rank in stats))
 
+    ours: dict[str, Callable[[], Any]] = {}
+    for transport, wire in WIRES.items():
+        ours[f"{wire}: staged"] = lambda transport=transport: staged(transport)
+        ours[f"{wire}: in place"] = lambda transport=transport: pool.run("sync", False, transport)
+    sides: dict[str, Callable[[], Any]] = {
+        **ours,
+        "gather and broadcast": lambda: pool.run("gather_and_broadcast"),
+        "bare": lambda: pool.run("bare", GLOO["bare"]),
+        "bare, cached": lambda: pool.run("bare", GLOO["bare"], True),
+    }
     try:
-        for method, values in (("open", ("gloo",)), ("open_bare", ()), ("join", ())):
+        for method, values in (("open", ("wire",)), ("open_bare", ()), ("join", ())):
             pool.run(method, *values)
-        for way in (lambda: pool.run("gather_and_broadcast"), lambda: pool.run("sync", False), staged):
+        for way in (sides["gather and broadcast"], *ours.values()):
             pool.run("forget")
             way()
             assert not any(pool.run("check")), "wrong weights arrived"
-        sides = {
-            "staged": staged,
-            "in place": lambda: pool.run("sync", False),
-            "gather and broadcast": lambda: pool.run("gather_and_broadcast"),
-            "bare": lambda: pool.run("bare", GLOO["bare"]),
-            "bare, cached": lambda: pool.run("bare", GLOO["bare"], True),
-        }
         times = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
-        cpu = {name: median([sum(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "bare")}
+        timed = [name for name in sides if name.endswith("in place") or name == "bare"]
+        cpu = {name: median([sum(used) for used in _cpu(pool, sides[name])]) for name in timed}
     finally:
         pool.stop()
-    return _gloo_figures(stats, times, median(commits), cpu)
+    return _wire_figures(stats, times, {transport: median(seconds) for transport, seconds in commits.items()}, cpu)
 
 
 def _cpu(pool: Pool, side: Callable[[], Any]) -> list[list[float]]:
@@ -86,19 +91,24 @@ def _processor(name: str, ours: float, limit: float) -> Figure:
     return Figure(f"{name}, processor time", ours, "s", limit=limit, share=limit / ours)
 
 
-def _gloo_figures(stats: list[dict[str, Any]], times: dict[str, float], commit: float, cpu: dict[str, float]) -> list[Figure]:
-    name, total = "MoE TP2.PP2.EP2 to TP2 over gloo", sum(rank["payload_bytes"] for rank in stats[4:])
+def _wire_figures(stats: list[dict[str, Any]], times: dict[str, float], commits: dict[str, float], cpu: dict[str, float]) -> list[Figure]:
+    name, total = "MoE TP2.PP2.EP2 to TP2", sum(rank["payload_bytes"] for rank in stats[4:])
     bare, cached = (total / times[side] / 1e9 for side in ("bare", "bare, cached"))
     figures = [Figure(f"{name}: bytes", total, "bytes")]
-    for side in ("staged", "in place"):
-        figures.append(faster(f"{name}: {side}", times[side], times["gather and broadcast"], "gather, then broadcast"))
-    # the copy into place of a staged sync moves nothing between processes
-    for side, seconds in (("staged, without the commit", times["staged"] - commit), ("in place", times["in place"])):
-        rate = total / seconds / 1e9
-        figures.append(Figure(f"{name}: {side}, rate", rate, "GB/s", limit=bare, share=rate / bare))
-        figures.append(Figure(f"{name}: {side}, rate beside sends from the cache", rate, "GB/s", limit=cached, share=rate / cached))
-    figures.append(_processor(f"{name}: in place, all ranks", cpu["in place"], cpu["bare"]))
-    figures.append(Figure(f"{name}: commit", commit, "s"))
+    for transport, wire in WIRES.items():
+        label, commit = f"{name} {wire}", commits[transport]
+        in_place, staged = times[f"{wire}: in place"], times[f"{wire}: staged"]
+        for mode, seconds in (("staged", staged), ("in place", in_place)):
+            figures.append(faster(f"{label}: {mode}", seconds, times["gather and broadcast"], "gather, then broadcast"))
+        # the copy into place of a staged sync moves nothing between processes
+        for mode, seconds in (("staged, without the commit", staged - commit), ("in place", in_place)):
+            rate = total / seconds / 1e9
+            figures.append(Figure(f"{label}: {mode}, rate beside bare gloo", rate, "GB/s", limit=bare, share=rate / bare))
+            figures.append(
+                Figure(f"{label}: {mode}, rate beside bare gloo from the cache", rate, "GB/s", limit=cached, share=rate / cached)
+            )
+        figures.append(_processor(f"{label}: in place, all ranks", cpu[f"{wire}: in place"], cpu["bare"]))
+        figures.append(Figure(f"{label}: commit", commit, "s"))
     figures.append(Figure(f"{name}: sender's staging", max(rank["peak_staging_bytes"] for rank in stats[:4]), "bytes"))
     return figures
 
@@ -109,7 +119,7 @@ def shm() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(
             2, "support.bucket_ranks:BucketRanks", folder=folder, hf=LARGER, trainer={"ranks": 1}, engine={"tensor": 1}, port=free_port(),
-            dtype="bfloat16", staging=SHM["staging"], part_bytes=SHM["part"], transport="shared_memory", gather_bytes=64 * MIB,
+            dtype="bfloat16", staging=SHM["staging"], part_bytes=SHM["part"], transports=("shared_memory",), gather_bytes=64 * MIB,
         )  # fmt: skip
         try:
             pool.run("open", "shm")

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, m
 from hybridflow.reshard.messages import Messages
 from hybridflow.reshard.plan import plan_stages
 from hybridflow.reshard.planner import make_plan
-from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
+from hybridflow.reshard.stream import ReceiveStaging, SendStaging, largest_message, receive_stream, send_stream
 from hybridflow.reshard.transports import open_receiver, open_sender
 from hybridflow.reshard.transports.base import Endpoint
 from support.gather import gather_stage
@@ -32,12 +33,12 @@ class Ranks:
 
     def __init__(
         self, rank: int, hf: dict[str, Any], trainer: dict[str, int], engine: dict[str, int], port: int, dtype: str, staging: int,
-        part_bytes: int, transport: str, gather_bytes: int,
+        part_bytes: int, transports: tuple[str, ...], gather_bytes: int,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         shape = ParallelShape(**trainer)
-        self.rank, self.trainers, self.port, self.transport = rank, shape.ranks, port, transport
+        self.rank, self.trainers, self.port, self.transports = rank, shape.ranks, port, transports
         family = family_of(hf)
         self.catalog = Catalog.of(family.tensors())
         source = megatron_layout(family, shape.coordinates(), dtype)
@@ -52,36 +53,37 @@ class Ranks:
         self.stages = plan_stages(family, shape.coordinates(), gather_bytes, getattr(torch, dtype).itemsize)
         self.dtype = getattr(torch, dtype)
         self.store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
-        self.channels: list[Any] = []
-        self.stagings: list[Any] = []
+        self.channels: dict[tuple[str, bool], Any] = {}
+        self.stagings: dict[tuple[str, bool], Any] = {}
         self.groups: dict[int, Any] = {}
         self.bare_group: Any = None
         self._bare_memory: dict[int, torch.Tensor] = {}
 
     def open(self, session: str) -> None:
-        """Ours: a session in place and one staged, each with its own memory, as in a run, which has one of them."""
-        for staged in (False, True):
-            endpoint = self._endpoint(f"{session}, {'staged' if staged else 'in place'}", staged)
+        """Ours: for each transport a session in place and one staged, each with its own memory, as in a run, which has one of them."""
+        for key in product(self.transports, (False, True)):
+            endpoint = self._endpoint(f"{session}, {key}", *key)
             if self.is_trainer:
-                self.channels.append(open_sender(endpoint, self.rank))
-                self.stagings.append(SendStaging(self.rank, endpoint.slots))
+                self.channels[key] = open_sender(endpoint, self.rank)
+                self.stagings[key] = SendStaging(self.rank, endpoint.slots)
             else:
-                self.channels.append(open_receiver(endpoint, self.engine))
-                self.stagings.append(ReceiveStaging(self.engine, endpoint.slots))
+                self.channels[key] = open_receiver(endpoint, self.engine)
+                self.stagings[key] = ReceiveStaging(self.engine, endpoint.slots)
 
-    def _endpoint(self, session: str, staged: bool) -> Endpoint:
+    def _endpoint(self, session: str, transport: str, staged: bool) -> Endpoint:
         arriving = [self.all_messages.incoming(rank) for rank in range(self.engines)]
-        largest = max(message.nbytes for messages in arriving for message in messages)
+        largest = max(largest_message(messages) for messages in arriving)
         # as the trainer decides it (trainer/weight_sync.py)
         slots = min(8, max(2, self.plan.bucket_bytes * 2 // largest))
-        if staged and self.transport == "shared_memory":
-            slots = max(count for messages in arriving for count in Counter(message.peer for message in messages).values())
+        if staged and transport == "shared_memory":
+            slots = 1 + max(count for messages in arriving for count in Counter(message.peer for message in messages).values())
         senders, receivers = tuple(range(self.trainers)), tuple(range(self.engines))
-        return Endpoint(self.transport, session, HOST, self.port, senders, receivers, largest, 60.0, slots=slots)
+        return Endpoint(transport, session, HOST, self.port, senders, receivers, largest, 60.0, slots=slots)
 
-    def sync(self, staged: bool) -> dict[str, Any]:
-        """Ours: one sync."""
-        channel, staging = self.channels[staged], self.stagings[staged]
+    def sync(self, staged: bool, transport: str = "") -> dict[str, Any]:
+        """Ours: one sync, over the first transport unless another is named."""
+        key = (transport or self.transports[0], staged)
+        channel, staging = self.channels[key], self.stagings[key]
         if self.is_trainer:
             stats, commit = send_stream(self.messages, self.live, channel, staging), 0.0
         else:

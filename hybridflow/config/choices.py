@@ -53,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.kl_loss_type": _KL,
     "actor.router_replay": tuple(ROUTER_REPLAY),
     "rollout.quantization": ("fp8",),
-    "rollout.sync.transport": ("auto", "p2p", "shared_memory", "disk"),
+    "rollout.sync.transport": ("auto", "p2p", "tcp", "shared_memory", "disk"),
     "rollout.sync.commit": ("staged", "in_place"),
     "rollout.sync.pause": ("retract", "abort", "in_place"),
     "critic.loss_agg_mode": _AGGREGATION,

@@ -13,7 +13,7 @@ from tests.dist.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-TRANSPORTS = ("p2p", "shared_memory", "disk")
+TRANSPORTS = ("p2p", "tcp", "shared_memory", "disk")
 Facts = list[dict[str, Any]]
 
 

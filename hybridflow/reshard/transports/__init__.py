@@ -3,6 +3,7 @@
 | Name | For | Needs |
 |---|---|---|
 | `p2p` | any placement: gloo between CPU buffers, NCCL between GPU buffers | nothing |
+| `tcp` | any placement, CPU buffers: faster than gloo where cores are few | nothing |
 | `shared_memory` | engine and trainer ranks on one host, CPU buffers | one kernel and user for both |
 | `disk` | where nothing else goes | a folder that both sides see |
 """
@@ -17,7 +18,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.transports.base import Endpoint, ReceiveChannel, SendChannel
 
-TRANSPORTS = ("p2p", "shared_memory", "disk")
+TRANSPORTS = ("p2p", "tcp", "shared_memory", "disk")
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> SendChannel:

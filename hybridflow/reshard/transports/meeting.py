@@ -24,6 +24,7 @@ from hybridflow.reshard.transports.base import Endpoint
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore
 
+_SETTLE_S = 0.5
 _SIDES = {"trainer": "engine", "engine": "trainer"}
 
 
@@ -152,3 +153,34 @@ class PeerWatch:
             self._poll.unregister(self._fd)
             os.close(self._fd)
             self._fd = -1
+
+
+class Peers:
+    """The processes of a session's other side, and what to say when one of them is lost."""
+
+    def __init__(self, seat: Seat, meeting: Meeting) -> None:
+        self._seat = seat
+        self._watches = {rank: PeerWatch(said) for rank, said in meeting.peers.items()}
+
+    def lost(self, peer: int, tag: int, reason: str) -> WeightSyncError:
+        """The error for a broken connection. It names the rank whose process has ended, where that can be seen.
+
+        A connection also breaks because the peer gave the session up when another died, so all are looked at.
+        """
+        if (ended := self.ended()) and peer not in ended:
+            names = ", ".join(f"{self._seat.peer_side} rank {rank}" for rank in ended)
+            return self._seat.failure(peer, tag, f"given up, because the process of {names} has ended")
+        return self._seat.gone(peer, tag) if ended else self._seat.gone(peer, tag, reason)
+
+    def ended(self) -> list[int]:
+        """Peers on this machine whose process has ended. It closes its connections a moment before it counts as ended."""
+        deadline = time.monotonic() + _SETTLE_S
+        while not (ended := [rank for rank, watch in self._watches.items() if watch.has_ended()]) and time.monotonic() < deadline:
+            time.sleep(_SETTLE_S / 20)
+        return ended
+
+    def forget(self) -> None:
+        """Let go of all processes."""
+        watches, self._watches = self._watches, {}
+        for watch in watches.values():
+            watch.close()

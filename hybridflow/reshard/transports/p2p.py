@@ -6,7 +6,6 @@ process may have Megatron's groups or SGLang's. NCCL pairs by order and ignores 
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +14,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.platform import Platform
 from hybridflow.reshard.transports.base import Endpoint, Work
-from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet
-
-_SETTLE_S = 0.5
+from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
@@ -41,7 +38,7 @@ class PeerToPeer:
         if seat.side == "engine":
             self._place = {rank: number for number, rank in enumerate(endpoint.senders)}
         mine = endpoint.senders.index(seat.rank) if seat.side == "trainer" else len(endpoint.senders) + endpoint.receivers.index(seat.rank)
-        self._watches = {rank: PeerWatch(said) for rank, said in meeting.peers.items()}
+        self.peers = Peers(seat, meeting)
         try:
             self._group = _group(endpoint, meeting, mine, device)
         except RuntimeError as error:
@@ -61,51 +58,29 @@ class PeerToPeer:
         try:
             return _Transfer(self, peer, tag, getattr(self._group, method)([tensor], self._place[peer], tag))
         except RuntimeError as error:
-            raise self.lost(peer, tag, error) from error
-
-    def lost(self, peer: int, tag: int, error: RuntimeError) -> WeightSyncError:
-        """The error for a broken connection. It names the rank whose process has ended, where that can be seen.
-
-        A connection also breaks because the peer gave the session up when another died, so all are looked at.
-        """
-        if (ended := self._ended()) and peer not in ended:
-            names = ", ".join(f"{self.seat.peer_side} rank {rank}" for rank in ended)
-            return self.seat.failure(peer, tag, f"given up, because the process of {names} has ended")
-        return self.seat.gone(peer, tag) if ended else self.seat.gone(peer, tag, _first_line(error))
+            raise self.peers.lost(peer, tag, _first_line(error)) from error
 
     def _unopened(self, error: RuntimeError) -> WeightSyncError:
         """The error for a group that did not come about."""
         seat, reason = self.seat, _first_line(error)
-        if ended := self._ended():
+        if ended := self.peers.ended():
             return seat.failure(ended[0], 0, f"the session could not be opened, because that rank's process has ended ({reason})")
         return WeightSyncError(
             f"session {seat.endpoint.session}, {seat.side} rank {seat.rank}: no process group with {seat.peer_side} ranks "
             f"{list(seat.peers)} within {seat.endpoint.timeout_s:g} s: {reason}; look at the logs of those ranks"
         )
 
-    def _ended(self) -> list[int]:
-        """Peers on this machine whose process has ended. It closes its connections a moment before it counts as ended."""
-        deadline = time.monotonic() + _SETTLE_S
-        while not (ended := [rank for rank, watch in self._watches.items() if watch.has_ended()]) and time.monotonic() < deadline:
-            time.sleep(_SETTLE_S / 20)
-        return ended
-
     def close(self) -> None:
         """See `SendChannel.close`."""
         self._group = None  # its destructor closes the sockets
-        self._forget_peers()
+        self.peers.forget()
 
     def abort(self) -> None:
         """See `SendChannel.abort`."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-        self._forget_peers()
-
-    def _forget_peers(self) -> None:
-        watches, self._watches = self._watches, {}
-        for watch in watches.values():
-            watch.close()
+        self.peers.forget()
 
 
 class _Transfer:
@@ -120,7 +95,7 @@ class _Transfer:
             reason = _first_line(error).lower()
             if "timed out" in reason or "timeout" in reason:
                 raise seat.late(self._peer, self._tag) from error
-            raise self._channel.lost(self._peer, self._tag, error) from error
+            raise self._channel.peers.lost(self._peer, self._tag, _first_line(error)) from error
 
 
 def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device) -> Any:
