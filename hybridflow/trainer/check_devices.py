@@ -7,10 +7,16 @@ from hybridflow.errors import ConfigError
 from hybridflow.platform import Platform
 
 FP8_CAPABILITY = (8, 9)
+CPU_TRANSPORTS = ("tcp", "shared_memory", "disk")
 
 
 def check_devices(config: RunConfig, platform: Platform) -> None:
-    """Raise ConfigError for engines that cannot run on the devices of this platform; says what can."""
+    """Raise ConfigError for engines and transports that cannot run on the devices of this platform; says what can."""
+    transport = config.rollout.sync.transport
+    if platform.kind == "cuda" and transport in CPU_TRANSPORTS:
+        raise ConfigError(
+            f"rollout.sync.transport={transport} carries CPU buffers, and the weights lie on GPUs here; use auto or p2p (NCCL)"
+        )
     if config.rollout.quantization == "fp8":
         _check_fp8(platform)
     if config.rollout.nodes_per_engine > 1 and config.cluster.address is None and platform.kind == "cuda":

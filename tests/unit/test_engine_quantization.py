@@ -73,6 +73,14 @@ def test_the_nodes_of_an_engine_do_not_share_gpus() -> None:
     check_devices(load_config("tiny-moe-grpo", [*words, "cluster.address=auto"]), Gpu(9, 0))
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "disk"])
+def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
+    config = load_config("tiny-moe-grpo", [f"rollout.sync.transport={transport}"])
+    check_devices(config, Platform("cpu"))
+    with pytest.raises(ConfigError, match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or p2p"):
+        check_devices(config, Gpu(9, 0))
+
+
 # ---- what an engine is told -------------------------------------------------------------------------------------------------------------
 
 
