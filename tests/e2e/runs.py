@@ -24,6 +24,10 @@ _MARK = "HYBRIDFLOW_TEST_RUN"
 Process = tuple[int, float]  # pid and start time: a pid may be used again
 
 
+# What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves may have been started so.
+HEAR_INTERRUPTS = ("env", "--default-signal=INT")
+
+
 class Run:
     """One `hybridflow ...` in a session of its own, with a temporary folder of its own.
 
@@ -40,7 +44,12 @@ class Run:
         env = {**os.environ, _MARK: self.mark, "TMPDIR": str(self.temp_dir), "COLUMNS": "200"}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*map(str, command), *words], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True
+                [*HEAR_INTERRUPTS, *map(str, command), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=env,
+                start_new_session=True,
             )
         self.seen: dict[Process, str] = {}
         self.listening: set[tuple[str, str]] = set()

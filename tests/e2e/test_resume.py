@@ -16,7 +16,6 @@ from hybridflow.config.load import load_yaml
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
-from tests.e2e.conftest import REWARD
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -41,17 +40,7 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     """SIGTERM while workers start, Ctrl-C in the loop, SIGKILL in the loop, then to the end."""
     out = tmp_path_factory.mktemp("resume")
     folder = out / "e2e"
-    # steps of a second: one that is to be stopped must not be over when the signal comes
-    reward = out / "reward.py"
-    reward.write_text("import time\n" + REWARD.replace("    return", "    time.sleep(0.1)\n    return"))
-    words = [
-        *settings,
-        f"reward.path={reward}",
-        f"output_dir={out}",
-        f"trainer.total_steps={STEPS}",
-        "trainer.save_every_steps=1",
-        "rollout.n=2",
-    ]
+    words = [*settings, f"output_dir={out}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "rollout.n=2"]
 
     def run(number: signal.Signals | None, when: str | int, to_all: bool = False) -> Stopped:
         """`when`: words of the output, or a step whose checkpoint (or a later one: steps are short) is there."""

@@ -71,7 +71,10 @@ class Connections:
         self._pending: dict[int, deque[_Sent | _Arrival]] = {peer: deque() for peer in links}  # in order
         for link in links.values():
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.settimeout(seat.endpoint.timeout_s)
+            # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
+            link.settimeout(None)
+            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                link.setsockopt(socket.SOL_SOCKET, direction, _timeval(seat.endpoint.timeout_s))
 
     def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
         """See `SendChannel.send`."""
@@ -104,7 +107,7 @@ class Connections:
         link = self.link(peer, tag)
         try:
             while len(into):
-                count = link.recv_into(into)
+                count = link.recv_into(into, 0, socket.MSG_WAITALL)
                 if not count:
                     raise ConnectionResetError("it has closed the connection")
                 into = into[count:]
@@ -121,7 +124,7 @@ class Connections:
         """The error for a connection that broke or stands still."""
         if peer not in self._links:
             return self.seat.failure(peer, tag, "the session was given up meanwhile")
-        if isinstance(error, TimeoutError):
+        if isinstance(error, (TimeoutError, BlockingIOError)):
             return self.seat.late(peer, tag)
         return self.peers.lost(peer, tag, str(error) or type(error).__name__)
 
@@ -183,6 +186,11 @@ class _Arrival(_Transfer):
         except OSError as error:
             raise channel.problem(self.peer, self.tag, error) from error
         self.is_done = True
+
+
+def _timeval(seconds: float) -> bytes:
+    """C's struct timeval: seconds and microseconds."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
