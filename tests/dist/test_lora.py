@@ -64,7 +64,7 @@ def test_training_begins_at_the_base_and_moves_adapters_alone(results: list[dict
     assert all(result["trainable"] < result["all"] / 5 for result in one.values())
 
 
-@pytest.fixture(scope="module", params=["dense", "deepseek"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("deepseek", marks=pytest.mark.full)])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     """(model, folder, by rank: the uninterrupted run at TP 2, PP 2)."""
     folder, [hf, parallel] = tmp_path_factory.mktemp("lora"), _model(request.param)

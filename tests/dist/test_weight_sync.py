@@ -149,7 +149,7 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
             assert world.difference(number, seed, prompts) <= CLOSE
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 6.0}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 4, "alpha": 6.0}, marks=pytest.mark.full)])
 def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
     world: SyncWorld, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
