@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_loadable(
         first, full, again = (tmp_path / "codes").read_text().split()
     assert (first, full, again) == ("0", "1", "0"), run.out + run.err
     assert run.err.count("hybridflow: ") == 1 and "Traceback" not in run.err, run.err
-    assert re.search(r"checkpoint \S+sft_step_2\S* could not be written .*; the previous checkpoint is untouched", run.err), run.err
+    assert re.search(r"checkpoint \S+sft_step_2\S* could not be written\b.*; the previous checkpoint is untouched", run.err), run.err
     assert (tmp_path / "listing").read_text().split() == ["latest.json", "sft_step_1"]
     assert run.out.count(f"resuming from {checkpoints / 'sft_step_1'}") == 2  # by the run that met the full disk, and by the one after
     records = [record["step"] for record in read_jsonl(tmp_path / "e2e" / "metrics.jsonl")]
