@@ -19,6 +19,8 @@ def master_store(host: str, port: int, timeout_s: float) -> TCPStore:
     from torch.distributed import TCPStore
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # connections of a former store on this port may linger for a minute; another listener is still refused
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen(1024)
     return TCPStore(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridflow.engines.client import EngineClient
 from hybridflow.engines.nodes import FirstNode
-from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.engines.server import EngineServer, EngineSpec, log_of_life
 from hybridflow.errors import EngineError, HybridFlowError
 
 MAX_RESTARTS = 3  # of one engine in one run: an engine that dies more often has a cause that another start does not remove
@@ -87,9 +87,8 @@ class EngineKeeper:
             self.server.stop()
 
     def _start(self) -> tuple[EngineServer, EngineClient]:
-        name = self.log_path.name if not self.life else f"{self.log_path.stem}.{self.life}{self.log_path.suffix}"
         nodes, life = self.nodes, self.life
-        server = EngineServer(self.spec, self.log_path.with_name(name), None if nodes is None else lambda: nodes.check(life))
+        server = EngineServer(self.spec, log_of_life(self.log_path, life), None if nodes is None else lambda: nodes.check(life))
         server.start()
         if nodes is not None:
             nodes.begin(life, server.spec.dist_init_addr)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.engines.server import EngineServer, EngineSpec, log_of_life
 from hybridflow.errors import EngineError
 from hybridflow.rendezvous import client_store, master_store
 
@@ -113,8 +113,7 @@ class OtherNode:
     def _start(self, meet_at: str) -> None:
         if self._server is not None:
             self._server.stop()
-        name = self.log_path.name if not self._life else f"{self.log_path.stem}.{self._life}{self.log_path.suffix}"
-        self._server = EngineServer(replace(self.spec, dist_init_addr=meet_at), self.log_path.with_name(name))
+        self._server = EngineServer(replace(self.spec, dist_init_addr=meet_at), log_of_life(self.log_path, self._life))
         self._server.start()
 
     def _tell(self, reason: str) -> None:

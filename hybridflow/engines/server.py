@@ -252,6 +252,11 @@ def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
     raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} in {attempts} attempts")
 
 
+def log_of_life(log_path: Path, life: int) -> Path:
+    """Where an engine logs that was started `life` times before: `NAME.log`, then `NAME.1.log` and so on beside it."""
+    return log_path.with_stem(f"{log_path.stem}.{life}") if life else log_path
+
+
 class EngineServer:
     """One running engine. `start` returns at once; call it for all engines, then `wait_ready` for each.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -182,9 +183,9 @@ class FsdpPolicy(HoldsReference):
         """Nothing is copied."""
         return 0
 
-    @property
+    @functools.cached_property
     def trainable_parameters(self) -> int:
-        """All of the model's."""
+        """All of the model's. Counted once: every step reports them."""
         return num_parameters(self.family)
 
     def weights(self) -> dict[str, torch.Tensor]:

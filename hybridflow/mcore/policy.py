@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -188,9 +189,9 @@ class Policy(HoldsReference):
             return {name: parameter for name, (parameter, _) in self.adapters.parameters().items()}
         return held_weights(self.stages)
 
-    @property
+    @functools.cached_property
     def trainable_parameters(self) -> int:
-        """Numbers that training changes, of the whole model."""
+        """Numbers that training changes, of the whole model. Counted once: every step reports them."""
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:

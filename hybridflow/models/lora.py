@@ -39,7 +39,7 @@ class AdaptedWeight:
     @property
     def module(self) -> str:
         """Megatron's name of the linear."""
-        return self.weight.name.removesuffix(".weight")
+        return _module(self.weight)
 
 
 class AdapterMap:
@@ -117,7 +117,7 @@ class AdapterMap:
             one = Piece(self._a_of(piece.source), (0, column), (0, local_column), (rank, wide))
             a[one.local_start] = one
             b.append(Piece(names_of(piece.source)[1], (row, 0), (local_row, 0), (high, rank)))
-        module = weight.name.removesuffix(".weight")
+        module = _module(weight)
         return AdaptedWeight(
             weight,
             LocalTensor(f"{module}.lora.A", (rank, columns), tuple(a.values())),

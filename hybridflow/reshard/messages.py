@@ -92,6 +92,7 @@ class Messages:
         self._keys, first = np.unique(keys, return_index=True)
         self._place = have["row"][first]
         self._region = same[len(have["tensor"]) :]
+        self._is_scale = Quantised.of(plan.catalog).weight_of >= 0
 
     def outgoing(self, rank: int) -> list[Message]:
         """Messages that a trainer rank sends, in order."""
@@ -160,8 +161,7 @@ class Messages:
 
     def _is_whole(self, tensor: np.ndarray, dtypes: list[str]) -> list[bool]:
         """Slices that a sender makes of fp8 blocks; the receiver, which sees nothing of that, must not cut them either."""
-        is_scale = Quantised.of(self.plan.catalog).weight_of[tensor] >= 0
-        return [bool(scale) or dtype == FP8 for scale, dtype in zip(is_scale, dtypes, strict=True)]
+        return [scale or dtype == FP8 for scale, dtype in zip(self._is_scale[tensor].tolist(), dtypes, strict=True)]
 
 
 def item_bytes(item: Item) -> int:

@@ -174,7 +174,7 @@ class EngineGroup:
                 return lost
             if time.monotonic() > settled:
                 silent = False
-                hanging = [number for number in range(self.group.world_size) if f"engine-{number}" == error.engine]
+                hanging = [number for number, state in enumerate(states) if state.name == error.engine]
                 if hanging:
                     self.group.run(RolloutWorker.replace_engine, str(error).splitlines()[0], only=hanging)
             time.sleep(_SETTLE_POLL_S)

@@ -67,7 +67,7 @@ def _policy(
 
     config = ParallelConfig(**parallel)
     if not parallel_state.model_parallel_is_initialized():
-        groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
+        groups.initialize(config, seed=1, backend="gloo", timeout_s=180)
     family = family_of(hf)
     if lora is not None:
         options["lora"] = AdapterMap(family, LoraConfig(**lora), seed=3)

@@ -139,8 +139,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     _check_coordinates(case)
     mine = {"log_probs": _log_probs(policy), "history": torch.tensor(_train(policy)), "weights": _weights(policy)}
     if case.world == 1:
-        torch.save(mine, folder / "partial.pt")
-        (folder / "partial.pt").rename(folder / f"{case.model}.pt")
+        partial = folder / f"{case.model}.partial"  # the models' one-process cases run at the same time
+        torch.save(mine, partial)
+        partial.rename(folder / f"{case.model}.pt")
     wait_for(folder / f"{case.model}.pt")
     reference = torch.load(folder / f"{case.model}.pt", weights_only=True)
     ours, one = mine["history"], reference["history"]

@@ -164,7 +164,7 @@ def along_engine_routes(hf: dict[str, Any], folder: str, engine: str) -> Any:
         def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
             return super().read(name, start, shape).bfloat16().float()
 
-    groups.initialize(ParallelConfig(), seed=1, backend="gloo", timeout_s=60)
+    groups.initialize(ParallelConfig(), seed=1, backend="gloo", timeout_s=180)
     result: dict[str, Any] = {}
     batch = DataProto.read_parquet(Path(engine))
     for name, source in (("same", SafetensorsFolder), ("rounded", Rounded)):

@@ -119,7 +119,7 @@ def _model_of(role: str, parallel: dict[str, Any], hf: dict[str, Any], dtype: st
     from hybridflow.models.weights import RandomWeights
 
     if not dist.is_initialized():
-        groups.initialize(ParallelConfig(**parallel), seed=1, backend="gloo", timeout_s=60)
+        groups.initialize(ParallelConfig(**parallel), seed=1, backend="gloo", timeout_s=180)
     family, layout = family_of(hf), ParallelConfig(**parallel)
     source = RandomWeights(family.tensors(), 5, 0.2)
     if role == "actor":

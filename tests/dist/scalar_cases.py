@@ -21,7 +21,7 @@ def _model(parallel: dict[str, Any], hf: dict[str, Any], head: str, bias: bool =
     from hybridflow.models.scalar_head import ScalarHead
 
     config, family = ParallelConfig(**parallel), ScalarHead(family_of(hf), head, bias)
-    groups.initialize(config, seed=1, backend="gloo", timeout_s=60)
+    groups.initialize(config, seed=1, backend="gloo", timeout_s=180)
     return ValueModel(family, config, "float32", weights_of(family))
 
 
