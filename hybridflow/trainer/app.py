@@ -123,7 +123,7 @@ class _Job:
         return ValueSpec(self.config, hf_config, path, self.tokenizer.path.resolve())
 
     def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
-        """The workers on the engines' first nodes, and on their other nodes where they have some; engines go on starting in the background."""
+        """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the background."""
         config = self.config.rollout
         dtype, quantization = self.config.model.dtype, config.quantization
         folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization)
