@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -50,8 +51,11 @@ def kill(run: Run, folder: Path, victim: str) -> None:
     os.kill(schedulers_of(run)[0] if victim == "engine" else pid_of(run, folder / "logs" / f"{victim}.log"), signal.SIGKILL)
 
 
-def run_and_kill(tmp_path: Path, settings: list[str], victims: Sequence[str], *shape: str) -> None:
-    """The first victim dies while the engine generates, the second, if there is one, before the generation of the next step."""
+def run_and_kill(tmp_path: Path, settings: list[str], victims: Sequence[str], *shape: str) -> list[str]:
+    """The first victim dies while the engine generates, the second, if there is one, before the generation of the next step.
+
+    Returns why engines were started again.
+    """
     (tmp_path / "reward.py").write_text(REWARD)
     words = [*settings, "actor=tiny", "cluster=one-process", "rollout=tiny", f"output_dir={tmp_path}", f"trainer.total_steps={STEPS}"]
     words += ["rollout.n=2", f"reward.path={tmp_path / 'reward.py'}", f"+reward.kwargs.folder={tmp_path}", "sft.steps=1", *shape]
@@ -78,7 +82,8 @@ def run_and_kill(tmp_path: Path, settings: list[str], victims: Sequence[str], *s
     assert exit_code == 0, run.out + run.err
     assert left == []
     lost = len(victims)
-    assert run.out.count("engines start again: ") == lost, run.out
+    reasons = re.findall("engines start again: (.*)", run.out)
+    assert len(reasons) == lost, run.out
     records = list(read_jsonl(folder / "metrics.jsonl"))
     train = [record for record in records if record["phase"] == "train"]
     assert [record["step"] for record in train] == list(range(1, STEPS + 1))
@@ -92,21 +97,25 @@ def run_and_kill(tmp_path: Path, settings: list[str], victims: Sequence[str], *s
         rows = list(read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet"))
         assert len(rows) == SAMPLES and sorted(row["uid"] for row in rows) == sorted([*range(4)] * 2)
         assert {row["weight_version"] for row in rows} == {str(step - 1)}
+    return reasons
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_its_only_engine_dies_while_it_generates(tmp_path: Path, settings: list[str]) -> None:
-    run_and_kill(tmp_path, settings, ["engine"])
+    (reason,) = run_and_kill(tmp_path, settings, ["engine"])
+    assert reason.startswith("no engine is left that could answer: ")
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_run_goes_on_when_the_worker_beside_its_engine_dies_as_well(tmp_path: Path, settings: list[str]) -> None:
-    run_and_kill(tmp_path, settings, ["engine", "rollout-rank0"])
+    _, reason = run_and_kill(tmp_path, settings, ["engine", "rollout-rank0"])
+    assert "the worker process died" in reason and "(rollout rank 0 " in reason
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_run_goes_on_when_the_worker_on_another_node_of_its_engine_dies(tmp_path: Path, settings: list[str]) -> None:
     """Twice: while the engine generates, and before it is asked to."""
-    run_and_kill(tmp_path, settings, ["rollout-node-rank0"] * 2, "rollout.tensor=2", "rollout.nodes_per_engine=2")
+    reasons = run_and_kill(tmp_path, settings, ["rollout-node-rank0"] * 2, "rollout.tensor=2", "rollout.nodes_per_engine=2")
+    assert all("the worker process died" in reason and "(rollout-node rank 0 " in reason for reason in reasons), reasons
