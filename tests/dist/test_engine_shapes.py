@@ -18,7 +18,6 @@ import pytest
 import requests
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from hybridflow.engines import guard
 from hybridflow.engines.client import Completion, EngineClient, SamplingParams
@@ -69,41 +68,26 @@ def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
     return folder
 
 
-class WithoutFloat32:
-    """`torch` for transformers' DeepSeek-V3, which computes norms, routing and softmax in `torch.float32` whatever the model's dtype is.
-
-    Rotary angles (`torch.float` there) stay in float32, as in engines.
-    """
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def worst_difference(
-    model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32
-) -> float:
-    """Largest |log-prob of the engine - transformers' in `dtype`| over all tokens, prompts included."""
-    attention = {"attn_implementation": "eager", "experts_implementation": "eager"} if dtype == torch.float64 else {}
-    reference, worst = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **attention).eval(), 0.0
+def worst_difference(model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]]) -> float:
+    """Largest |log-prob of the engine - transformers'| over all tokens, prompts included."""
+    reference, worst = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
     for prompt, completion, given in zip(PROMPTS, completions, prompt_log_probs, strict=True):
         tokens = torch.tensor([*prompt, *completion.token_ids])
         with torch.no_grad():
             rows = torch.log_softmax(reference(tokens[None]).logits[0, :-1], dim=-1)
         expected = rows.gather(1, tokens[1:, None])[:, 0]
-        found = torch.tensor([*given, *completion.log_probs], dtype=dtype)
+        found = torch.tensor([*given, *completion.log_probs])
         worst = max(worst, float((expected - found).abs().max()))
     return worst
 
 
-def check(server: EngineServer, model: Path, dtype: torch.dtype = torch.float32) -> None:
+def check(server: EngineServer, model: Path) -> None:
     """Prompt and generated log-probs are transformers', with an empty and with a filled prefix cache."""
     client = EngineClient(server.url, server.admin_key, 60.0)
     for _ in range(2):
         completions = client.generate(PROMPTS, SamplingParams(), 12)
         assert {len(c.token_ids) for c in completions} == {12}
-        assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS], dtype) <= 1e-5
+        assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= 1e-5
 
 
 def prompt_log_probs(server: EngineServer, prompt: list[int]) -> list[float]:
@@ -131,22 +115,14 @@ def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
         pytest.param(DEEPSEEK, {"tensor": 2, "data_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2-ep2", marks=pytest.mark.full),
     ],
 )
-def test_log_probs_equal_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], shape: dict[str, int]
-) -> None:
-    """Of DeepSeek with divided batches the reference is in float64. There a rank computes other rows than transformers does, BLAS rounds
-    them otherwise, and a difference of float32 passes has the errors of both: each 1.6e-6 (root mean square), up to 1e-5 at single tokens.
-    """
-    dtype = torch.float64 if model is DEEPSEEK and "data_attention" in shape else torch.float32
+def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
     first, second = (save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second")))
-    if dtype == torch.float64:
-        monkeypatch.setattr(modeling_deepseek_v3, "torch", WithoutFloat32())
     with EngineServer(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
         server.start()
         server.wait_ready(400.0)
-        check(server, first, dtype)
+        check(server, first)
         assert post(server, "update_weights_from_disk", {"model_path": str(second)})["success"]
-        check(server, second, dtype)
+        check(server, second)
     assert guard.session_members(server.pid) == []
 
 
