@@ -95,24 +95,25 @@ class Host:
             return failure(error)
         return None
 
-    def call(self, request: Request, *objects: Any) -> Any:
-        """Run a method. A coroutine is awaited. Errors come back as `Failure`, also those of an object sent along."""
+    def call(self, sent: Request | bytes, *objects: Any) -> Any:
+        """Run a method, or await it. `sent`: see `Request.on_wire`. Errors come back as `Failure`, also those of an object sent along."""
         upstream = next((value for value in objects if isinstance(value, Failure)), None)
         if upstream is not None:
             return Failure(UPSTREAM, upstream.message, None)
         try:
+            request = Request.received(sent)
             args, kwargs = request.arguments(objects)
             result = getattr(self._worker, request.method)(*args, **kwargs)
             return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
         except Exception as error:
             return failure(error)
 
-    def call_stored(self, columns: Sequence[str], inline_bytes: int, request: Request, *objects: Any) -> Any:
+    def call_stored(self, columns: Sequence[str], inline_bytes: int, sent: Request | bytes, *objects: Any) -> Any:
         """`call` for a method that returns a batch: a `Header` and then each of `columns` as a value, and so an object, of its own.
 
         Without `columns` (a rank whose result is not collected) the result is dropped. `inline_bytes`: see `Header.of`.
         """
-        result = self.call(request, *objects)
+        result = self.call(sent, *objects)
         if not columns:
             return result if isinstance(result, Failure) else None
         if not isinstance(result, DataProto):

@@ -52,6 +52,15 @@ class Request:
     values: tuple[Any, ...]  # arguments; At and Recipe stand for those made of objects sent along
     keywords: tuple[str, ...]  # names of the last arguments
 
+    def on_wire(self) -> Request | bytes:
+        """What is sent. Without arguments the method's name alone: Ray sends bytes as they are and pickles all else, once for each rank."""
+        return self if self.values else self.method.encode()
+
+    @classmethod
+    def received(cls, sent: Request | bytes) -> Request:
+        """The request that `on_wire` gave."""
+        return cls(sent.decode(), (), ()) if isinstance(sent, bytes) else sent
+
     def arguments(self, objects: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
         built = [_built(value, objects) for value in self.values]
@@ -99,7 +108,8 @@ def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
         IndexError: the parts hold fewer rows than was agreed.
         SchemaError: the parts are not of one type.
     """
-    checked = DataProto.concat([part.rows(slice(0, 0)) for part in parts])  # says what differs; copies nothing
-    name = checked.columns[0]
+    first, name = parts[0], parts[0].columns[0]
+    if any(not first.is_like(part) for part in parts[1:]):
+        DataProto.concat([part.rows(slice(0, 0)) for part in parts])  # says what differs; copies nothing
     column = take_blocks([part.blocks(name)[0] for part in parts], index)
-    return DataProto({name: column}, checked.meta, checked.bfloat16)
+    return DataProto({name: column}, first.meta, first.bfloat16)

@@ -102,13 +102,36 @@ class StoredColumn(Deferred):
         import ray
 
         column = self.needed()
-        for part in column.parts:
-            _ = part.header  # raises what went wrong in the call that makes it
+        column.require_made()
         try:
             objects = ray.get([part.ref for part in column.parts])
         except ray.exceptions.RayError as error:
             raise DataError(f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}") from error
-        batch = assemble(objects, column.index)
+        return column.made_of(objects)
+
+    @classmethod
+    def all_here(cls, columns: Mapping[str, Deferred]) -> dict[str, tuple[Column | Blocks | Picked, bool]]:
+        """See Deferred. One request for all objects, which takes about as long as one for those of a single column."""
+        import ray
+
+        needed = {name: column.needed() for name, column in columns.items() if isinstance(column, StoredColumn)}
+        for column in needed.values():
+            column.require_made()
+        refs = list(dict.fromkeys(part.ref for column in needed.values() for part in column.parts))
+        try:
+            objects = dict(zip(refs, ray.get(refs), strict=True))
+        except ray.exceptions.RayError:
+            return super().all_here(columns)  # says which column is lost
+        return {name: column.made_of([objects[part.ref] for part in column.parts]) for name, column in needed.items()}
+
+    def require_made(self) -> None:
+        """Raise what went wrong in the calls that make the column."""
+        for part in self.parts:
+            _ = part.header
+
+    def made_of(self, objects: Sequence[DataProto]) -> tuple[Column | Blocks | Picked, bool]:
+        """What `here` gives, once the object of each part is there."""
+        batch = assemble(objects, self.index)
         [(name, found)] = batch.items()
         assert not isinstance(found, Deferred)
         return found, name in batch.bfloat16

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, WorkerContext, method_spec, plan_call
+from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, RankCall, WorkerContext, method_spec, plan_call
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
@@ -159,7 +159,9 @@ class WorkerGroup:
         mesh = self._find_mesh() if spec.needs_mesh else None
         if mesh is not None and only is not None:
             mesh = mesh.of(ranks)
-        plan = plan_call(spec, len(ranks), mesh, args, kwargs).on(ranks)
+        plan = plan_call(spec, len(ranks), mesh, args, kwargs)
+        if only is not None:
+            plan = plan.on(ranks)
         keeps = spec.dispatch is Dispatch.DP and bool(spec.writes) and mesh is not None
         collectors = [ranks[rank] for rank in mesh.collectors] if keeps and mesh is not None else []
         return self._launch(spec.name, plan, timeout, spec.writes if keeps else (), collectors)
@@ -221,15 +223,14 @@ class WorkerGroup:
     ) -> Future:
         """Send the calls. With `writes`, each of these columns of a collecting rank stays in the object store as an object of its own."""
         sent: dict[int, Any] = {}  # the ranks of a data-parallel group hold the same chunk: stored once
+        made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
         inputs: dict[int, Origin] = {}
         for r, call in plan.calls.items():
-            outgoing = Outgoing()
-            values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
-            arguments = (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
-            inputs |= {id(origin): origin for origin in outgoing.origins}
-            actor = self._ranks[r].actor
+            if id(call) not in made:
+                made[id(call)] = _message(name, call, sent, inputs)
+            arguments, actor = made[id(call)], self._ranks[r].actor
             if not writes:
                 refs[r] = actor.call.remote(*arguments)
             elif r in collectors:
@@ -280,6 +281,16 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
     if key not in sent:
         sent[key] = ray.put(value)
     return sent[key]
+
+
+def _message(name: str, call: RankCall, sent: dict[int, Any], inputs: dict[int, Origin]) -> tuple[Any, ...]:
+    """The request of a rank and the objects sent along; the calls that make those are added to `inputs`."""
+    if not call.args and not call.kwargs:
+        return (Request(name, (), ()).on_wire(),)
+    outgoing = Outgoing()
+    values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
+    inputs |= {id(origin): origin for origin in outgoing.origins}
+    return (Request(name, values, tuple(call.kwargs)).on_wire(), *outgoing.objects)
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
