@@ -76,7 +76,7 @@ class Future:
             collect: makes one value of the answers.
             default_timeout_s: what `result` waits.
             on_lost: told when a rank died or hangs.
-            stored: of ranks whose columns stay in the object store, the object of each column.
+            stored: of ranks whose columns stay in the object store, the object that holds each column.
             rows: rows that each of those ranks returns.
             inputs: the calls that make columns which this call was given.
         """

@@ -108,19 +108,23 @@ class Host:
         except Exception as error:
             return failure(error)
 
-    def call_stored(self, columns: Sequence[str], inline_bytes: int, sent: Request | bytes, *objects: Any) -> Any:
-        """`call` for a method that returns a batch: a `Header` and then each of `columns` as a value, and so an object, of its own.
+    def call_stored(self, together: Sequence[Sequence[str]], inline_bytes: int, sent: Request | bytes, *objects: Any) -> Any:
+        """`call` for a method that returns a batch: a `Header` and then a value, and so an object, for each of the groups of columns.
 
-        Without `columns` (a rank whose result is not collected) the result is dropped. `inline_bytes`: see `Header.of`.
+        Without groups (a rank whose result is not collected) the result is dropped. `inline_bytes`: see `Header.of`.
         """
         result = self.call(sent, *objects)
-        if not columns:
+        if not together:
             return result if isinstance(result, Failure) else None
         if not isinstance(result, DataProto):
-            return (result, *(result for _ in columns))
-        if set(result.columns) != set(columns):  # the driver says what is wrong with it
-            return (result, *(None for _ in columns))
-        return (Header.of(result, inline_bytes), *(DataProto({name: result[name]}, {}, result.bfloat16 & {name}) for name in columns))
+            return (result, *(result for _ in together))
+        if sorted(result.columns) != sorted(name for names in together for name in names):  # the driver says what is wrong with it
+            return (result, *(None for _ in together))
+        return (Header.of(result, inline_bytes), *(_without_meta(result.select(names)) for names in together))
+
+
+def _without_meta(batch: DataProto) -> DataProto:
+    return DataProto(dict(batch.items()), {}, batch.bfloat16)
 
 
 async def _awaited(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """What crosses between processes when columns stay in the object store. Plain data and numpy: needs no Ray.
 
-A rank that returns a batch returns a `Header` and each column as an object of its own. A rank that is given such columns is given a
-`Recipe`: which objects, which of their rows, in which order.
+A rank that returns a batch returns a `Header` and its columns in one or several objects. A rank that is given such columns is given a
+`Recipe`: which objects, which column of them, which of their rows, in which order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Header:
     nbytes: Mapping[str, int]
     lengths: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
-    small: DataProto  # the columns that the driver is given at once; they are objects of their own nevertheless, for other groups
+    small: DataProto  # the columns that the driver is given at once; they are in the store nevertheless, for other groups
 
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
@@ -70,10 +70,12 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """A column as rows of stored parts: `sources` are positions among the objects sent along, `index` the rows of all parts end to end."""
+    """A column as rows of stored parts: `sources` are positions among the objects sent along and the column's name in each, `index` the
+    rows of all parts end to end.
+    """
 
     name: str
-    sources: tuple[int, ...]
+    sources: tuple[tuple[int, str], ...]
     index: np.ndarray
 
 
@@ -89,7 +91,7 @@ class Recipe:
         """The batch, from the objects sent along."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
-            found = assemble([objects[at] for at in column.sources], column.index).fetch()
+            found = assemble([objects[at].select([name]) for at, name in column.sources], column.index).fetch()
             batch = batch.union(found.rename({found.columns[0]: column.name}))
         return batch.select(self.names)
 

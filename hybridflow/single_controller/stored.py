@@ -43,7 +43,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank's share of a column: an object with a batch of that one column."""
+    """One rank's share of a column: an object with a batch that has that column."""
 
     ref: Any
     rows: int
@@ -131,7 +131,7 @@ class StoredColumn(Deferred):
 
     def made_of(self, objects: Sequence[DataProto]) -> tuple[Column | Blocks | Picked, bool]:
         """What `here` gives, once the object of each part is there."""
-        batch = assemble(objects, self.index)
+        batch = assemble([held.select([part.name]) for part, held in zip(self.parts, objects, strict=True)], self.index)
         [(name, found)] = batch.items()
         assert not isinstance(found, Deferred)
         return found, name in batch.bfloat16
@@ -167,7 +167,7 @@ class Outgoing:
             if not isinstance(held, StoredColumn):
                 raise HybridFlowError(f"column {name!r} is a {type(held).__name__}, which cannot be sent")
             column = held.needed()
-            columns.append(ColumnRecipe(name, tuple(self._add(part) for part in column.parts), column.index))
+            columns.append(ColumnRecipe(name, tuple((self._add(part), part.name) for part in column.parts), column.index))
         local = batch.drop(batch.deferred)
         position = self.add(store(local)) if local.nbytes > INLINE_BYTES else None
         return Recipe(local if position is None else position, tuple(columns), batch.columns)
@@ -212,7 +212,7 @@ def _weight(value: Any, limit: int) -> int:
 
 
 def stored_batch(columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any], rank: int, origin: Origin) -> DataProto:
-    """One rank's result as columns that stay where they are: `columns` has the object of each."""
+    """One rank's result as columns that stay where they are: `columns` has the object that holds each."""
     return DataProto({name: StoredColumn.whole(Part(ref, rows, name, rank, origin)) for name, ref in columns.items()}, meta)
 
 
