@@ -52,15 +52,6 @@ class Request:
     values: tuple[Any, ...]  # arguments; At and Recipe stand for those made of objects sent along
     keywords: tuple[str, ...]  # names of the last arguments
 
-    def on_wire(self) -> Request | bytes:
-        """What is sent. Without arguments the method's name alone: Ray sends bytes as they are and pickles all else, once for each rank."""
-        return self if self.values else self.method.encode()
-
-    @classmethod
-    def received(cls, sent: Request | bytes) -> Request:
-        """The request that `on_wire` gave."""
-        return cls(sent.decode(), (), ()) if isinstance(sent, bytes) else sent
-
     def arguments(self, objects: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
         built = [_built(value, objects) for value in self.values]

@@ -13,9 +13,9 @@ from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.colocate import owns
+from hybridflow.single_controller.colocate import owns, registered
 from hybridflow.single_controller.future import Future
-from hybridflow.single_controller.host import HostInfo
+from hybridflow.single_controller.host import HostInfo, short_name, with_short_calls
 from hybridflow.single_controller.pieces import At, Request
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Outgoing, is_small
@@ -67,7 +67,8 @@ class WorkerGroup:
         self._config = cluster.config
         self._mesh: Mesh | None = None
         self._broken: HybridFlowError | None = None
-        self._ranks = start_actors(cluster, pool, role, self._log_dir, name)
+        self._short = frozenset(registered(worker_class))
+        self._ranks = start_actors(cluster, pool, with_short_calls(self._short), role, self._log_dir, name)
         try:
             self._bring_up(pool)
         except BaseException:
@@ -87,7 +88,7 @@ class WorkerGroup:
         group.role, group.worker_class, group.world_size = role, worker_class, len(ranks)
         group._cluster, group._pool, group._name = cluster, None, name
         group._restart_hooks, group._mesh, group._broken = [], None, None
-        group._config, group._ranks = cluster.config, ranks
+        group._config, group._ranks, group._short = cluster.config, ranks, frozenset(registered(worker_class))
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
@@ -105,7 +106,7 @@ class WorkerGroup:
             raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
         self.kill()
         self._mesh, self._broken = None, None
-        self._ranks = start_actors(self._cluster, self._pool, self.role, self._log_dir, self._name)
+        self._ranks = start_actors(self._cluster, self._pool, with_short_calls(self._short), self.role, self._log_dir, self._name)
         try:
             self._bring_up(self._pool)
         except BaseException:
@@ -231,6 +232,9 @@ class WorkerGroup:
         stored: dict[int, dict[str, Any]] = {}
         inputs: dict[int, Origin] = {}
         for r, call in plan.calls.items():
+            if not call.args and not call.kwargs and not writes and name in self._short:
+                refs[r] = getattr(self._ranks[r].actor, short_name(name)).remote()
+                continue
             if id(call) not in made:
                 made[id(call)] = _message(name, call, sent, inputs)
             arguments, actor = made[id(call)], self._ranks[r].actor
@@ -288,12 +292,10 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
 
 def _message(name: str, call: RankCall, sent: dict[int, Any], inputs: dict[int, Origin]) -> tuple[Any, ...]:
     """The request of a rank and the objects sent along; the calls that make those are added to `inputs`."""
-    if not call.args and not call.kwargs:
-        return (Request(name, (), ()).on_wire(),)
     outgoing = Outgoing()
     values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
     inputs |= {id(origin): origin for origin in outgoing.origins}
-    return (Request(name, values, tuple(call.kwargs)).on_wire(), *outgoing.objects)
+    return (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:

@@ -14,8 +14,8 @@ from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.single_controller import colocated
 from hybridflow.single_controller.cluster import _ip_key
-from hybridflow.single_controller.colocate import owns
-from hybridflow.single_controller.host import UPSTREAM, Failure, Host
+from hybridflow.single_controller.colocate import owns, registered
+from hybridflow.single_controller.host import UPSTREAM, Failure, Host, short_name, with_short_calls
 from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request
 from hybridflow.single_controller.stored import INLINE_BYTES, is_small
 
@@ -80,12 +80,12 @@ def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_ea
     assert both["x"].tolist() == x["x"].tolist() and both.jagged("rows").equals(rows["rows"])
 
 
-def test_a_call_without_arguments_travels_as_its_name() -> None:
-    assert Request("log_probs", (), ()).on_wire() == b"log_probs"
-    assert Request("log_probs", (None,), ("flag",)).on_wire() == Request("log_probs", (None,), ("flag",))
-    assert host(Reference(CONTEXT)).call(b"log_probs") == "reference 0"
-    missing = host(Reference(CONTEXT)).call(b"nowhere")
-    assert isinstance(missing, Failure) and missing.kind == "AttributeError"
+def test_a_host_has_a_method_for_each_call_without_arguments() -> None:
+    made = with_short_calls(registered(colocated(Actor, Reference)))()
+    made._worker = colocated(Actor, Reference)(CONTEXT, (10,), ())
+    assert getattr(made, short_name("log_probs"))() == "reference 0"
+    assert getattr(made, short_name("fail"))() == Failure("ValueError", "no", None)
+    assert not hasattr(made, short_name("mesh_position"))  # not one that is called through `run`
 
 
 def test_a_failed_object_is_passed_on_and_an_error_comes_back_as_a_value() -> None:
