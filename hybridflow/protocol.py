@@ -26,6 +26,7 @@ from hybridflow.columns import (
     Column,
     Deferred,
     Held,
+    all_here,
     checked_column,
     checked_meta,
     concat_column,
@@ -35,6 +36,7 @@ from hybridflow.columns import (
     named_lengths,
     row_type,
     same_column,
+    same_row_type,
     shape_text,
     shown,
     slice_column,
@@ -165,9 +167,10 @@ class DataProto:
         A column that several ranks made stays in blocks: `blocks()` and `torch_blocks()` give them, rows and pieces inside one block are
         views, reading the whole column joins it.
         """
-        found = {name: column.here() for name, column in self._columns.items() if isinstance(column, Deferred)}
-        if not found:
+        far = {name: column for name, column in self._columns.items() if isinstance(column, Deferred)}
+        if not far:
             return self
+        found = all_here(far)
         tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
         return DataProto({**self._columns, **{name: column for name, (column, _) in found.items()}}, self._meta, tags)
 
@@ -244,6 +247,15 @@ class DataProto:
             and dict(self._meta) == dict(other._meta)
             and self._bfloat16 == other._bfloat16
             and all(same_column(column, other._columns[name]) for name, column in self._columns.items())
+        )
+
+    def is_like(self, other: DataProto) -> bool:
+        """Same columns in the same order, row types, tags and meta: what makes two batches parts of one."""
+        return (
+            self.columns == other.columns
+            and self._bfloat16 == other._bfloat16
+            and dict(self._meta) == dict(other._meta)
+            and all(same_row_type(column, other._columns[name]) for name, column in self._columns.items())
         )
 
     def __repr__(self) -> str:
@@ -355,7 +367,7 @@ class DataProto:
             if odd:
                 raise SchemaError(f"concat: part {i} and part 0 differ in column {', '.join(map(repr, sorted(odd)))}")
             for name in first.columns:
-                if row_type(part._columns[name]) != row_type(first._columns[name]):
+                if not same_row_type(part._columns[name], first._columns[name]):
                     a, b = row_type(first._columns[name]), row_type(part._columns[name])
                     raise SchemaError(f"concat: column {name!r} is {a} in part 0 and {b} in part {i}")
         meta = merged_meta("concat", [part._meta for part in parts])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.protocol import DataProto
 from support.batches import COLUMNS
@@ -26,6 +28,11 @@ class Echo:
     def nothing(self) -> None:
         """Nothing."""
 
+    @register(Dispatch.ONE_TO_ALL)
+    def zeros(self, nbytes: int) -> np.ndarray:
+        """As many bytes, which this process writes into the store."""
+        return np.zeros(nbytes, np.uint8)
+
 
 def plain_actor() -> type:
     """A bare Ray actor: the machine's limit."""
@@ -36,6 +43,9 @@ def plain_actor() -> type:
 
         def nothing(self) -> None:
             pass
+
+        def zeros(self, nbytes: int) -> object:
+            return np.zeros(nbytes, np.uint8)
 
     return Plain
 
@@ -60,5 +70,8 @@ def peer_worker() -> type:
         @peer_register(dispatch_mode=PeerDispatch.ONE_TO_ALL)
         def nothing(self) -> None:
             pass
+
+        def zeros(self, nbytes: int) -> object:
+            return np.zeros(nbytes, np.uint8)
 
     return PeerEcho

@@ -19,13 +19,13 @@ NAMESPACE = "hybridflow"  # of detached groups: every driver has one of its own 
 _KILL_WAIT_S = 5.0
 
 
-def start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None) -> list[Rank]:
+def start_actors(cluster: Cluster, pool: ResourcePool, host: type[Host], role: str, log_dir: Path, name: str | None) -> list[Rank]:
     """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     share = round(1.0 / pool.max_colocate, 4)
-    remote = ray.remote(Host)
+    remote = ray.remote(host)
     here = ray.util.get_node_ip_address()
     ranks = []
     for r, slot in enumerate(pool.slots):

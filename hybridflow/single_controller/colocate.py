@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
 
+_MARK = "__hybridflow_method__"
+
 
 class Colocated:
     """One worker of each of `roles`, in their order. Make a class of it with `colocated`."""
@@ -36,7 +38,7 @@ def colocated(*roles: type) -> type:
     owner: dict[str, type] = {}
     for role in roles:
         for name, function in inspect.getmembers(role, inspect.isfunction):
-            if not hasattr(function, "__hybridflow_method__"):
+            if not hasattr(function, _MARK):
                 continue
             if owner.setdefault(name, role) is not role:
                 raise ValueError(
@@ -46,6 +48,12 @@ def colocated(*roles: type) -> type:
     if any(hasattr(role, "mesh_position") for role in roles):  # the group asks the class before it asks the workers
         made["mesh_position"] = lambda self: self.__getattr__("mesh_position")()
     return type("And".join(role.__name__ for role in roles), (Colocated,), made)
+
+
+def registered(worker_class: type) -> list[str]:
+    """Names of the `@register`-ed methods of the class, or of its roles."""
+    classes = worker_class.roles if issubclass(worker_class, Colocated) else (worker_class,)
+    return [name for found in classes for name, function in inspect.getmembers(found, inspect.isfunction) if hasattr(function, _MARK)]
 
 
 def owns(worker_class: type, method: Callable[..., Any]) -> bool:

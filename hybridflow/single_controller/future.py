@@ -18,6 +18,7 @@ from hybridflow.single_controller.stored import Origin, stored_batch, with_small
 
 _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
 _POLL_S = 1.0
+_AT_ONCE_S = 0.2  # how long a failed rank may be overlooked while all are waited for together
 _TAIL_LINES = 40
 _TAIL_BYTES = 16384
 _STACK_DUMP_S = 0.5
@@ -75,7 +76,7 @@ class Future:
             collect: makes one value of the answers.
             default_timeout_s: what `result` waits.
             on_lost: told when a rank died or hangs.
-            stored: of ranks whose columns stay in the object store, the object of each column.
+            stored: of ranks whose columns stay in the object store, the object that holds each column.
             rows: rows that each of those ranks returns.
             inputs: the calls that make columns which this call was given.
         """
@@ -154,6 +155,7 @@ class Future:
         import ray
 
         deadline = time.monotonic() + timeout
+        self._take_at_once(max(0.0, min(timeout, _AT_ONCE_S)))
         while self._pending:
             left = deadline - time.monotonic()
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, min(left, _POLL_S)))
@@ -163,18 +165,37 @@ class Future:
             if not ready and left <= 0:
                 raise self._hung()
 
+    def _take_at_once(self, timeout: float) -> None:
+        """Most calls are short and go well: one request to Ray for all answers, where finding out which have come takes two for each."""
+        import ray
+
+        refs = list(self._pending)
+        try:
+            values = ray.get(refs, timeout=timeout)
+        except ray.exceptions.RayError:
+            return  # some are late, or a rank died: what each has to say is found out one by one
+        failed = self._receive({self._pending.pop(ref): value for ref, value in zip(refs, values, strict=True)})
+        if failed:
+            raise self._first_cause(failed)
+
     def _take(self, ready: Sequence[Any]) -> dict[int, Failure | Exception]:
         """Move finished ranks to the results; returns those that failed."""
         import ray
 
-        failed: dict[int, Failure | Exception] = {}
+        lost: dict[int, Failure | Exception] = {}
+        values: dict[int, Any] = {}
         for ref in ready:
             rank = self._pending.pop(ref)
             try:
-                value = ray.get(ref)
+                values[rank] = ray.get(ref)
             except ray.exceptions.RayError as error:
-                failed[rank] = error
-                continue
+                lost[rank] = error
+        return lost | self._receive(values)
+
+    def _receive(self, values: Mapping[int, Any]) -> dict[int, Failure | Exception]:
+        """Move the answers to the results; returns those that are failures."""
+        failed: dict[int, Failure | Exception] = {}
+        for rank, value in values.items():
             if isinstance(value, Failure):
                 failed[rank] = value
             elif isinstance(value, Header):

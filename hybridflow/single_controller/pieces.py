@@ -1,7 +1,7 @@
 """What crosses between processes when columns stay in the object store. Plain data and numpy: needs no Ray.
 
-A rank that returns a batch returns a `Header` and each column as an object of its own. A rank that is given such columns is given a
-`Recipe`: which objects, which of their rows, in which order.
+A rank that returns a batch returns a `Header` and its columns in one or several objects. A rank that is given such columns is given a
+`Recipe`: which objects, which column of them, which of their rows, in which order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Header:
     nbytes: Mapping[str, int]
     lengths: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
-    small: DataProto  # the columns that the driver is given at once; they are objects of their own nevertheless, for other groups
+    small: DataProto  # the columns that the driver is given at once; they are in the store nevertheless, for other groups
 
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
@@ -61,10 +61,12 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """A column as rows of stored parts: `sources` are positions among the objects sent along, `index` the rows of all parts end to end."""
+    """A column as rows of stored parts: `sources` are positions among the objects sent along and the column's name in each, `index` the
+    rows of all parts end to end.
+    """
 
     name: str
-    sources: tuple[int, ...]
+    sources: tuple[tuple[int, str], ...]
     index: np.ndarray
 
 
@@ -80,7 +82,7 @@ class Recipe:
         """The batch, from the objects sent along."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
-            found = assemble([objects[at] for at in column.sources], column.index).fetch()
+            found = assemble([objects[at].select([name]) for at, name in column.sources], column.index).fetch()
             batch = batch.union(found.rename({found.columns[0]: column.name}))
         return batch.select(self.names)
 
@@ -99,7 +101,8 @@ def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
         IndexError: the parts hold fewer rows than was agreed.
         SchemaError: the parts are not of one type.
     """
-    checked = DataProto.concat([part.rows(slice(0, 0)) for part in parts])  # says what differs; copies nothing
-    name = checked.columns[0]
+    first, name = parts[0], parts[0].columns[0]
+    if any(not first.is_like(part) for part in parts[1:]):
+        DataProto.concat([part.rows(slice(0, 0)) for part in parts])  # says what differs; copies nothing
     column = take_blocks([part.blocks(name)[0] for part in parts], index)
-    return DataProto({name: column}, checked.meta, checked.bfloat16)
+    return DataProto({name: column}, first.meta, first.bfloat16)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, WorkerContext, method_spec, plan_call
+from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, RankCall, WorkerContext, method_spec, plan_call
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.colocate import owns
+from hybridflow.single_controller.colocate import owns, registered
 from hybridflow.single_controller.future import Future
-from hybridflow.single_controller.host import HostInfo
+from hybridflow.single_controller.host import HostInfo, short_name, with_short_calls
 from hybridflow.single_controller.pieces import At, Request
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Outgoing, is_small
@@ -67,7 +67,8 @@ class WorkerGroup:
         self._config = cluster.config
         self._mesh: Mesh | None = None
         self._broken: HybridFlowError | None = None
-        self._ranks = start_actors(cluster, pool, role, self._log_dir, name)
+        self._short = frozenset(registered(worker_class))
+        self._ranks = start_actors(cluster, pool, with_short_calls(self._short), role, self._log_dir, name)
         try:
             self._bring_up(pool)
         except BaseException:
@@ -87,7 +88,7 @@ class WorkerGroup:
         group.role, group.worker_class, group.world_size = role, worker_class, len(ranks)
         group._cluster, group._pool, group._name = cluster, None, name
         group._restart_hooks, group._mesh, group._broken = [], None, None
-        group._config, group._ranks = cluster.config, ranks
+        group._config, group._ranks, group._short = cluster.config, ranks, frozenset(registered(worker_class))
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
@@ -105,7 +106,7 @@ class WorkerGroup:
             raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
         self.kill()
         self._mesh, self._broken = None, None
-        self._ranks = start_actors(self._cluster, self._pool, self.role, self._log_dir, self._name)
+        self._ranks = start_actors(self._cluster, self._pool, with_short_calls(self._short), self.role, self._log_dir, self._name)
         try:
             self._bring_up(self._pool)
         except BaseException:
@@ -159,7 +160,9 @@ class WorkerGroup:
         mesh = self._find_mesh() if spec.needs_mesh else None
         if mesh is not None and only is not None:
             mesh = mesh.of(ranks)
-        plan = plan_call(spec, len(ranks), mesh, args, kwargs).on(ranks)
+        plan = plan_call(spec, len(ranks), mesh, args, kwargs)
+        if only is not None:
+            plan = plan.on(ranks)
         keeps = spec.dispatch is Dispatch.DP and bool(spec.writes) and mesh is not None
         collectors = [ranks[rank] for rank in mesh.collectors] if keeps and mesh is not None else []
         return self._launch(spec.name, plan, timeout, spec.writes if keeps else (), collectors)
@@ -219,23 +222,28 @@ class WorkerGroup:
     def _launch(
         self, name: str, plan: CallPlan, timeout: float | None, writes: Sequence[str] = (), collectors: Sequence[int] = ()
     ) -> Future:
-        """Send the calls. With `writes`, each of these columns of a collecting rank stays in the object store as an object of its own."""
+        """Send the calls. With `writes`, these columns of a collecting rank stay in the object store."""
+        # An object costs about a millisecond: on one node all columns of a rank share one. Elsewhere each is one of its own, so that those
+        # that a call reads are all that goes to another node.
+        together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
         sent: dict[int, Any] = {}  # the ranks of a data-parallel group hold the same chunk: stored once
+        made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
         inputs: dict[int, Origin] = {}
         for r, call in plan.calls.items():
-            outgoing = Outgoing()
-            values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
-            arguments = (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
-            inputs |= {id(origin): origin for origin in outgoing.origins}
-            actor = self._ranks[r].actor
+            if not call.args and not call.kwargs and not writes and name in self._short:
+                refs[r] = getattr(self._ranks[r].actor, short_name(name)).remote()
+                continue
+            if id(call) not in made:
+                made[id(call)] = _message(name, call, sent, inputs)
+            arguments, actor = made[id(call)], self._ranks[r].actor
             if not writes:
                 refs[r] = actor.call.remote(*arguments)
             elif r in collectors:
                 inline = INLINE_BYTES // len(collectors)
-                refs[r], *columns = actor.call_stored.options(num_returns=1 + len(writes)).remote(tuple(writes), inline, *arguments)
-                stored[r] = dict(zip(writes, columns, strict=True))
+                refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(together, inline, *arguments)
+                stored[r] = {name: ref for names, ref in zip(together, held, strict=True) for name in names}
             else:
                 refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
@@ -280,6 +288,14 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
     if key not in sent:
         sent[key] = ray.put(value)
     return sent[key]
+
+
+def _message(name: str, call: RankCall, sent: dict[int, Any], inputs: dict[int, Origin]) -> tuple[Any, ...]:
+    """The request of a rank and the objects sent along; the calls that make those are added to `inputs`."""
+    outgoing = Outgoing()
+    values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
+    inputs |= {id(origin): origin for origin in outgoing.origins}
+    return (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:

@@ -144,6 +144,23 @@ def test_the_parts_of_a_column_are_read_in_place(groups: tuple[WorkerGroup, Work
     assert groups[1].run(sw.Tokens.sums, out)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(6)]
 
 
+def test_columns_share_an_object_on_one_node_and_have_their_own_elsewhere(
+    cluster: Cluster, groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
+) -> None:
+    pool = ResourcePool.allocate(cluster, 1, 1)
+    joined = Cluster(cluster.config, tmp_path, None)  # as one that this driver did not start
+    apart = WorkerGroup(joined, pool, sw.Tokens, role="apart", args=(1,), log_dir=tmp_path)
+    made = [group.submit(sw.Tokens.generate, prompts(6)) for group in (groups[0], apart)]
+    objects = [{dict(future.batch().items())[name].parts[0].ref for name in ("uid", "tokens", "weight")} for future in made]
+    assert [len(found) for found in objects] == [1, 3]
+    whole = DataProto.concat([future.result().rename({"tokens": "others"}) for future in made])
+    assert whole.jagged("others").lengths.tolist() == [TOKENS - uid for uid in range(6)] * 2
+    back = groups[1].run(sw.Tokens.sums, whole.rename({"others": "tokens"}).reorder(np.arange(12)[::-1]))
+    assert back["total"].tolist() == [uid * (TOKENS - uid) for uid in range(6)][::-1] * 2
+    apart.kill()
+    pool.release()
+
+
 def test_columns_of_the_driver_are_stored_once_and_sent_by_reference(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     rows = Jagged.from_rows([np.full(TOKENS - uid, uid) for uid in range(8)], np.int64)
     kept = keep_in_store(prompts(8).with_columns(tokens=rows))

@@ -14,8 +14,8 @@ from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.single_controller import colocated
 from hybridflow.single_controller.cluster import _ip_key
-from hybridflow.single_controller.colocate import owns
-from hybridflow.single_controller.host import UPSTREAM, Failure, Host
+from hybridflow.single_controller.colocate import owns, registered
+from hybridflow.single_controller.host import UPSTREAM, Failure, Host, short_name, with_short_calls
 from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request
 from hybridflow.single_controller.stored import INLINE_BYTES, is_small
 
@@ -57,7 +57,8 @@ def host(worker: Any) -> Host:
 def request() -> tuple[Request, tuple[DataProto, ...]]:
     """A batch by place, another whose column comes from two stored parts, and a keyword."""
     parts = [DataProto.from_columns({"held": Jagged.from_rows(rows, np.int64)}) for rows in ([[1], [2, 2]], [[3, 3, 3], []])]
-    recipe = Recipe(DataProto.from_columns({"uid": np.arange(3)}), (ColumnRecipe("rows", (1, 2), np.array([2, 0, 1])),), ("uid", "rows"))
+    rows = ColumnRecipe("rows", ((1, "held"), (2, "held")), np.array([2, 0, 1]))
+    recipe = Recipe(DataProto.from_columns({"uid": np.arange(3)}), (rows,), ("uid", "rows"))
     return Request("scaled", (At(0), recipe, 2), ("power",)), (DataProto.from_columns({"x": np.array([1.0, 2.0, 3.0])}), *parts)
 
 
@@ -70,10 +71,21 @@ def test_a_request_is_carried_out_with_the_objects_sent_along() -> None:
 
 def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_each() -> None:
     call, objects = request()
-    header, x, rows = host(Actor(CONTEXT, 1)).call_stored(("x", "rows"), 24, call, *objects)
+    header, x, rows = host(Actor(CONTEXT, 1)).call_stored((("x",), ("rows",)), 24, call, *objects)
     assert isinstance(header, Header) and header.rows == 3 and header.nbytes["x"] == 24
     assert header.small.columns == ("x",) and header.small["x"].tolist() == x["x"].tolist()
     assert header.lengths["rows"].tolist() == rows.lengths("rows").tolist() == [3, 1, 2]
+    header, both = host(Actor(CONTEXT, 1)).call_stored((("rows", "x"),), 24, call, *objects)
+    assert header.small.columns == ("x",) and both.columns == ("rows", "x") and both.meta == {}
+    assert both["x"].tolist() == x["x"].tolist() and both.jagged("rows").equals(rows["rows"])
+
+
+def test_a_host_has_a_method_for_each_call_without_arguments() -> None:
+    made = with_short_calls(registered(colocated(Actor, Reference)))()
+    made._worker = colocated(Actor, Reference)(CONTEXT, (10,), ())
+    assert getattr(made, short_name("log_probs"))() == "reference 0"
+    assert getattr(made, short_name("fail"))() == Failure("ValueError", "no", None)
+    assert not hasattr(made, short_name("mesh_position"))  # not one that is called through `run`
 
 
 def test_a_failed_object_is_passed_on_and_an_error_comes_back_as_a_value() -> None:
