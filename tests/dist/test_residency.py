@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import NOTHING, run_ranks
 from tests.dist.test_mcore import FULL
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ ALL = ["gradients", "optimizer", "reference", "weights"]
 )
 def test_everything_sleeps_and_comes_back_exactly(role: str, parallel: dict[str, Any], dtype: str, world: int) -> None:
     hf = LARGE if role == "actor" else WITHOUT_VOCABULARY
-    for rank in run_ranks(world, "tests.dist.residency_cases:offloaded", parallel=parallel, hf=hf, dtype=dtype, role=role):
+    for rank in run_ranks(world, "tests.dist.residency_cases:offloaded", loaded=NOTHING, parallel=parallel, hf=hf, dtype=dtype, role=role):
         held, left = sum(rank["held"].values()), sum(rank["left"].values())
         assert all(size > 4 << 20 for part, size in rank["held"].items() if role == "actor" or part != "reference"), rank["held"]
         assert left < 0.05 * held and rank["freed"] == held - left
@@ -42,7 +42,7 @@ def test_everything_sleeps_and_comes_back_exactly(role: str, parallel: dict[str,
 
 
 def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_path: Any) -> None:
-    [rank] = run_ranks(1, "tests.dist.residency_cases:no_room", parallel={}, hf=TINY, folder=str(tmp_path))
+    [rank] = run_ranks(1, "tests.dist.residency_cases:no_room", loaded=NOTHING, parallel={}, hf=TINY, folder=str(tmp_path))
     said = rank["said"]
     assert "no room to offload" in said["disk"] and "still in memory" in said["disk"] and "actor.offload.weights=false" in said["disk"]
     assert "out of memory in compute_log_probs: peak " in said["memory"] and "weights 0.00 GiB" in said["memory"]
