@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, ParallelConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.mcore import checkpoint, hf_export, parallel
-from hybridflow.mcore.model_parts import model_parts
-from hybridflow.mcore.value_model import ValueModel
 from hybridflow.models import family_of
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
@@ -21,7 +18,11 @@ from hybridflow.protocol import DataProto
 from hybridflow.residency import PARTS, Part, Residency
 from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import RoleMemory, needs
-from hybridflow.workers.world import join_world
+from hybridflow.workers.world import join_world, mesh_position
+
+if TYPE_CHECKING:
+    from hybridflow.mcore.checkpoint import Saver
+    from hybridflow.mcore.value_model import ValueModel
 
 Report = dict[str, Any]
 
@@ -48,11 +49,11 @@ class CriticWorker:
         join_world(context, spec.config, layout)
         self.critic = _value_model(spec, TOKENS, layout)
         self.memory = _memory(spec.config, "critic", self.critic)
-        self._saver = checkpoint.Saver(self.critic, spec.config.trainer.checkpoint_timeout_s)
+        self._saver = _saver(self.critic, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return mesh_position()
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_critic(self, parts: tuple[Part, ...] = PARTS) -> int:
@@ -105,13 +106,13 @@ class CriticWorker:
     def load_critic(self, folder: Path, optim: OptimConfig) -> None:
         """Restore what `save_critic` wrote (`optim` as it was then)."""
         self.critic.set_optimizer(optim)
-        checkpoint.load(self.critic, folder)
+        _load(self.critic, folder)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export_critic(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        hf_export.export(self.critic, folder, self.critic.family.hf, self.spec.tokenizer)
+        _export(self.critic, folder, self.spec)
 
 
 class RewardModelWorker:
@@ -123,11 +124,11 @@ class RewardModelWorker:
         join_world(context, spec.config, layout)
         self.reward_model = _value_model(spec, SEQUENCE, layout)
         self.memory = _memory(spec.config, "reward_model", self.reward_model)
-        self._saver = checkpoint.Saver(self.reward_model, spec.config.trainer.checkpoint_timeout_s)
+        self._saver = _saver(self.reward_model, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return mesh_position()
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_reward_model(self, parts: tuple[Part, ...] = PARTS) -> int:
@@ -178,13 +179,13 @@ class RewardModelWorker:
     def load_reward_model(self, folder: Path, optim: OptimConfig) -> None:
         """Restore what `save_reward_model` wrote (`optim` as it was then)."""
         self.reward_model.set_optimizer(optim)
-        checkpoint.load(self.reward_model, folder)
+        _load(self.reward_model, folder)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export_reward_model(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        hf_export.export(self.reward_model, folder, self.reward_model.family.hf, self.spec.tokenizer)
+        _export(self.reward_model, folder, self.spec)
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:
@@ -205,14 +206,36 @@ def scalar_family(hf_config: Mapping[str, Any], task: str) -> ScalarHead:
 
 def _memory(config: RunConfig, role: str, model: ValueModel) -> RoleMemory:
     """What of the role lies on the device, by `critic.offload` or `reward_model.offload`."""
+    from hybridflow.mcore.model_parts import model_parts
+
     platform, section = Platform.detect(), getattr(config, role)
     residency = Residency(model_parts(model), platform, model.settle, role)
     return RoleMemory(residency, platform, section.offload, derived.layout_section(config, role))
 
 
 def _value_model(spec: ValueSpec, task: str, layout: ParallelConfig) -> ValueModel:
+    from hybridflow.mcore.value_model import ValueModel
+
     family = scalar_family(spec.hf_config, task)
     return ValueModel(family, layout, spec.config.model.dtype, _source(family, spec.path, spec.config.seed))
+
+
+def _saver(model: ValueModel, timeout_s: float) -> Saver:
+    from hybridflow.mcore import checkpoint
+
+    return checkpoint.Saver(model, timeout_s)
+
+
+def _load(model: ValueModel, folder: Path) -> None:
+    from hybridflow.mcore import checkpoint
+
+    checkpoint.load(model, folder)
+
+
+def _export(model: ValueModel, folder: Path, spec: ValueSpec) -> None:
+    from hybridflow.mcore import hf_export
+
+    hf_export.export(model, folder, model.family.hf, spec.tokenizer)
 
 
 def _source(family: ScalarHead, path: str | None, seed: int) -> WeightSource:
