@@ -58,12 +58,12 @@ def run_ranks(world: int, function: str, timeout_s: float = 240.0, loaded: tuple
         with _servers(loaded, os.environ | common) as servers:
             asked = [(server, ranks) for server, ranks in zip(servers, orders, strict=True) if ranks]
             for server, ranks in asked:
-                server.ask({"function": function, "arguments": arguments, "ranks": ranks, "timeout_s": deadline - time.monotonic()})
+                server.ask({"function": function, "arguments": arguments, "ranks": ranks, "deadline": deadline})
             for server, _ in asked:
                 ends |= server.answer(deadline + PATIENCE_S)
         failures = [
             f"rank {rank} {f'did not end within {timeout_s} s' if end is None else f'exited with {end}'}\n{_end_of(files[int(rank)][1])}"
-            for rank, end in sorted(ends.items())
+            for rank, end in sorted(ends.items(), key=lambda item: int(item[0]))
             if end != 0
         ]
         assert not failures, "\n".join(failures)
@@ -121,7 +121,8 @@ def _server_of(rank: int) -> int:
 def _servers(loaded: tuple[str, ...], environ: Mapping[str, str]) -> Iterator[list[_Server]]:
     """The servers of this kind under this environment, which stay for the next call; not if something goes wrong between them and us."""
     loaded = NOTHING if Path("/dev/nvidiactl").exists() else loaded  # importing Megatron asks for CUDA devices, and no fork may after that
-    same = {name: value for name, value in environ.items() if name not in _CHANGING}
+    # Ray's driver adds variables of its own to the tests', which nothing that ranks load reads
+    same = {name: value for name, value in environ.items() if name not in _CHANGING and not name.startswith("RAY_")}
     if loaded in _running and _running[loaded][0] != same:  # what is loaded may have read a variable that is another now
         _stop(loaded)
     if loaded not in _running:
