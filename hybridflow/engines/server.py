@@ -201,6 +201,8 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         # More OpenMP threads than free cores cost about ten times the speed under contention.
         # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a host's moves with whatever starts on it.
         env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+        # torch.compile on a CPU needs a C++ tool chain and minutes of warm-up
+        env.setdefault("TORCH_COMPILE_DISABLE", "1")
         if spec.ranks > 1:
             ranks_here = spec.ranks // spec.nnodes
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))

@@ -5,20 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.mcore import parallel
-from hybridflow.mcore.model import load_weights
-from hybridflow.mcore.policy import Policy
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.protocol import DataProto
 from hybridflow.workers.value_roles import ValueSpec
-from hybridflow.workers.world import join_world
+from hybridflow.workers.world import join_world, mesh_position
 
 
 class ReferenceWorker:
     """One Megatron rank that only scores. Public methods are collectives."""
 
     def __init__(self, context: WorkerContext, spec: ValueSpec) -> None:
+        from hybridflow.mcore.policy import Policy
+
         self.spec, self.reference = spec, spec.config.reference
         join_world(context, spec.config, self.reference.parallel)
         family = family_of(spec.hf_config)
@@ -29,11 +28,13 @@ class ReferenceWorker:
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return mesh_position()
 
     @register(Dispatch.ONE_TO_ALL)
     def fill_reference(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder."""
+        from hybridflow.mcore.model import load_weights
+
         load_weights(self.model.stages, self.model.family, SafetensorsFolder(folder))
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))

@@ -6,21 +6,21 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.mcore import parallel
-from hybridflow.mcore.policy import Policy
 from hybridflow.models import family_of
 from hybridflow.models.weights import SafetensorsFolder
 from hybridflow.protocol import DataProto
 from hybridflow.residency import PARTS, Part
 from hybridflow.workers.memory import needs
 from hybridflow.workers.value_roles import ValueSpec
-from hybridflow.workers.world import join_world, role_memory
+from hybridflow.workers.world import join_world, mesh_position, role_memory
 
 
 class TeacherWorker:
     """One Megatron rank of the teacher; it never learns. Public methods are collectives."""
 
     def __init__(self, context: WorkerContext, spec: ValueSpec) -> None:
+        from hybridflow.mcore.policy import Policy
+
         self.spec, self.config = spec, spec.config.teacher
         layout = derived.role_layout(spec.config, "teacher")
         join_world(context, spec.config, layout)
@@ -30,7 +30,7 @@ class TeacherWorker:
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return mesh_position()
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
     @needs("weights")

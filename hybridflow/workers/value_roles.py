@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, ParallelConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.mcore import checkpoint, hf_export, parallel
-from hybridflow.mcore.value_model import ValueModel
 from hybridflow.models import family_of
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
@@ -19,7 +17,11 @@ from hybridflow.protocol import DataProto
 from hybridflow.residency import PARTS, Part
 from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
-from hybridflow.workers.world import join_world, role_memory
+from hybridflow.workers.world import join_world, mesh_position, role_memory
+
+if TYPE_CHECKING:
+    from hybridflow.mcore.checkpoint import Saver
+    from hybridflow.mcore.value_model import ValueModel
 
 Report = dict[str, Any]
 
@@ -46,11 +48,11 @@ class CriticWorker:
         join_world(context, spec.config, layout)
         self.critic = _value_model(spec, TOKENS, layout)
         self.memory = role_memory(spec.config, "critic", self.critic)
-        self._saver = checkpoint.Saver(self.critic, spec.config.trainer.checkpoint_timeout_s)
+        self._saver = _saver(self.critic, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return mesh_position()
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_critic(self, parts: tuple[Part, ...] = PARTS) -> int:
@@ -103,13 +105,13 @@ class CriticWorker:
     def load_critic(self, folder: Path, optim: OptimConfig) -> None:
         """Restore what `save_critic` wrote (`optim` as it was then)."""
         self.critic.set_optimizer(optim)
-        checkpoint.load(self.critic, folder)
+        _load(self.critic, folder)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export_critic(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        hf_export.export(self.critic, folder, self.critic.family.hf, self.spec.tokenizer)
+        _export(self.critic, folder, self.spec)
 
 
 class RewardModelWorker:
@@ -121,11 +123,11 @@ class RewardModelWorker:
         join_world(context, spec.config, layout)
         self.reward_model = _value_model(spec, SEQUENCE, layout)
         self.memory = role_memory(spec.config, "reward_model", self.reward_model)
-        self._saver = checkpoint.Saver(self.reward_model, spec.config.trainer.checkpoint_timeout_s)
+        self._saver = _saver(self.reward_model, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*parallel.data_parallel_position())
+        return mesh_position()
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_reward_model(self, parts: tuple[Part, ...] = PARTS) -> int:
@@ -176,13 +178,13 @@ class RewardModelWorker:
     def load_reward_model(self, folder: Path, optim: OptimConfig) -> None:
         """Restore what `save_reward_model` wrote (`optim` as it was then)."""
         self.reward_model.set_optimizer(optim)
-        checkpoint.load(self.reward_model, folder)
+        _load(self.reward_model, folder)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def export_reward_model(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        hf_export.export(self.reward_model, folder, self.reward_model.family.hf, self.spec.tokenizer)
+        _export(self.reward_model, folder, self.spec)
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:
@@ -202,8 +204,28 @@ def scalar_family(hf_config: Mapping[str, Any], task: str) -> ScalarHead:
 
 
 def _value_model(spec: ValueSpec, task: str, layout: ParallelConfig) -> ValueModel:
+    from hybridflow.mcore.value_model import ValueModel
+
     family = scalar_family(spec.hf_config, task)
     return ValueModel(family, layout, spec.config.model.dtype, _source(family, spec.path, spec.config.seed))
+
+
+def _saver(model: ValueModel, timeout_s: float) -> Saver:
+    from hybridflow.mcore import checkpoint
+
+    return checkpoint.Saver(model, timeout_s)
+
+
+def _load(model: ValueModel, folder: Path) -> None:
+    from hybridflow.mcore import checkpoint
+
+    checkpoint.load(model, folder)
+
+
+def _export(model: ValueModel, folder: Path, spec: ValueSpec) -> None:
+    from hybridflow.mcore import hf_export
+
+    hf_export.export(model, folder, model.family.hf, spec.tokenizer)
 
 
 def _source(family: ScalarHead, path: str | None, seed: int) -> WeightSource:

@@ -108,3 +108,10 @@ def test_what_must_answer_at_once_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'hydra', 'megatron', 'sglang', 'transformers'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "[]"
+
+
+def test_the_driver_loads_what_ranks_and_engines_need_only_in_them() -> None:
+    """It names methods of worker classes, and would spend seconds of every start on a Megatron that it never uses."""
+    code = "import sys, hybridflow.trainer.app; print(sorted({'megatron', 'sglang', 'transformers'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
+    assert found.stdout.strip() == "[]"

@@ -61,6 +61,7 @@ def save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str, fu
             saver.wait(60)
         except CheckpointError as error:
             result["errors"][name] = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # what a rank returns goes to a file, too
     return result
 
 

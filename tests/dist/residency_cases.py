@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 from pathlib import Path
@@ -78,7 +79,16 @@ def _same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bo
     )
 
 
-def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str = "float32", role: str = "actor") -> Any:
+def offloaded_roles(parallel: dict[str, Any], models: dict[str, dict[str, Any]], dtype: str) -> dict[str, Any]:
+    """`offloaded` of each role with its model, one after another."""
+    found = {}
+    for role, hf in models.items():
+        found[role] = offloaded(parallel, hf, dtype, role)
+        gc.collect()
+    return found
+
+
+def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str, role: str) -> dict[str, Any]:
     """Bytes before, during and after sleep; and five steps of training with sleep between them against five without."""
     from hybridflow.mcore.model_parts import model_parts
     from hybridflow.residency import PARTS, Residency

@@ -145,7 +145,8 @@ class MegatronRank(Rank):
 def main() -> None:
     torch.set_num_threads(1)
     rank, host, port, model, shape, kind = sys.argv[1:]
-    me = {"held": Rank, "megatron": MegatronRank}[kind](int(rank), host, int(port), json.loads(model), json.loads(shape))
+    make = {"held": Rank, "megatron": MegatronRank}[kind]
+    me: Rank | None = make(int(rank), host, int(port), json.loads(model), json.loads(shape))
     store = client_store(host, int(port), 3600)
     number = json.loads(store.get("commands"))
     while True:
@@ -153,7 +154,13 @@ def main() -> None:
         name = command.pop("name")
         if name == "quit":
             return
-        answer = getattr(me, name)(**command)
+        if name == "cut":  # another layout in place of this one; it may have no such rank
+            if me is not None:
+                me.sender.close()
+            new = command["shape"]
+            me, answer = make(int(rank), host, int(port), json.loads(model), new) if int(rank) < new["ranks"] else None, None
+        else:
+            answer = None if me is None else getattr(me, name)(**command)
         store.set(f"answer/{number}/{rank}", json.dumps(answer))
         number += 1
 

@@ -16,15 +16,20 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
 from hybridflow.reshard.schedule import plan_and_prove
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import FSDP, MEGATRON, run_ranks
 from tests.dist.test_mcore import DENSE, LLAMA, oracle
 from tests.unit.reshard_cases import engine_buffers, execute
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("megatron", "fsdp")
+LOADED = {"megatron": MEGATRON, "fsdp": FSDP}
 MODELS = {"qwen3-tied": DENSE, "llama": LLAMA}
 RANKS = 2
 TOLERANCE = 1e-5
+
+
+def run_backend(backend: str, ranks: int, case: str, **arguments: Any) -> list[dict[str, Any]]:
+    return run_ranks(ranks, f"tests.dist.backend_cases:{case}", loaded=LOADED[backend], backend=backend, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def life(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if (backend, model, ranks) not in found:
             folder = tmp_path_factory.mktemp(f"{backend}-{model}-{ranks}")
-            results = run_ranks(ranks, "tests.dist.backend_cases:contract", backend=backend, hf=MODELS[model], folder=str(folder))
+            results = run_backend(backend, ranks, "contract", hf=MODELS[model], folder=str(folder))
             found[backend, model, ranks] = folder, results
         return found[backend, model, ranks]
 
@@ -107,9 +112,7 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(lives: Any, back
 def test_a_checkpoint_of_two_ranks_goes_on_in_one(lives: Any, backend: str) -> None:
     folder, results = lives(backend, "qwen3-tied", RANKS)
     foreign, _ = lives(BACKENDS[1 - BACKENDS.index(backend)], "qwen3-tied", RANKS)
-    found = run_ranks(
-        1, "tests.dist.backend_cases:resumed", backend=backend, hf=DENSE, folder=str(folder), foreign=str(foreign)
-    )  # fmt: skip
+    found = run_backend(backend, 1, "resumed", hf=DENSE, folder=str(folder), foreign=str(foreign))
     np.testing.assert_allclose(steps_of(found), steps_of(results, "more"), rtol=0, atol=TOLERANCE)
     for name, sums in results[0]["end"].items():
         np.testing.assert_allclose(found[0]["end"][name], sums, rtol=1e-4, atol=1e-3, err_msg=name)
@@ -133,7 +136,7 @@ def test_the_tools_read_an_fsdp_checkpoint(lives: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str) -> None:
-    for result in run_ranks(RANKS, "tests.dist.backend_cases:updates", backend=backend, hf=DENSE):
+    for result in run_backend(backend, RANKS, "updates", hf=DENSE):
         assert result["norm"] < 1e-6
         assert result["weights"] < 1e-6
         assert result["moved"] > 1e-4
@@ -147,8 +150,8 @@ def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str
 
 
 def test_bf16_keeps_fp32_weights_and_learns(tmp_path: Path) -> None:
-    results = run_ranks(RANKS, "tests.dist.backend_cases:low_precision", backend="fsdp", hf=DENSE, folder=str(tmp_path / "hf"))
-    [exact] = run_ranks(1, "tests.dist.backend_cases:low_precision", backend="megatron", hf=DENSE, folder=str(tmp_path / "other"))
+    results = run_backend("fsdp", RANKS, "low_precision", hf=DENSE, folder=str(tmp_path / "hf"))
+    [exact] = run_backend("megatron", 1, "low_precision", hf=DENSE, folder=str(tmp_path / "other"))
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "hf").values()} == {torch.bfloat16}
     assert np.abs(joined(results, "log_probs") - exact["log_probs"]).max() < 0.05
     for result in results:
@@ -170,7 +173,7 @@ def sources(backend: str, hf: dict[str, Any]) -> tuple[Layout, list[list[LocalTe
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_slice_plan_brings_whole_tensors_from_live_memory_to_engines(tmp_path: Path, backend: str) -> None:
     """Two engines at once, of TP 2 and of TP 1."""
-    run_ranks(RANKS, "tests.dist.backend_cases:held", backend=backend, hf=LLAMA, folder=str(tmp_path))
+    run_backend(backend, RANKS, "held", hf=LLAMA, folder=str(tmp_path))
     held = [dict(np.load(tmp_path / f"rank{rank}.npz")) for rank in range(RANKS)]
     source, described = sources(backend, LLAMA)
     assert [{name: tensor.shape for name, tensor in rank.items()} for rank in held] == [

@@ -17,7 +17,7 @@ from hybridflow.cli.main import main
 from hybridflow.errors import CheckpointError
 from hybridflow.models.checkpoint_source import CheckpointFolder
 from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import NOTHING, run_ranks
 
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
@@ -151,7 +151,7 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(folder: Path, tmp_path
 def test_no_rank_holds_more_than_a_tensor_and_its_staging(tmp_path: Path) -> None:
     """A model of 200 MiB, its largest tensor 16 MiB: two ranks' memory grows by little more than that tensor while they export it."""
     results: list[dict[str, Any]] = run_ranks(
-        2, "tests.dist.checkpoint_cases:memory_of_export", parallel={"tensor": 2}, hf=BIG, folder=str(tmp_path / "hf")
+        2, "tests.dist.checkpoint_cases:memory_of_export", loaded=NOTHING, parallel={"tensor": 2}, hf=BIG, folder=str(tmp_path / "hf")
     )
     for rank in results:
         assert rank["largest"] == 16 * MIB and rank["model"] > 150 * MIB

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
 from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import NOTHING, run_ranks
 from tests.dist.test_mcore import FULL
 
 pytestmark = pytest.mark.slow
@@ -17,19 +18,25 @@ WITHOUT_VOCABULARY = {**LARGE, "moe_intermediate_size": 1024}  # the last stage 
 ALL = ["gradients", "optimizer", "reference", "weights"]
 
 
-@pytest.mark.parametrize(
-    ("role", "parallel", "dtype", "world"),
-    [
-        pytest.param("actor", FULL, "float32", 4, id="tp2-pp2-ep2"),
-        pytest.param("actor", {"expert": 2}, "bfloat16", 2, id="dp2-ep2-bfloat16-sharded-main-parameters"),
-        pytest.param("actor", {"distributed_optimizer": False}, "float32", 1, id="one-process-whole-optimizer"),
-        pytest.param("critic", FULL, "float32", 4, id="critic-tp2-pp2-ep2"),
-        pytest.param("reward_model", {"expert": 2}, "bfloat16", 2, id="reward-model-dp2-ep2-bfloat16"),
-    ],
-)
-def test_everything_sleeps_and_comes_back_exactly(role: str, parallel: dict[str, Any], dtype: str, world: int) -> None:
-    hf = LARGE if role == "actor" else WITHOUT_VOCABULARY
-    for rank in run_ranks(world, "tests.dist.residency_cases:offloaded", parallel=parallel, hf=hf, dtype=dtype, role=role):
+# name -> processes, layout, dtype, roles: one after another in the same processes, which load everything themselves: they are measured
+LAYOUTS: dict[str, tuple[int, dict[str, Any], str, tuple[str, ...]]] = {
+    "tp2-pp2-ep2": (4, FULL, "float32", ("actor", "critic")),
+    "dp2-ep2-bfloat16-sharded-main-parameters": (2, {"expert": 2}, "bfloat16", ("actor", "reward_model")),
+    "one-process-whole-optimizer": (1, {"distributed_optimizer": False}, "float32", ("actor",)),
+}
+
+
+@functools.cache
+def of_layout(layout: str) -> list[dict[str, Any]]:
+    """By rank and role."""
+    world, parallel, dtype, roles = LAYOUTS[layout]
+    models = {role: LARGE if role == "actor" else WITHOUT_VOCABULARY for role in roles}
+    return run_ranks(world, "tests.dist.residency_cases:offloaded_roles", loaded=NOTHING, parallel=parallel, models=models, dtype=dtype)
+
+
+@pytest.mark.parametrize(("layout", "role"), [(layout, role) for layout, (*_, roles) in LAYOUTS.items() for role in roles])
+def test_everything_sleeps_and_comes_back_exactly(layout: str, role: str) -> None:
+    for rank in (roles[role] for roles in of_layout(layout)):
         held, left = sum(rank["held"].values()), sum(rank["left"].values())
         assert all(size > 4 << 20 for part, size in rank["held"].items() if role == "actor" or part != "reference"), rank["held"]
         assert left < 0.05 * held and rank["freed"] == held - left
@@ -42,7 +49,7 @@ def test_everything_sleeps_and_comes_back_exactly(role: str, parallel: dict[str,
 
 
 def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_path: Any) -> None:
-    [rank] = run_ranks(1, "tests.dist.residency_cases:no_room", parallel={}, hf=TINY, folder=str(tmp_path))
+    [rank] = run_ranks(1, "tests.dist.residency_cases:no_room", loaded=NOTHING, parallel={}, hf=TINY, folder=str(tmp_path))
     said = rank["said"]
     assert "no room to offload" in said["disk"] and "still in memory" in said["disk"] and "actor.offload.weights=false" in said["disk"]
     assert "out of memory in compute_log_probs: peak " in said["memory"] and "weights 0.00 GiB" in said["memory"]

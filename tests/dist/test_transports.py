@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dist import transport_cases as cases
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import TORCH, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,8 @@ Facts = list[dict[str, Any]]
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, Path]:
     """One start of seven processes goes through all layouts and all faults of all transports."""
     folder = tmp_path_factory.mktemp("transports")
-    return run_ranks(7, "tests.dist.transport_cases:all_syncs", timeout_s=500, transports=TRANSPORTS, folder=str(folder)), folder
+    arguments = {"transports": TRANSPORTS, "folder": str(folder)}
+    return run_ranks(7, "tests.dist.transport_cases:all_syncs", timeout_s=500, loaded=TORCH, **arguments), folder
 
 
 @pytest.fixture(params=TRANSPORTS)

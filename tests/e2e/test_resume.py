@@ -20,6 +20,8 @@ from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS, ROWS = 9, 4, 30
+# two stages and one engine: four starts of everything are dear, and every layout's own resuming is `tests/dist/test_checkpoint.py`'s
+TWO_RANKS = ("actor=tiny", "cluster.procs_per_node=2", "actor.parallel.pipeline=2", "rollout=tiny")
 
 
 @dataclass
@@ -40,7 +42,7 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     """SIGTERM while workers start, Ctrl-C in the loop, SIGKILL in the loop, then to the end."""
     out = tmp_path_factory.mktemp("resume")
     folder = out / "e2e"
-    words = [*settings, f"output_dir={out}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "rollout.n=2"]
+    words = [*settings, *TWO_RANKS, f"output_dir={out}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "rollout.n=2"]
 
     def run(number: signal.Signals | None, when: str | int, to_all: bool = False) -> Stopped:
         """`when`: words of the output, or a step whose checkpoint (or a later one: steps are short) is there."""
@@ -58,7 +60,7 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     yield (
         folder,
         {
-            "terminated": run(signal.SIGTERM, " ranks (TP2"),
+            "terminated": run(signal.SIGTERM, " ranks (TP1·PP2"),
             "interrupted": run(signal.SIGINT, 2, to_all=True),
             "killed": run(signal.SIGKILL, 5),
             "finished": run(None, ""),

@@ -16,6 +16,7 @@ from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 STEPS = 5
+TWO_RANKS = ("actor=tiny", "cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
 # Scores as the other whole runs do, but stands still in the fourth step until the test has done its deed.
 REWARD = """
 import os, time
@@ -42,7 +43,7 @@ def pid_of(run: Run, log: Path) -> int:
 
 def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(tmp_path: Path, settings: list[str]) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
-    words = [*settings, f"output_dir={tmp_path}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=2", "rollout.n=2"]
+    words = [*settings, *TWO_RANKS, f"output_dir={tmp_path}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=2", "rollout.n=2"]
     words += [f"reward.path={tmp_path / 'reward.py'}", f"+reward.kwargs.folder={tmp_path}", "sft.steps=1"]
     folder = tmp_path / "e2e"
     with Run(tmp_path / "output", "train", *words) as run:
