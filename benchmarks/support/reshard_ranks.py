@@ -20,7 +20,8 @@ from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, m
 from hybridflow.reshard.messages import Messages
 from hybridflow.reshard.plan import plan_stages
 from hybridflow.reshard.planner import make_plan
-from hybridflow.reshard.stream import ReceiveStaging, SendStaging, largest_message, receive_stream, send_stream
+from hybridflow.reshard.staging import ReceiveStaging, SendStaging, largest_message
+from hybridflow.reshard.stream import receive_stream, send_stream
 from hybridflow.reshard.transports import open_receiver, open_sender
 from hybridflow.reshard.transports.base import Endpoint
 from support.gather import gather_stage

@@ -29,7 +29,8 @@ from hybridflow.reshard import session
 from hybridflow.reshard.layout import DIMS, PADDING, Catalog, RankLayout
 from hybridflow.reshard.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
 from hybridflow.reshard.session import ABORT, COMMIT, Board, Order, RankReport
-from hybridflow.reshard.stream import ReceiveStaging, receive_stream
+from hybridflow.reshard.staging import ReceiveStaging
+from hybridflow.reshard.stream import receive_stream
 from hybridflow.reshard.transports import open_receiver
 from hybridflow.reshard.transports.base import ReceiveChannel
 

@@ -7,8 +7,7 @@ the probabilities of the chosen experts still come from the live logits, with th
 How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose `get_replay_topk` is asked for the
 choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at a time and takes a recomputation for a second list that
 somebody must switch to; under 1F1B, forwards of later micro-batches and recomputations of earlier ones alternate. Ours finds the routes
-through the micro-batch itself: they hang on its `PackedSeqParams`, a forward hook of the model says which is being computed, and a
-recomputation (a router called outside any forward) takes the oldest micro-batch that was run without gradient: the order of the schedules.
+through the micro-batch itself: they hang on its `PackedSeqParams`, and `underway` says which is being computed or recomputed.
 
 What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias (`local_tokens_per_expert`). What keeps
 to the live choice: the auxiliary balancing losses (moe_utils.py:788), since they teach the router itself.
@@ -18,7 +17,6 @@ Replay is proven, not assumed: a hook on each router's *output* compares the rou
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +33,7 @@ from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.packed import MicroBatch
+from hybridflow.mcore.underway import Turns, Underway
 from hybridflow.protocol import DataProto, Jagged
 from hybridflow.routes import FREE, ROUTES
 
@@ -63,12 +62,9 @@ class RouterReplay:
         self.config: Any = stages[0].config
         found = [(name, module) for stage in stages for name, module in stage.named_modules() if isinstance(module, TopKRouter)]
         # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
-        self._routers = [_RouterHook(self, router) for name, router in found if "mtp." not in name]
-        for stage in stages if self._routers else ():
-            stage.register_forward_pre_hook(self._enter, with_kwargs=True)
-            stage.register_forward_hook(self._leave, always_call=True)
-        self.current: MicroRoutes | None = None
-        self.computing = self.with_gradient = False
+        routers = [router for name, router in found if "mtp." not in name]
+        self.underway = Underway(stages if routers else (), "routes")
+        self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
         self.tally = _Tally()
@@ -90,9 +86,9 @@ class RouterReplay:
             yield
             self._check()
         finally:
-            self._action, self.current, self.tally = None, None, _Tally()
+            self._action, self.tally = None, _Tally()
             for router in self._routers:
-                router.pending.clear()
+                router.turns.forget()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Hang each micro-batch's routes (rows of the column `routed_experts` of `batch`) on it. Does nothing outside `during`.
@@ -163,7 +159,7 @@ class RouterReplay:
     def _check(self) -> None:
         found = self.tally.numbers()
         sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
-        waiting = sum(len(router.pending) for router in self._routers)
+        waiting = sum(router.turns.waiting() for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
                 f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given experts {used} were "
@@ -208,24 +204,15 @@ class RouterReplay:
         dist.all_reduce(whole, group=parallel_state.get_pipeline_model_parallel_group())
         return np.asarray((whole + FREE).to(torch.int16).cpu().numpy())
 
-    # ---- hooks of the model -----------------------------------------------------------------------------------------------------------
-
-    def _enter(self, _: torch.nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
-        self.current = getattr(kwargs.get("packed_seq_params"), "routes", None)
-        self.computing, self.with_gradient = True, torch.is_grad_enabled()
-
-    def _leave(self, *_: Any) -> None:
-        self.current, self.computing = None, False
-
 
 class _RouterHook:
     """Stands where Megatron's RouterReplay stands, on one router."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
         self.replay, self.topk, self.layer = replay, router.topk, router.layer_number - 1
-        self.pending: deque[MicroRoutes] = deque()  # run without gradient inside a training pass: they will be recomputed
+        self.turns = Turns(replay.underway)
         self._active: MicroRoutes | None = None
-        self._counts = False
+        self._recomputed = False
         self._live: torch.Tensor | None = None
         router.router_replay = self
         router.register_forward_pre_hook(self._begin)
@@ -255,14 +242,7 @@ class _RouterHook:
         return routes.given[:, self.layer].long()
 
     def _begin(self, *_: Any) -> None:
-        replay = self.replay
-        if replay.computing:
-            self._active = replay.current
-            if replay.current is not None and replay.with_gradient and not torch.is_grad_enabled():
-                self.pending.append(replay.current)
-        else:
-            self._active = self.pending.popleft() if self.pending else None
-        self._counts = replay.computing
+        self._active, self._recomputed = self.turns.take()
 
     @torch.no_grad()
     def _observe(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -281,10 +261,10 @@ class _RouterHook:
         tally = self.replay.tally
         if routes.action == "compare":
             tally.add(used=wanted, differing=wanted & ~same)
-        elif self._counts:
+        elif not self._recomputed:
             other = (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
             tally.add(used=wanted, mismatched=wanted & ~same)
-            tally.add(**{"drifted" if self.replay.with_gradient else "differing": wanted & other})
+            tally.add(**{"drifted" if self.replay.underway.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
             tally.add(mismatched=wanted & ~same)
 

@@ -8,6 +8,7 @@ whole but stands in another's place is caught as well. This guards against fault
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,41 +17,40 @@ import xxhash
 from hybridflow.reshard.host_memory import bytes_of
 
 DIGEST_BYTES = 8
+Digest = int | torch.Tensor  # of a CPU payload; of one on a GPU: int64 `[1]` there
 _CHUNK = 1 << 17  # words; bounds the memory of the digest on a device
 _ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # splitmix64's constants
 
 
-def seed_of(sync: int, sender: int, receiver: int, bucket: int) -> int:
-    """64 bits that differ for every message of a session."""
-    return xxhash.xxh3_64_intdigest(struct.pack("<4q", sync, sender, receiver, bucket))
+def message_key(sender: int, receiver: int, tag: int) -> int:
+    """64 bits that differ for every message of a sync."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<3q", sender, receiver, tag))
 
 
-class Digests:
-    """The checksums of the messages between two ranks, in order; what the sender's have become travels after the messages."""
+def seeds_of(keys: Sequence[int], sync: int) -> list[int]:
+    """64 bits for each message of a sync that no message of another sync has."""
+    mask = xxhash.xxh3_64_intdigest(struct.pack("<q", sync))
+    return [key ^ mask for key in keys]
 
-    def __init__(self) -> None:
-        self._found: list[int | torch.Tensor] = []
 
-    def add(self, payload: torch.Tensor, seed: int) -> None:
-        """Take in a payload (uint8 `[n]`); on a GPU nothing is waited for."""
-        on_cpu = payload.device.type == "cpu"
-        self._found.append(xxhash.xxh3_64_intdigest(bytes_of(payload), seed) if on_cpu else device_digest(payload, seed))
+def digest(payload: torch.Tensor, seed: int) -> Digest:
+    """The checksum of a payload (uint8 `[n]`, contiguous); on a GPU nothing is waited for."""
+    return xxhash.xxh3_64_intdigest(bytes_of(payload), seed) if payload.is_cpu else device_digest(payload, seed)
 
-    def __len__(self) -> int:
-        return len(self._found)
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
-        """All of them as uint8 `[8 * messages]` on the payloads' device."""
-        if device.type == "cpu":
-            words = torch.from_numpy(np.array(self._found, dtype=np.uint64).view(np.int64))
-        else:
-            words = torch.cat([word for word in self._found if isinstance(word, torch.Tensor)])
-        return words.view(torch.uint8)
+def joined(digests: Sequence[Digest], device: torch.device) -> torch.Tensor:
+    """Checksums as bytes, uint8 `[8 * n]` on the payloads' device."""
+    if device.type == "cpu":
+        words = torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
+    else:
+        words = torch.cat([word for word in digests if isinstance(word, torch.Tensor)])
+    return words.view(torch.uint8)
 
-    def first_difference(self, sent: torch.Tensor) -> int | None:
-        """Number of the first message whose checksum is not the one in `sent`, which the other end's `tensor` is; None: all are equal."""
-        wrong = (self.tensor(sent.device).view(torch.int64) != sent.view(torch.int64)).nonzero()
-        return int(wrong[0]) if len(wrong) else None
+
+def first_difference(digests: Sequence[Digest], sent: torch.Tensor) -> int | None:
+    """Number of the first checksum that is not the one in `sent`, which the other end has `joined`; None: all are equal."""
+    wrong = (joined(digests, sent.device).view(torch.int64) != sent.view(torch.int64)).nonzero()
+    return int(wrong[0]) if len(wrong) else None
 
 
 def device_digest(body: torch.Tensor, seed: int) -> torch.Tensor:

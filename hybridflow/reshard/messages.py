@@ -23,7 +23,6 @@ from hybridflow.reshard.planner import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
 MAX_PARTS = 4096  # of a bucket
-SEAL_TAG = (1 << 31) - 1  # of the message with the checksums of the others; a bucket's number is smaller than 2^19
 _LARGE = 4  # a slice of a fourth of a part is a part of its own
 
 

@@ -24,7 +24,7 @@ from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import Proof, compare_buffers, prove
 from hybridflow.reshard.session import CATALOG_KEY, PLAN_KEY, read
 from hybridflow.reshard.slices import SlicePlan
-from hybridflow.reshard.stream import largest_message
+from hybridflow.reshard.staging import largest_message
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -122,15 +122,15 @@ class _Job:
         hf_config = self.hf_config if path is None else dict(derived.hf_config(ModelConfig(path=path)))
         return ValueSpec(self.config, hf_config, path, self.tokenizer.path.resolve())
 
-    def start_engines(self, cluster: Cluster) -> WorkerGroup:
-        """The engines' workers; the engines themselves go on starting in the background."""
+    def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
+        """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the background."""
         config = self.config.rollout
         dtype, quantization = self.config.model.dtype, config.quantization
         folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization)
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
             if config.nodes_per_engine == 1:
-                return self._group(cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args)
+                return self._group(cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args), None
             first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
@@ -140,7 +140,7 @@ class _Job:
 
             follow()
             leading.on_restart(follow)
-            return leading
+            return leading, following
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]) -> WorkerGroup:
         env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
@@ -171,8 +171,8 @@ def _train(job: _Job) -> dict[str, Any]:
     rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
     check_steps(config)
     cluster = job.start_cluster()
-    engine_workers = job.start_engines(cluster)
-    engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids)
+    engine_workers, other_nodes = job.start_engines(cluster)
+    engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids, other_nodes)
     wanted = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
     wanted |= {"reference": derived.has_own_reference(config), "teacher": derived.has_teacher(config)}
     beside = [role for role in wanted if wanted[role] and derived.is_colocated(config, role)]

@@ -27,6 +27,7 @@ from hybridflow.trainer.protocols import Update
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
 from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
@@ -121,10 +122,16 @@ class PolicyGroup:
 
 
 class EngineGroup:
-    """`RolloutService` over SGLang engines, one worker beside each."""
+    """`RolloutService` over SGLang engines, one worker beside each.
 
-    def __init__(self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int]) -> None:
-        self.group, self.config, self.stop_ids = group, config, list(stop_ids)
+    Args:
+        group: those workers (`RolloutWorker`).
+        stop_ids: tokens that end a response.
+        others: of engines over several nodes, the workers on the nodes but the first (`RolloutNodeWorker`).
+    """
+
+    def __init__(self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int], others: WorkerGroup | None = None) -> None:
+        self.group, self.config, self.stop_ids, self.others = group, config, list(stop_ids), others
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
         self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
 
@@ -180,11 +187,13 @@ class EngineGroup:
             time.sleep(_SETTLE_POLL_S)
 
     def workers_alive(self) -> bool:
-        """Whether every engine's worker still runs."""
-        return self.group.is_alive()
+        """Whether every engine's worker still runs, on each of its nodes."""
+        return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
     def restart_workers(self) -> None:
         """Start all workers, and with them all engines, again (`WorkerGroup.restart`, whose hooks let them take weights)."""
+        if self.others is not None and not self.others.is_alive():
+            self.others.restart()  # before the first nodes: it is theirs to say when an engine starts
         self.group.restart()
 
     def begin_again(self) -> None:
@@ -198,7 +207,12 @@ class EngineGroup:
 
         Args:
             busy_s: how long a worker may still be at an earlier call before it answers.
+
+        Raises:
+            WorkerError: a worker is gone. Without one of another node an engine cannot start again, and would wait for it in vain.
         """
+        if self.others is not None:
+            self.others.run(RolloutNodeWorker.is_following, timeout=60)
         states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + busy_s + 60)
         return states
 

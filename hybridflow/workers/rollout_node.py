@@ -31,6 +31,11 @@ class RolloutNodeWorker:
         self._node = OtherNode(self._spec, self._log_path, *first_nodes[self.engine])
 
     @register(Dispatch.ONE_TO_ALL)
+    def is_following(self) -> bool:
+        """Whether this node has been told what to follow. A call that a worker which is gone cannot answer."""
+        return self._node is not None
+
+    @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
         """End the server and all its processes."""
         if self._node is not None:

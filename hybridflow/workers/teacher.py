@@ -7,16 +7,14 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.mcore import parallel
-from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
 from hybridflow.models import family_of
 from hybridflow.models.weights import SafetensorsFolder
-from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
-from hybridflow.residency import PARTS, Part, Residency
-from hybridflow.workers.memory import RoleMemory, needs
+from hybridflow.residency import PARTS, Part
+from hybridflow.workers.memory import needs
 from hybridflow.workers.value_roles import ValueSpec
-from hybridflow.workers.world import join_world
+from hybridflow.workers.world import join_world, role_memory
 
 
 class TeacherWorker:
@@ -28,8 +26,7 @@ class TeacherWorker:
         join_world(context, spec.config, layout)
         assert spec.path is not None  # without a path there is no teacher (`derived.has_teacher`)
         self.teacher = Policy(family_of(spec.hf_config), layout, spec.config.model.dtype, SafetensorsFolder(spec.path))
-        residency = Residency(model_parts(self.teacher), Platform.detect(), role="teacher")
-        self.memory = RoleMemory(residency, Platform.detect(), self.config.offload, derived.layout_section(spec.config, "teacher"))
+        self.memory = role_memory(spec.config, "teacher", self.teacher)
 
     def mesh_position(self) -> MeshPosition:
         """Where this rank stands for data-parallel calls."""

@@ -11,17 +11,15 @@ from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, ParallelConfig, RunConfig
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.mcore import checkpoint, hf_export, parallel
-from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.value_model import ValueModel
 from hybridflow.models import family_of
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
-from hybridflow.platform import Platform
 from hybridflow.protocol import DataProto
-from hybridflow.residency import PARTS, Part, Residency
+from hybridflow.residency import PARTS, Part
 from hybridflow.workers.losses import PairLoss, ValueLoss
-from hybridflow.workers.memory import RoleMemory, needs
-from hybridflow.workers.world import join_world
+from hybridflow.workers.memory import needs
+from hybridflow.workers.world import join_world, role_memory
 
 Report = dict[str, Any]
 
@@ -47,7 +45,7 @@ class CriticWorker:
         layout = derived.role_layout(spec.config, "critic")
         join_world(context, spec.config, layout)
         self.critic = _value_model(spec, TOKENS, layout)
-        self.memory = _memory(spec.config, "critic", self.critic)
+        self.memory = role_memory(spec.config, "critic", self.critic)
         self._saver = checkpoint.Saver(self.critic, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
@@ -122,7 +120,7 @@ class RewardModelWorker:
         layout = derived.role_layout(spec.config, "reward_model")
         join_world(context, spec.config, layout)
         self.reward_model = _value_model(spec, SEQUENCE, layout)
-        self.memory = _memory(spec.config, "reward_model", self.reward_model)
+        self.memory = role_memory(spec.config, "reward_model", self.reward_model)
         self._saver = checkpoint.Saver(self.reward_model, spec.config.trainer.checkpoint_timeout_s)
 
     def mesh_position(self) -> MeshPosition:
@@ -201,13 +199,6 @@ def scalar_family(hf_config: Mapping[str, Any], task: str) -> ScalarHead:
     architecture = str((hf_config.get("architectures") or [""])[0])
     bias = architecture.endswith(TOKENS) and bool(hf_config.get("token_classification_bias", True))
     return ScalarHead(family_of(hf_config), task, bias)
-
-
-def _memory(config: RunConfig, role: str, model: ValueModel) -> RoleMemory:
-    """What of the role lies on the device, by `critic.offload` or `reward_model.offload`."""
-    platform, section = Platform.detect(), getattr(config, role)
-    residency = Residency(model_parts(model), platform, model.settle, role)
-    return RoleMemory(residency, platform, section.offload, derived.layout_section(config, role))
 
 
 def _value_model(spec: ValueSpec, task: str, layout: ParallelConfig) -> ValueModel:

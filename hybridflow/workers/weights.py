@@ -18,7 +18,8 @@ from hybridflow.reshard import session
 from hybridflow.reshard.messages import Message
 from hybridflow.reshard.schedule import SENDER, Schedule, schedule_key
 from hybridflow.reshard.session import ABORT, Announcement, Board, Order, Outcome
-from hybridflow.reshard.stream import SendStaging, send_stream
+from hybridflow.reshard.staging import SendStaging
+from hybridflow.reshard.stream import send_stream
 from hybridflow.reshard.transports import open_sender
 from hybridflow.reshard.transports.base import Endpoint, SendChannel
 

@@ -22,7 +22,8 @@ from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_l
 from hybridflow.reshard.messages import Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
-from hybridflow.reshard.stream import ReceiveStaging, SendStaging, largest_message, receive_stream, send_stream
+from hybridflow.reshard.staging import ReceiveStaging, SendStaging, largest_message
+from hybridflow.reshard.stream import receive_stream, send_stream
 from hybridflow.reshard.transports import open_receiver, open_sender
 from hybridflow.reshard.transports.base import Endpoint
 

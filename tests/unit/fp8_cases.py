@@ -14,7 +14,8 @@ from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.reshard.messages import Message, Messages
 from hybridflow.reshard.schedule import Schedule
 from hybridflow.reshard.slices import SlicePlan
-from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
+from hybridflow.reshard.staging import ReceiveStaging, SendStaging
+from hybridflow.reshard.stream import receive_stream, send_stream
 from tests.unit import reshard_cases as cases
 
 Tensors = dict[str, torch.Tensor]

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.reshard import checksum
-from hybridflow.reshard.checksum import DIGEST_BYTES, Digests, device_digest, seed_of
+from hybridflow.reshard.checksum import DIGEST_BYTES, Digest, device_digest, first_difference, joined, message_key, seeds_of
 
 
 def digest_of_host(body: torch.Tensor, seed: int) -> int:
-    digests = Digests()
-    digests.add(body, seed)
-    return int(digests.tensor(body.device).view(torch.int64))
+    return int(joined([checksum.digest(body, seed)], body.device).view(torch.int64))
 
 
 def digest_of_device(body: torch.Tensor, seed: int) -> int:
@@ -49,26 +47,24 @@ def test_exchanged_words_and_zeros_at_the_end_are_seen(digest: Callable[[torch.T
 
 
 def test_every_message_of_a_session_has_a_seed_of_its_own() -> None:
-    seeds = {
-        seed_of(sync, sender, receiver, bucket) for sync in range(3) for sender in range(4) for receiver in range(4) for bucket in range(9)
-    }
+    keys = [message_key(sender, receiver, bucket) for sender in range(4) for receiver in range(4) for bucket in range(9)]
+    seeds = {seed for sync in range(3) for seed in seeds_of(keys, sync)}
     assert len(seeds) == 3 * 4 * 4 * 9
 
 
 def test_the_first_message_that_is_another_is_named() -> None:
     bodies = [torch.full((size,), size, dtype=torch.uint8) for size in (1, 100, 64, 7)]
 
-    def seal(sync: int, order: tuple[int, ...]) -> Digests:
-        digests = Digests()
-        for place, number in enumerate(order):
-            digests.add(bodies[number], seed_of(sync, 0, 0, place))
-        return digests
+    keys = [message_key(0, 0, place) for place in range(4)]
 
-    sent = seal(1, (0, 1, 2, 3)).tensor(torch.device("cpu"))
+    def taken(sync: int, order: tuple[int, ...]) -> list[Digest]:
+        return [checksum.digest(bodies[number], seed) for number, seed in zip(order, seeds_of(keys, sync), strict=True)]
+
+    sent = joined(taken(1, (0, 1, 2, 3)), torch.device("cpu"))
     assert sent.numel() == DIGEST_BYTES * 4
-    assert seal(1, (0, 1, 2, 3)).first_difference(sent) is None
-    assert seal(1, (0, 1, 3, 2)).first_difference(sent) == 2, "a message in another's place"
-    assert seal(2, (0, 1, 2, 3)).first_difference(sent) == 0, "messages of the sync before"
+    assert first_difference(taken(1, (0, 1, 2, 3)), sent) is None
+    assert first_difference(taken(1, (0, 1, 3, 2)), sent) == 2, "a message in another's place"
+    assert first_difference(taken(2, (0, 1, 2, 3)), sent) == 0, "messages of the sync before"
 
 
 def test_the_device_digest_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
-from hybridflow.reshard.messages import SEAL_TAG, Item, Message, Messages
+from hybridflow.reshard.messages import Item, Message, Messages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slice_views import Copies
-from hybridflow.reshard.stream import ReceiveStaging, SendStaging, receive_stream, send_stream
+from hybridflow.reshard.staging import ReceiveStaging, SendStaging
+from hybridflow.reshard.stream import receive_stream, send_stream
 from hybridflow.reshard.transports import open_sender
-from hybridflow.reshard.transports.base import Endpoint
+from hybridflow.reshard.transports.base import LAST_TAG, Endpoint
 
 
 def tensors(held: list[cases.Buffers]) -> list[dict[str, torch.Tensor]]:
@@ -115,7 +116,7 @@ def test_moved_buffers_are_noticed() -> None:
     for value in (1.0, 2.0):
         send_stream(messages, {"b": torch.full((4,), value)}, channel, staging)
         assert mail.pop((0, 0, 0)).view(torch.float32).tolist() == [value] * 4
-        assert mail.pop((0, 0, SEAL_TAG)).numel() == 8 and not mail
+        assert mail.pop((0, 0, LAST_TAG)).numel() == 8 and not mail
 
 
 def test_an_unknown_transport_or_rank_is_refused_with_the_valid_ones() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config.schema import SamplingConfig
+from hybridflow.config.schema import RunConfig, SamplingConfig
 from hybridflow.errors import EngineError, EnginesLostError, HybridFlowError, WeightSyncError, WorkerError
 from hybridflow.protocol import DataProto
+from hybridflow.trainer.groups import EngineGroup
 from hybridflow.trainer.protocols import SyncReport
 from hybridflow.trainer.rollout_recovery import RestartingRollouts
 
@@ -112,3 +113,50 @@ def test_other_errors_are_none_of_its_business(error: HybridFlowError) -> None:
         with pytest.raises(type(error)):
             rollouts.generate(PROMPTS, SamplingConfig()) if call == "generate" else rollouts.sync(8)
         assert len(world.calls) == 2 and world.said == []
+
+
+class Workers:
+    """A worker group of one role: what is done to it is noted in `calls`; one that is dead fails every call."""
+
+    world_size = 1
+
+    def __init__(self, role: str, calls: list[str]) -> None:
+        self.role, self.calls, self.alive = role, calls, True
+
+    def submit(self, method: Any, *args: Any, timeout: float | None = None) -> None:
+        self.calls.append(f"{self.role} {method.__name__}")
+
+    def run(self, method: Any, *args: Any, timeout: float | None = None) -> list[str]:
+        self.submit(method)
+        if not self.alive:
+            raise WorkerError("the worker process died", role=self.role, rank=0)
+        return [self.role]
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def restart(self) -> None:
+        self.calls.append(f"{self.role} restart")
+        self.alive = True
+
+
+@pytest.mark.parametrize("dead", [(), ("rollout",), ("rollout-node",), ("rollout", "rollout-node")])
+def test_workers_on_all_nodes_of_an_engine_are_asked_for_and_start_again(dead: tuple[str, ...]) -> None:
+    calls: list[str] = []
+    groups: Any = {role: Workers(role, calls) for role in ("rollout", "rollout-node")}
+    engines = EngineGroup(groups["rollout"], RunConfig(), [], groups["rollout-node"])
+    for role in dead:
+        groups[role].alive = False
+    assert engines.workers_alive() == (not dead)
+    calls.clear()
+    if dead:
+        with pytest.raises(WorkerError) as raised:
+            engines.states()
+        assert raised.value.role == dead[-1]  # the other node's first: its loss explains why an engine cannot start again
+    else:
+        assert engines.states() == ["rollout"]
+    calls.clear()
+    engines.restart_workers()
+    # the first nodes lead, so they come last; workers of other nodes that live follow the new ones
+    assert calls == [*(f"{role} restart" for role in ("rollout-node",) if role in dead), "rollout restart"]
+    assert engines.workers_alive()

@@ -13,6 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+# of the last message to a peer in a sync, which carries the checksums of the others; a bucket's number is smaller than 2^19
+LAST_TAG = (1 << 31) - 1
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -66,7 +69,10 @@ class SendChannel(Protocol):
     """A trainer rank's end of a session. Messages to one peer arrive in the order in which they were sent."""
 
     def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
-        """Start sending `payload` (uint8 `[n]`, contiguous) to engine rank `peer`; it stays untouched until `wait`."""
+        """Start sending `payload` (uint8 `[n]`, contiguous) to engine rank `peer`; it stays untouched until `wait`.
+
+        `wait` of a message with `LAST_TAG` returns when the peer has it, of others perhaps before.
+        """
         ...
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.host_memory import bytes_of
 from hybridflow.reshard.transports.base import Endpoint, Work
-from hybridflow.reshard.transports.meeting import PeerWatch, Seat, meet
+from hybridflow.reshard.transports.meeting import PeerWatch, Seat, meet, refuse_device
 
 _POLL_S, _LOOK_S = 0.002, 0.1
 
@@ -36,8 +36,7 @@ class Files:
 
     def __init__(self, seat: Seat, device: torch.device) -> None:
         self.seat, self.folder = seat, Path(seat.endpoint.folder)
-        if device.type != "cpu":
-            raise WeightSyncError(f"the transport disk carries CPU buffers, {seat.side} rank {seat.rank} has them on {device}; use p2p")
+        refuse_device(seat, device, "use p2p")
         if not seat.endpoint.folder or not self.folder.is_dir():
             raise WeightSyncError(f"the transport disk needs a folder that both sides see; {seat.endpoint.folder!r} is none")
         # a session's name may have any character, a file's may not

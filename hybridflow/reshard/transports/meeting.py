@@ -22,6 +22,7 @@ from hybridflow.rendezvous import client_store
 from hybridflow.reshard.transports.base import Endpoint
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import PrefixStore
 
 _SETTLE_S = 0.5
@@ -60,6 +61,14 @@ class Seat:
     def gone(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
         """The error for a peer that died."""
         return self.failure(peer, tag, f"the peer is gone: {why}")
+
+
+def refuse_device(seat: Seat, device: torch.device, instead: str) -> None:
+    """For a transport of CPU buffers. Raises WeightSyncError for others, with what to do `instead`."""
+    if device.type != "cpu":
+        raise WeightSyncError(
+            f"the transport {seat.endpoint.transport} carries CPU buffers, {seat.side} rank {seat.rank} has them on {device}; {instead}"
+        )
 
 
 @dataclass(frozen=True)

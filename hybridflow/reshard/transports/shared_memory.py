@@ -24,9 +24,10 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.bell import Bell, make_pipes, open_pipes
-from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet
+from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet, refuse_device
 
 _PAGE = 4096
+_INSTEAD = "use p2p, whose NCCL goes through peer memory between GPUs of one host"
 # int64 places in the header, a cache line apart: each is written by one side
 _WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
 
@@ -125,7 +126,7 @@ class Sender:
     """A trainer rank's end."""
 
     def __init__(self, seat: Seat, device: torch.device) -> None:
-        _refuse_device(seat, device)
+        refuse_device(seat, device, _INSTEAD)
         self.seat = seat
         # of each receiver: its segment, the sender's ends of the pipes, the receiver's
         fds = {peer: [os.memfd_create(f"hybridflow-{seat.rank}-{peer}", os.MFD_CLOEXEC), *make_pipes()] for peer in seat.peers}
@@ -177,7 +178,7 @@ class Receiver:
     """An engine rank's end."""
 
     def __init__(self, seat: Seat, device: torch.device) -> None:
-        _refuse_device(seat, device)
+        refuse_device(seat, device, _INSTEAD)
         self.seat = seat
         meeting = meet(seat)
         watches = _watches(seat, meeting)
@@ -281,14 +282,6 @@ def _segment(segments: dict[int, _Segment], seat: Seat, peer: int, tag: int) -> 
     if peer not in segments:
         raise seat.failure(peer, tag, "the session was given up before, or has no such rank")
     return segments[peer]
-
-
-def _refuse_device(seat: Seat, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise WeightSyncError(
-            f"the transport shared_memory carries CPU buffers, {seat.side} rank {seat.rank} has them on {device}; "
-            "use p2p, whose NCCL goes through peer memory between GPUs of one host"
-        )
 
 
 def _watches(seat: Seat, meeting: Meeting) -> dict[int, PeerWatch]:

@@ -1,7 +1,8 @@
 """Messages over one TCP connection for each pair of ranks: CPU buffers, any placement, no thread and no copy of ours.
 
-`send` returns when the kernel has the bytes, its `wait` when the receiver has read them and said so: who sends learns of a receiver that
-died or stands still. Over the same kernel gloo has a thread in every rank, and asks the receiver before each message.
+`send` returns when the kernel has the bytes, so the payload may be used again. The receiver acknowledges the first of every `slots`
+messages and the last of a sync: who sends learns of a receiver that died or stands still. (An answer to each message of 1 MiB costs a
+tenth of copying it.) Over the same kernel gloo has a thread in every rank, and asks the receiver before each message.
 
 A receiver listens where the trainer's store can be reached from, on loopback when that is where the store is. Its port and a key of its own
 are said through the store; a connection that does not begin with the key is closed.
@@ -21,8 +22,8 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.host_memory import bytes_of
-from hybridflow.reshard.transports.base import Endpoint, Work
-from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet
+from hybridflow.reshard.transports.base import LAST_TAG, Endpoint, Work
+from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet, refuse_device
 
 _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sq")  # key, trainer rank
@@ -34,7 +35,7 @@ _HELLO_S = 5.0  # a stranger that says nothing holds the others up no longer
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
     """See `transports.open_sender`."""
     seat = Seat(endpoint, "trainer", rank)
-    _refuse_device(seat, device)
+    refuse_device(seat, device, "use p2p")
     deadline = time.monotonic() + endpoint.timeout_s
     meeting = meet(seat)
     with ExitStack() as on_error:
@@ -54,7 +55,7 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
     """See `transports.open_receiver`."""
     seat = Seat(endpoint, "engine", rank)
-    _refuse_device(seat, device)
+    refuse_device(seat, device, "use p2p")
     deadline = time.monotonic() + endpoint.timeout_s
     host, key = _own_address(endpoint), secrets.token_bytes(_KEY_BYTES)
     with socket.create_server((host, 0), backlog=len(seat.peers) + 8) as listener:
@@ -69,6 +70,7 @@ class Connections:
         self.seat, self.peers = seat, Peers(seat, meeting)
         self._links = links
         self._pending: dict[int, deque[_Sent | _Arrival]] = {peer: deque() for peer in links}  # in order
+        self._counts = dict.fromkeys(links, 0)
         for link in links.values():
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
@@ -78,12 +80,9 @@ class Connections:
 
     def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
         """See `SendChannel.send`."""
-        link, left = self.link(peer, tag), [memoryview(_HEADER.pack(tag, payload.numel())), bytes_of(payload)]
-        try:
-            while left:
-                left = _after(left, link.sendmsg(left))
-        except OSError as error:
-            raise self.problem(peer, tag, error) from error
+        self._write(peer, tag, _HEADER.pack(tag, payload.numel()), bytes_of(payload))
+        if not self._is_acknowledged(peer, tag):
+            return _TAKEN_BY_KERNEL
         sent = _Sent(self, peer, tag)
         self._pending[peer].append(sent)
         return sent
@@ -91,9 +90,27 @@ class Connections:
     def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
         """See `ReceiveChannel.receive`. What has not come by then is read by `wait`."""
         self.link(peer, tag)
-        arrival = _Arrival(self, peer, tag, into)
+        arrival = _Arrival(self, peer, tag, into, self._is_acknowledged(peer, tag))
         self._pending[peer].append(arrival)
         return arrival
+
+    def acknowledge(self, peer: int, tag: int) -> None:
+        """Say that a message has been read."""
+        self._write(peer, tag, _TAKEN.pack(tag))
+
+    def _is_acknowledged(self, peer: int, tag: int) -> bool:
+        """Of the next message; both ends count alike."""
+        self._counts[peer] += 1
+        return self._counts[peer] % self.seat.endpoint.slots == 1 or tag == LAST_TAG
+
+    def _write(self, peer: int, tag: int, *parts: bytes | memoryview) -> None:
+        link = self.link(peer, tag)
+        try:
+            count = link.sendmsg(parts)
+            if count < sum(map(len, parts)):  # a signal came
+                link.sendall(b"".join(parts)[count:])
+        except OSError as error:
+            raise self.problem(peer, tag, error) from error
 
     def finish(self, work: _Sent | _Arrival) -> None:
         """Read what a peer still owes for transfers before this one, and then for this."""
@@ -102,17 +119,18 @@ class Connections:
             pending[0].read()
             pending.popleft()
 
-    def fill(self, peer: int, tag: int, into: memoryview) -> None:
+    def read(self, peer: int, tag: int, into: bytearray | memoryview) -> None:
         """Read just so many bytes."""
-        link = self.link(peer, tag)
+        link, size = self.link(peer, tag), len(into)
         try:
-            while len(into):
-                count = link.recv_into(into, 0, socket.MSG_WAITALL)
-                if not count:
-                    raise ConnectionResetError("it has closed the connection")
-                into = into[count:]
+            count = link.recv_into(into, size, socket.MSG_WAITALL)
+            while 0 < count < size:  # a signal came
+                more = link.recv_into(memoryview(into)[count:], 0, socket.MSG_WAITALL)
+                count = count + more if more else 0
         except OSError as error:
             raise self.problem(peer, tag, error) from error
+        if not count and size:
+            raise self.problem(peer, tag, ConnectionResetError("it has closed the connection"))
 
     def link(self, peer: int, tag: int) -> socket.socket:
         """The connection with a peer."""
@@ -145,6 +163,14 @@ class Connections:
         self.peers.forget()
 
 
+class _TakenByKernel:
+    def wait(self) -> None:
+        """See `Work.wait`. The payload may be used again."""
+
+
+_TAKEN_BY_KERNEL = _TakenByKernel()
+
+
 class _Transfer:
     def __init__(self, channel: Connections, peer: int, tag: int) -> None:
         self.channel, self.peer, self.tag, self.is_done = channel, peer, tag, False
@@ -152,7 +178,7 @@ class _Transfer:
     def expect(self, form: struct.Struct, *wanted: int) -> None:
         """Read a header that must have these numbers."""
         header = bytearray(form.size)
-        self.channel.fill(self.peer, self.tag, memoryview(header))
+        self.channel.read(self.peer, self.tag, header)
         if (found := form.unpack(header)) != wanted:
             what = f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different plans"
             raise self.channel.seat.failure(self.peer, self.tag, what)
@@ -160,6 +186,7 @@ class _Transfer:
 
 class _Sent(_Transfer):
     def wait(self) -> None:
+        """See `Work.wait`."""
         self.channel.finish(self)
 
     def read(self) -> None:
@@ -169,36 +196,27 @@ class _Sent(_Transfer):
 
 
 class _Arrival(_Transfer):
-    def __init__(self, channel: Connections, peer: int, tag: int, into: torch.Tensor) -> None:
+    def __init__(self, channel: Connections, peer: int, tag: int, into: torch.Tensor, is_acknowledged: bool) -> None:
         super().__init__(channel, peer, tag)
-        self._into = into
+        self._into, self._is_acknowledged = into, is_acknowledged
 
     def wait(self) -> None:
+        """See `Work.wait`."""
         self.channel.finish(self)
 
     def read(self) -> None:
         """Header and payload."""
         channel = self.channel
         self.expect(_HEADER, self.tag, self._into.numel())
-        channel.fill(self.peer, self.tag, bytes_of(self._into))
-        try:
-            channel.link(self.peer, self.tag).sendall(_TAKEN.pack(self.tag))
-        except OSError as error:
-            raise channel.problem(self.peer, self.tag, error) from error
+        channel.read(self.peer, self.tag, bytes_of(self._into))
+        if self._is_acknowledged:
+            channel.acknowledge(self.peer, self.tag)
         self.is_done = True
 
 
 def _timeval(seconds: float) -> bytes:
     """C's struct timeval: seconds and microseconds."""
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers when `count` bytes are done."""
-    while buffers and count >= len(buffers[0]):
-        count -= len(buffers[0])
-        buffers = buffers[1:]
-    return [buffers[0][count:], *buffers[1:]] if count else buffers
 
 
 def _accept_all(seat: Seat, listener: socket.socket, key: bytes, deadline: float) -> dict[int, socket.socket]:
@@ -241,8 +259,3 @@ def _own_address(endpoint: Endpoint) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((endpoint.host, endpoint.port))  # sends nothing: asks for the route
         return str(probe.getsockname()[0])
-
-
-def _refuse_device(seat: Seat, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise WeightSyncError(f"the transport tcp carries CPU buffers, {seat.side} rank {seat.rank} has them on {device}; use p2p")

@@ -1,0 +1,63 @@
+"""Which micro-batch a router is computing: Megatron tells a router nothing of the batch, and computes some micro-batches twice.
+
+A forward hook of the model notes what the micro-batch brings with its `PackedSeqParams`. A router that is called outside any forward
+recomputes activations for the backward pass. Under 1F1B, forwards of later micro-batches and recomputations of earlier ones alternate, but
+backward passes come in the order of the forwards: the recomputation is of the oldest micro-batch that this router has run without gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class Underway:
+    """Follows the forwards of this rank's model chunks."""
+
+    def __init__(self, stages: Sequence[torch.nn.Module], name: str) -> None:
+        """Args:
+        stages: the rank's model chunks, not yet wrapped.
+        name: the attribute of a micro-batch's `PackedSeqParams` that is wanted; one without it counts as none.
+        """
+        self.current: Any = None
+        self.computing = self.with_gradient = False
+        self._name = name
+        for stage in stages:
+            stage.register_forward_pre_hook(self._enter, with_kwargs=True)
+            stage.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, _: torch.nn.Module, __: Any, kwargs: Mapping[str, Any]) -> None:
+        self.current = getattr(kwargs.get("packed_seq_params"), self._name, None)
+        self.computing, self.with_gradient = True, torch.is_grad_enabled()
+
+    def _leave(self, *_: Any) -> None:
+        self.current, self.computing = None, False
+
+
+class Turns:
+    """Whose turn it is at one router. Each router has its own: a pipeline stage recomputes its layers one after another."""
+
+    def __init__(self, underway: Underway) -> None:
+        self._underway = underway
+        self._pending: deque[Any] = deque()
+
+    def take(self) -> tuple[Any, bool]:
+        """(what the micro-batch brings or None, whether this is a recomputation). To be asked once in each call of the router."""
+        underway = self._underway
+        if not underway.computing:
+            return (self._pending.popleft() if self._pending else None), True
+        # inside a forward with gradient, a module that runs without it will be recomputed
+        if underway.current is not None and underway.with_gradient and not torch.is_grad_enabled():
+            self._pending.append(underway.current)
+        return underway.current, False
+
+    def waiting(self) -> int:
+        """Recomputations that are still to come."""
+        return len(self._pending)
+
+    def forget(self) -> None:
+        """Expect no recomputation: a pass begins, or has ended."""
+        self._pending.clear()
