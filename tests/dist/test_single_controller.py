@@ -20,10 +20,12 @@ from tests.dist import sc_workers as sw
 
 pytestmark = pytest.mark.slow
 CONFIG = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=90, call_timeout_s=60)
+BEFORE: set[int] = set()  # children that other tests have started: servers of ranks
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    BEFORE.update(process.pid for process in psutil.Process().children(recursive=True))
     with Cluster.start(CONFIG, tmp_path_factory.mktemp("run")) as started:
         yield started
     deadline = time.monotonic() + 10
@@ -246,8 +248,8 @@ def test_one_cluster_a_process_and_short_socket_paths(cluster: Cluster, tmp_path
 
 
 def _cluster_processes(cluster: Cluster) -> list[psutil.Process]:
-    """Descendants of this process, and whatever names the cluster's temporary folder."""
-    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    """Descendants of this process since the cluster's start, and whatever names the cluster's temporary folder."""
+    found = {process.pid: process for process in psutil.Process().children(recursive=True) if process.pid not in BEFORE}
     for process in psutil.process_iter(["cmdline"]):
         if any(str(cluster.temp_dir) in word for word in process.info["cmdline"] or []):
             found[process.pid] = process
