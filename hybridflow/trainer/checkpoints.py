@@ -137,7 +137,7 @@ class CheckpointStore:
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
-        """The last whole checkpoint, or None in a fresh run.
+        """The last whole checkpoint, or None in a fresh run. May be asked for beside a run that goes on saving.
 
         Raises:
             CheckpointError: latest.json points to something that is gone or torn.
@@ -145,13 +145,18 @@ class CheckpointStore:
         pointer = self.folder / "latest.json"
         if not pointer.exists():
             return None
-        try:
-            return _read(self.folder / str(json.loads(pointer.read_text())["folder"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{pointer} does not lead to a whole checkpoint ({error}). Point it to another folder beside it, or start anew with "
-                "trainer.resume=disable"
-            ) from error
+        said = pointer.read_bytes()
+        while True:
+            try:
+                return _read(self.folder / str(json.loads(said)["folder"]))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                before, said = said, pointer.read_bytes()
+                if said == before:
+                    raise CheckpointError(
+                        f"{pointer} does not lead to a whole checkpoint ({error}). Point it to another folder beside it, "
+                        "or start anew with trainer.resume=disable"
+                    ) from error
+                # another process has put a newer one in force meanwhile and dropped what was being read
 
     # ---- inside -----------------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer.checkpoints import CheckpointStore, Retention
+from hybridflow.trainer import checkpoints
+from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 
 
 class Ranks:
@@ -163,3 +164,30 @@ def test_saving_the_step_in_force_once_more_does_not_endanger_it(tmp_path: Path)
     assert latest is not None and latest.state == {"number": 2} and latest.folder.name != "global_step_5"
     assert json.loads((tmp_path / "latest.json").read_text())["folder"] == latest.folder.name
     assert len(names(tmp_path)) == 2
+
+
+def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader has read latest.json; before it opens the folder, the run has saved again and dropped that folder."""
+    store, ranks = store_in(tmp_path, last=1), Ranks()
+
+    def save(step: int) -> None:
+        store.save("rl", step, {}, ranks)
+        ranks.finish()
+        store.wait()
+
+    save(1)
+    read, behind = checkpoints._read, [2, 3]
+
+    def late(folder: Path) -> Checkpoint:
+        if behind:
+            with monkeypatch.context() as inside:  # saving reads as well
+                inside.setattr(checkpoints, "_read", read)
+                save(behind.pop(0))
+        return read(folder)
+
+    monkeypatch.setattr(checkpoints, "_read", late)
+    latest = store_in(tmp_path).latest()
+    assert latest is not None and latest.step == 3 and behind == []
+    (tmp_path / "global_step_3" / "driver.json").unlink()
+    with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
+        store.latest()
