@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
-
-_MARK = "__hybridflow_method__"
+from hybridflow.dispatch import MethodSpec, WorkerContext, is_registered, method_spec
 
 
 class Colocated:
@@ -37,9 +35,7 @@ def colocated(*roles: type) -> type:
     """
     owner: dict[str, type] = {}
     for role in roles:
-        for name, function in inspect.getmembers(role, inspect.isfunction):
-            if not hasattr(function, _MARK):
-                continue
+        for name in _registered(role):
             if owner.setdefault(name, role) is not role:
                 raise ValueError(
                     f"{owner[name].__name__} and {role.__name__} both have a method {name!r}; roles of one process need others"
@@ -53,7 +49,11 @@ def colocated(*roles: type) -> type:
 def registered(worker_class: type) -> list[str]:
     """Names of the `@register`-ed methods of the class, or of its roles."""
     classes = worker_class.roles if issubclass(worker_class, Colocated) else (worker_class,)
-    return [name for found in classes for name, function in inspect.getmembers(found, inspect.isfunction) if hasattr(function, _MARK)]
+    return [name for found in classes for name in _registered(found)]
+
+
+def _registered(role: type) -> list[str]:
+    return [name for name, function in inspect.getmembers(role, inspect.isfunction) if is_registered(function)]
 
 
 def owns(worker_class: type, method: Callable[..., Any]) -> bool:

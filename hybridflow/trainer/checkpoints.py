@@ -145,18 +145,19 @@ class CheckpointStore:
         pointer = self.folder / "latest.json"
         if not pointer.exists():
             return None
-        said = pointer.read_bytes()
+        said: bytes | None = None
         while True:
+            before = said
             try:
+                said = pointer.read_bytes()
                 return _read(self.folder / str(json.loads(said)["folder"]))
             except (OSError, ValueError, KeyError, TypeError) as error:
-                before, said = said, pointer.read_bytes()
+                # unless another process has put a newer one in force meanwhile, and dropped what was being read
                 if said == before:
                     raise CheckpointError(
                         f"{pointer} does not lead to a whole checkpoint ({error}). Point it to another folder beside it, "
                         "or start anew with trainer.resume=disable"
                     ) from error
-                # another process has put a newer one in force meanwhile and dropped what was being read
 
     # ---- inside -----------------------------------------------------------------------------------------------------------------------
 

@@ -191,3 +191,9 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(tmp_p
     (tmp_path / "global_step_3" / "driver.json").unlink()
     with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
         store.latest()
+
+
+def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
+        store_in(tmp_path).latest()

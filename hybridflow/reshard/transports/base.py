@@ -65,6 +65,14 @@ class Work(Protocol):
         ...
 
 
+class _Done:
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+
+DONE = _Done()  # the work of a payload that may be used again at once
+
+
 class SendChannel(Protocol):
     """A trainer rank's end of a session. Messages to one peer arrive in the order in which they were sent."""
 

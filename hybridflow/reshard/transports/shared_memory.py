@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.reshard.transports.base import Endpoint, Work
+from hybridflow.reshard.transports.base import DONE, Endpoint, Work
 from hybridflow.reshard.transports.bell import Bell, make_pipes, open_pipes
 from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet, refuse_device
 
@@ -117,11 +117,6 @@ class _Segment:
                 raise self._seat.late(self._peer, tag)
 
 
-class _Done:
-    def wait(self) -> None:
-        """Nothing is left to do."""
-
-
 class Sender:
     """A trainer rank's end."""
 
@@ -161,7 +156,7 @@ class Sender:
         if slot.data_ptr() != payload.data_ptr():
             slot.copy_(payload)
         segment.publish(tag, payload.numel())
-        return _Done()
+        return DONE
 
     def close(self) -> None:
         """See `SendChannel.close`. What was sent can still be received."""

@@ -22,7 +22,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.host_memory import bytes_of
-from hybridflow.reshard.transports.base import LAST_TAG, Endpoint, Work
+from hybridflow.reshard.transports.base import DONE, LAST_TAG, Endpoint, Work
 from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet, refuse_device
 
 _KEY_BYTES = 32
@@ -82,7 +82,7 @@ class Connections:
         """See `SendChannel.send`."""
         self._write(peer, tag, _HEADER.pack(tag, payload.numel()), bytes_of(payload))
         if not self._is_acknowledged(peer, tag):
-            return _TAKEN_BY_KERNEL
+            return DONE  # the kernel has all of it
         sent = _Sent(self, peer, tag)
         self._pending[peer].append(sent)
         return sent
@@ -161,14 +161,6 @@ class Connections:
                 link.shutdown(socket.SHUT_RDWR)  # wakes another thread that waits for it, which closing does not
             link.close()
         self.peers.forget()
-
-
-class _TakenByKernel:
-    def wait(self) -> None:
-        """See `Work.wait`. The payload may be used again."""
-
-
-_TAKEN_BY_KERNEL = _TakenByKernel()
 
 
 class _Transfer:
