@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hybridflow.reshard.host_memory import bytes_of
+from hybridflow.reshard.payload import Payload
 
 DIGEST_BYTES = 8
 Digest = int | torch.Tensor  # of a CPU payload; of one on a GPU: int64 `[1]` there
@@ -33,9 +33,9 @@ def seeds_of(keys: Sequence[int], sync: int) -> list[int]:
     return [key ^ mask for key in keys]
 
 
-def digest(payload: torch.Tensor, seed: int) -> Digest:
-    """The checksum of a payload (uint8 `[n]`, contiguous); on a GPU nothing is waited for."""
-    return xxhash.xxh3_64_intdigest(bytes_of(payload), seed) if payload.is_cpu else device_digest(payload, seed)
+def digest(payload: Payload, seed: int) -> Digest:
+    """The checksum of a payload; on a GPU nothing is waited for."""
+    return xxhash.xxh3_64_intdigest(payload.memory, seed) if payload.on_host else device_digest(payload.tensor, seed)
 
 
 def joined(digests: Sequence[Digest], device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -61,7 +62,7 @@ class Message:
     items: tuple[Item, ...]
     part: int = 0
 
-    @property
+    @cached_property
     def tag(self) -> int:
         """Distinct among the messages of a pair of ranks in one sync."""
         return self.bucket * MAX_PARTS + self.part

@@ -14,6 +14,7 @@ from hybridflow.reshard.fp8_blocks import SCALES, Blocks
 from hybridflow.reshard.fp8_cast import write_scales, write_weights
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
 from hybridflow.reshard.messages import Item, Message
+from hybridflow.reshard.payload import Payload
 
 # fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
 _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
@@ -38,16 +39,16 @@ class Copies:
             [(index, piece.item, piece.item.blocks) for index, piece in enumerate(pieces) if piece.item.blocks is not None]
             for pieces in self._slices
         ]
-        self._whole = [_bytes_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
-        self._packed: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._whole = [_payload_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
+        self._packed: dict[tuple[int, Payload], list[torch.Tensor]] = {}
         self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
 
-    def whole(self, number: int) -> torch.Tensor | None:
-        """The bytes of the buffer that are the message as they lie there (uint8 `[n]`), if it is one contiguous slice of one dtype."""
+    def whole(self, number: int) -> Payload | None:
+        """The bytes of the buffer that are the message as they lie there, if it is one contiguous slice of one dtype."""
         return self._whole[number]
 
-    def pack(self, number: int, payload: torch.Tensor) -> None:
-        """Copy the slices of a message into `payload` (uint8, at least its bytes), cast to the engine's dtypes or made of blocks."""
+    def pack(self, number: int, payload: Payload) -> None:
+        """Copy the slices of a message into `payload`, cast to the engine's dtypes or made of blocks."""
         views, local = self._views(number, payload), self._local[number]
         if made := self._made[number]:
             for index, item, blocks in made:
@@ -57,16 +58,16 @@ class Copies:
         if views:
             torch._foreach_copy_(views, local)
 
-    def scatter(self, number: int, payload: torch.Tensor) -> None:
+    def scatter(self, number: int, payload: Payload) -> None:
         """Copy the slices of a message from `payload` into the buffers."""
         torch._foreach_copy_(self._local[number], self._views(number, payload))
 
-    def _views(self, number: int, payload: torch.Tensor) -> list[torch.Tensor]:
+    def _views(self, number: int, payload: Payload) -> list[torch.Tensor]:
         """The slices' places in a payload; a message comes to lie in one of few places, so they are kept."""
-        key = (number, payload.data_ptr())
+        key = (number, payload)
         if key not in self._packed:
             self._packed[key] = [
-                payload[piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]]
+                payload.tensor[piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]]
                 .view(_DTYPES[piece.item.dtype])
                 .view(piece.item.size)
                 for piece in self._slices[number]
@@ -115,12 +116,12 @@ def _slices(message: Message) -> list[_Slice]:
     return pieces
 
 
-def _bytes_of(pieces: list[_Slice], local: list[torch.Tensor]) -> torch.Tensor | None:
+def _payload_of(pieces: list[_Slice], local: list[torch.Tensor]) -> Payload | None:
     if len(pieces) != 1 or pieces[0].item.blocks is not None:
         return None
     view = local[0]
     fits = view.is_contiguous() and view.dtype == _DTYPES[pieces[0].item.dtype]
-    return view.view(-1).view(torch.uint8) if fits else None
+    return Payload(view.view(-1).view(torch.uint8)) if fits else None
 
 
 def _joins(first: Item, second: Item) -> int | None:

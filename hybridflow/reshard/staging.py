@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, cycle
 
 import torch
 
 from hybridflow.reshard.checksum import DIGEST_BYTES, message_key, seeds_of
 from hybridflow.reshard.messages import Message
-from hybridflow.reshard.slice_views import MessageViews
+from hybridflow.reshard.payload import Payload
+from hybridflow.reshard.slice_views import Copies, MessageViews
+
+_ALIGN = 64  # bytes; of each message among others in a slab
 
 
 class _Staging:
@@ -23,6 +27,7 @@ class _Staging:
         self.rank, self.slots = rank, slots
         self.views = MessageViews()
         self.slabs: list[torch.Tensor] = []
+        self._placed: tuple[Copies, bool, list[Payload]] | None = None
         self._channel: object = None
         self._syncs = 0
         self._messages: Sequence[Message] | None = None
@@ -31,7 +36,7 @@ class _Staging:
     def begin(self, channel: object, messages: Sequence[Message]) -> list[int]:
         """Begin a sync: the seeds of its messages' checksums. Both ends count a session's syncs alike."""
         if channel is not self._channel:
-            self.views.clear()  # some may be of the former channel's memory
+            self.forget()  # some views may be of the former channel's memory
             self._channel, self._syncs = channel, 0
         if messages is not self._messages:
             self._messages, self._keys = messages, [self._key(message) for message in messages]
@@ -41,7 +46,29 @@ class _Staging:
     def _key(self, message: Message) -> int:
         raise NotImplementedError
 
-    def allocate(self, count: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    def places(self, messages: Sequence[Message], copies: Copies, keep: bool) -> list[Payload]:
+        """Where each message lies, from sync to sync the same objects.
+
+        Args:
+            keep: side by side in one slab, all of them. Else: one that is a slice as it lies in its buffer lies there, the others in
+                `slots` slabs, which take turns.
+        """
+        if self._placed is None or self._placed[:2] != (copies, keep):
+            self._placed = (copies, keep, (self._side_by_side if keep else self._in_turn)(messages, copies))
+        return self._placed[2]
+
+    def _in_turn(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
+        wholes = [copies.whole(number) for number in range(len(messages))]
+        packed = [message for message, whole in zip(messages, wholes, strict=True) if whole is None]
+        turns = cycle(self._allocate(self.slots, largest_message(packed), copies.device) if packed else [])
+        return [whole or Payload(next(turns)[: message.nbytes]) for message, whole in zip(messages, wholes, strict=True)]
+
+    def _side_by_side(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
+        ends = [0, *accumulate(-(-message.nbytes // _ALIGN) * _ALIGN for message in messages)]
+        (slab,) = self._allocate(1, ends[-1], copies.device)
+        return [Payload(slab[begin : begin + message.nbytes]) for begin, message in zip(ends, messages, strict=False)]
+
+    def _allocate(self, count: int, nbytes: int, device: torch.device) -> list[torch.Tensor]:
         """`count` slabs of `nbytes`, those of the last sync where they fit."""
         fits = len(self.slabs) == count and all(slab.numel() >= nbytes and slab.device == device for slab in self.slabs)
         if not fits:
@@ -53,7 +80,12 @@ class _Staging:
     def release(self) -> None:
         """Give all memory back; the next sync makes it anew."""
         self.slabs = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all views; the next sync makes them anew."""
         self.views.clear()
+        self._placed = None
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import TracebackType
 
 import torch
@@ -22,7 +21,8 @@ import torch
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.checksum import Digest, digest, first_difference, joined
 from hybridflow.reshard.messages import Message
-from hybridflow.reshard.staging import ReceiveStaging, SendStaging, largest_message, seal_bytes
+from hybridflow.reshard.payload import Payload
+from hybridflow.reshard.staging import ReceiveStaging, SendStaging, seal_bytes
 from hybridflow.reshard.transports.base import (
     LAST_TAG,
     LendingReceiveChannel,
@@ -35,8 +35,6 @@ from hybridflow.reshard.transports.base import (
 
 Buffers = Mapping[str, torch.Tensor]
 Commit = Callable[[Buffers], None]
-
-_ALIGN = 64  # bytes; of each message in a slab
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class _Course:
                 first, where = next(message for message in self.messages if message.peer == self.at), " while checksums were exchanged"
             raise WeightSyncError(f"{error}{where} (bucket {first.bucket}, {first.items[0].buffer} and what follows it)") from error
 
-    def take(self, number: int, payload: torch.Tensor) -> None:
+    def take(self, number: int, payload: Payload) -> None:
         """Take the checksum of a message."""
         self._digests[number] = digest(payload, self._seeds[number])
 
@@ -94,10 +92,9 @@ class _Course:
         """Of the messages to or from a peer, in order."""
         return [taken for taken, message in zip(self._digests, self.messages, strict=True) if message.peer == peer]
 
-    def slabs(self) -> list[torch.Tensor]:
-        """Memory for the messages that have to be packed, `slots` of them; none, if none has to be."""
-        packed = [message for number, message in enumerate(self.messages) if self.copies.whole(number) is None]
-        return self.staging.allocate(self.staging.slots, largest_message(packed), self.copies.device) if packed else []
+    def places(self, keep: bool = False) -> list[Payload]:
+        """See `staging.places`."""
+        return self.staging.places(self.messages, self.copies, keep)
 
     def stats(self, used: int) -> StreamStats:
         """Of the sync so far, in which `used` bytes held messages."""
@@ -122,24 +119,20 @@ def send_stream(messages: Sequence[Message], buffers: Buffers, channel: SendChan
         used = _send_lent(course, channel) if isinstance(channel, LendingSendChannel) else _send_from_slabs(course, channel)
         for peer in course.peers():
             course.at = peer
-            channel.send(peer, LAST_TAG, joined(course.digests(peer), course.copies.device)).wait()
+            channel.send(peer, LAST_TAG, Payload(joined(course.digests(peer), course.copies.device))).wait()
     return course.stats(used)
 
 
 def _send_from_slabs(course: _Course, channel: SendChannel) -> int:
     copies, slots = course.copies, course.staging.slots
-    slabs, turn = course.slabs(), 0
     under_way: deque[tuple[Message, Work]] = deque()
-    for number, message in enumerate(course.messages):
+    for number, (message, payload) in enumerate(zip(course.messages, course.places(), strict=True)):
         if len(under_way) == slots:
             course.at, work = under_way.popleft()
             work.wait()
         course.at = message
-        payload = copies.whole(number)
-        if payload is None:
-            payload = slabs[turn % slots][: message.nbytes]
+        if copies.whole(number) is not payload:
             copies.pack(number, payload)
-            turn += 1
         course.take(number, payload)
         under_way.append((message, channel.send(message.peer, message.tag, payload)))
     for message, work in under_way:
@@ -151,15 +144,15 @@ def _send_from_slabs(course: _Course, channel: SendChannel) -> int:
 def _send_lent(course: _Course, channel: LendingSendChannel) -> int:
     """Pack straight into the transport's memory; returns the bytes of it that were used."""
     channel.rewind()
-    used: dict[int, int] = {}
+    used = _Used()
     for number, message in enumerate(course.messages):
         course.at = message
         payload = channel.lend(message.peer, message.tag, message.nbytes)
         course.copies.pack(number, payload)
         course.take(number, payload)
         channel.send(message.peer, message.tag, payload).wait()
-        used[payload.data_ptr()] = max(used.get(payload.data_ptr(), 0), payload.numel())
-    return sum(used.values())
+        used.note(payload)
+    return used.nbytes
 
 
 class Received:
@@ -213,8 +206,8 @@ def receive_stream(
     return Received(course.stats(used), commit)
 
 
-def _arrivals(course: _Course, channel: ReceiveChannel, place: Callable[[int], torch.Tensor]) -> Iterator[int]:
-    """Numbers of the messages as they have come to lie in `place(number)`; while one is dealt with, the next `slots` are received."""
+def _arrivals(course: _Course, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
+    """Numbers of the messages as they have come to lie in their places; while one is dealt with, the next `slots` are received."""
     messages, slots = course.messages, course.staging.slots
     under_way: deque[Work] = deque()
     for number in range(len(messages) + slots):
@@ -224,38 +217,29 @@ def _arrivals(course: _Course, channel: ReceiveChannel, place: Callable[[int], t
             yield number - slots
         if number < len(messages):
             course.at = message = messages[number]
-            under_way.append(channel.receive(message.peer, message.tag, place(number)))
+            under_way.append(channel.receive(message.peer, message.tag, places[number]))
 
 
 def _receive_in_place(course: _Course, channel: ReceiveChannel) -> int:
     """Contiguous slices are received where they belong, others in slabs."""
-    copies, messages, slabs = course.copies, course.messages, course.slabs()
-    packed = [number for number in range(len(messages)) if copies.whole(number) is None]
-    slab_of = {number: slabs[turn % len(slabs)][: messages[number].nbytes] for turn, number in enumerate(packed)}
-
-    def place(number: int) -> torch.Tensor:
-        whole = copies.whole(number)
-        return slab_of[number] if whole is None else whole
-
-    for number in _arrivals(course, channel, place):
-        course.take(number, place(number))
-        if number in slab_of:
-            copies.scatter(number, slab_of[number])
+    copies, places = course.copies, course.places()
+    for number in _arrivals(course, channel, places):
+        payload = places[number]
+        course.take(number, payload)
+        if copies.whole(number) is not payload:
+            copies.scatter(number, payload)
     return course.staging.nbytes
 
 
 def _receive_all(course: _Course, channel: ReceiveChannel) -> tuple[int, Commit]:
     """Into one slab, where everything stays until the commit."""
-    messages, staging, device = course.messages, course.staging, course.copies.device
-    ends = list(accumulate(-(-message.nbytes // _ALIGN) * _ALIGN for message in messages))
-    slab = staging.allocate(1, ends[-1], device)[0] if ends else torch.empty(0, dtype=torch.uint8, device=device)
-    payloads = [slab[begin : begin + message.nbytes] for begin, message in zip([0, *ends], messages, strict=False)]
-    for number in _arrivals(course, channel, payloads.__getitem__):
-        course.take(number, payloads[number])
+    messages, staging, places = course.messages, course.staging, course.places(keep=True)
+    for number in _arrivals(course, channel, places):
+        course.take(number, places[number])
 
     def commit(target: Buffers) -> None:
         copies = staging.views.prepare(messages, target)
-        for number, payload in enumerate(payloads):
+        for number, payload in enumerate(places):
             copies.scatter(number, payload)
 
     return staging.nbytes, commit
@@ -281,28 +265,45 @@ def _receive_and_keep(course: _Course, channel: LendingReceiveChannel) -> tuple[
             copies.scatter(number, loan.payload)
             loan.release()
 
-    return sum(loan.payload.numel() for loan in loans), commit
+    return sum(loan.payload.nbytes for loan in loans), commit
 
 
 def _receive_lent(course: _Course, channel: LendingReceiveChannel) -> int:
     """Write straight from the transport's memory; returns the bytes of it that were used."""
-    used: dict[int, int] = {}
+    used = _Used()
     for number, message in enumerate(course.messages):
         course.at = message
         loan = channel.borrow(message.peer, message.tag, message.nbytes)
         payload = loan.payload
         course.take(number, payload)
         course.copies.scatter(number, payload)
-        used[payload.data_ptr()] = max(used.get(payload.data_ptr(), 0), payload.numel())
+        used.note(payload)
         loan.release()
-    return sum(used.values())
+    return used.nbytes
+
+
+class _Used:
+    """Counts the transport's memory that messages lay in."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}
+
+    def note(self, payload: Payload) -> None:
+        """A message lies there."""
+        where = payload.tensor.data_ptr()
+        self._ends[where] = max(self._ends.get(where, 0), payload.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The largest that each place has held, together."""
+        return sum(self._ends.values())
 
 
 def _checksums(course: _Course, channel: ReceiveChannel, peer: int) -> torch.Tensor:
     """Those of a peer, as it sent them."""
     course.at = peer
     sent = torch.empty(seal_bytes(len(course.digests(peer))), dtype=torch.uint8, device=course.copies.device)
-    channel.receive(peer, LAST_TAG, sent).wait()
+    channel.receive(peer, LAST_TAG, Payload(sent)).wait()
     return sent
 
 

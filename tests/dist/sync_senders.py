@@ -21,6 +21,7 @@ from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights
 from hybridflow.rendezvous import client_store
 from hybridflow.reshard.layout import ParallelShape, rank_tensors
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.session import Order
 from hybridflow.reshard.transports import open_sender
 from hybridflow.reshard.transports.base import Endpoint, Work
@@ -47,11 +48,11 @@ class FaultyChannel:
     def __init__(self, inner: Any, fault: dict[str, Any], store: Any, rank: int) -> None:
         self.inner, self.fault, self.store, self.rank, self.count = inner, fault, store, rank, 0
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
         if self.count == self.fault["at"]:
             if self.fault["do"] == "corrupt":
-                payload = payload.clone()  # it may be the parameter itself
-                payload[3] ^= 64
+                payload = Payload(payload.tensor.clone())  # it may be the parameter itself
+                payload.tensor[3] ^= 64
             elif self.fault["do"] == "sleep":
                 time.sleep(self.fault["seconds"])
             elif self.fault["do"] == "hold":

@@ -20,6 +20,7 @@ from hybridflow.models import family_of
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout
 from hybridflow.reshard.messages import Messages
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.reshard.staging import ReceiveStaging, SendStaging, largest_message
@@ -218,12 +219,12 @@ class Meddler:
     def __init__(self, channel: Any, at: int, deed: str) -> None:
         self.channel, self.at, self.deed, self.count = channel, at, deed, 0
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Any:
+    def send(self, peer: int, tag: int, payload: Payload) -> Any:
         self.count += 1
         if self.count == self.at:
             if self.deed == "flip":
-                payload = payload.clone()  # it may be the parameter itself
-                payload[payload.numel() // 2] ^= 1
+                payload = Payload(payload.tensor.clone())  # it may be the parameter itself
+                payload.tensor[payload.nbytes // 2] ^= 1
             elif self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.deed == "stall":
@@ -237,10 +238,10 @@ class MeddlingReceiver:
     def __init__(self, channel: Any, at: int, deed: str) -> None:
         self.channel, self.meddler = channel, Meddler(self, at, deed)
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Any:
+    def send(self, peer: int, tag: int, payload: Payload) -> Any:
         return self.channel.receive(peer, tag, payload)
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Any:
+    def receive(self, peer: int, tag: int, into: Payload) -> Any:
         return self.meddler.send(peer, tag, into)
 
 

@@ -15,6 +15,7 @@ from hybridflow.models.layout import Coordinates
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
 from hybridflow.reshard.messages import Item, Messages
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 
@@ -71,13 +72,13 @@ class Post:
     def __init__(self, mail: Mail, rank: int) -> None:
         self.mail, self.rank = mail, rank
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Post:
+    def send(self, peer: int, tag: int, payload: Payload) -> Post:
         assert (self.rank, peer, tag) not in self.mail
-        self.mail[self.rank, peer, tag] = payload.clone()
+        self.mail[self.rank, peer, tag] = payload.tensor.clone()
         return self
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Post:
-        into.copy_(self.mail.pop((peer, self.rank, tag)))
+    def receive(self, peer: int, tag: int, into: Payload) -> Post:
+        into.tensor.copy_(self.mail.pop((peer, self.rank, tag)))
         return self
 
     def wait(self) -> None:

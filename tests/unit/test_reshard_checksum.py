@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from hybridflow.reshard import checksum
 from hybridflow.reshard.checksum import DIGEST_BYTES, Digest, device_digest, first_difference, joined, message_key, seeds_of
+from hybridflow.reshard.payload import Payload
 
 
 def digest_of_host(body: torch.Tensor, seed: int) -> int:
-    return int(joined([checksum.digest(body, seed)], body.device).view(torch.int64))
+    return int(joined([checksum.digest(Payload(body), seed)], body.device).view(torch.int64))
 
 
 def digest_of_device(body: torch.Tensor, seed: int) -> int:
@@ -58,7 +59,7 @@ def test_the_first_message_that_is_another_is_named() -> None:
     keys = [message_key(0, 0, place) for place in range(4)]
 
     def taken(sync: int, order: tuple[int, ...]) -> list[Digest]:
-        return [checksum.digest(bodies[number], seed) for number, seed in zip(order, seeds_of(keys, sync), strict=True)]
+        return [checksum.digest(Payload(bodies[number]), seed) for number, seed in zip(order, seeds_of(keys, sync), strict=True)]
 
     sent = joined(taken(1, (0, 1, 2, 3)), torch.device("cpu"))
     assert sent.numel() == DIGEST_BYTES * 4

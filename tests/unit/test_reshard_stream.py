@@ -13,6 +13,7 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
 from hybridflow.reshard.messages import Item, Message, Messages
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slice_views import Copies
 from hybridflow.reshard.staging import ReceiveStaging, SendStaging
@@ -73,10 +74,10 @@ def test_neighbouring_slices_are_copied_as_one_and_others_are_not() -> None:
     for items, pieces in ((rows, 1), (columns, 2)):
         message = Message(0, 0, 0, 4 * sum(int(np.prod(i.size)) for i in items), items)
         copies = Copies([message], live)
-        payload = torch.zeros(message.nbytes, dtype=torch.uint8)
+        payload = Payload(torch.zeros(message.nbytes, dtype=torch.uint8))
         copies.pack(0, payload)
         parts = [live["a"][tuple(slice(s, s + n) for s, n in zip(i.start, i.size, strict=True))].reshape(-1) for i in items]
-        assert torch.equal(payload.view(torch.float32), torch.cat(parts))
+        assert torch.equal(payload.tensor.view(torch.float32), torch.cat(parts))
         assert len(copies._local[0]) == pieces
 
 
@@ -89,7 +90,7 @@ def test_a_contiguous_slice_is_sent_from_its_buffer_and_received_in_it() -> None
         whole = copies.whole(0)
         assert (whole is not None) == is_whole
         if whole is not None:
-            assert whole.data_ptr() == live["a"][1:].data_ptr() and whole.numel() == message.nbytes
+            assert whole.tensor.data_ptr() == live["a"][1:].data_ptr() and whole.nbytes == message.nbytes
             mail: cases.Mail = {}
             send_stream([message], live, cases.Post(mail, 0), sending := SendStaging(0))
             into = {"a": torch.zeros(4, 6)}

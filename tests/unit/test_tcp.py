@@ -14,6 +14,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.rendezvous import client_store, master_store
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports import open_receiver, open_sender
 from hybridflow.reshard.transports.base import Endpoint
 from hybridflow.reshard.transports.tcp import Connections
@@ -38,14 +39,19 @@ def pair(store: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]
         end.abort()
 
 
-def payloads(*sizes: int) -> list[torch.Tensor]:
-    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)) for size in sizes]
+def payloads(*sizes: int) -> list[Payload]:
+    made = [torch.Generator().manual_seed(size) for size in sizes]
+    return [Payload(torch.randint(0, 256, (n,), dtype=torch.uint8, generator=g)) for n, g in zip(sizes, made, strict=True)]
+
+
+def zeros(size: int) -> Payload:
+    return Payload(torch.zeros(size, dtype=torch.uint8))
 
 
 def test_messages_of_any_size_arrive_in_order_and_are_acknowledged(pair: tuple[Any, Any]) -> None:
     sender, receiver = pair
     sent = payloads(1, 7_000_000, 3, 1 << 16)
-    got = [torch.zeros_like(payload) for payload in sent]
+    got = [zeros(payload.nbytes) for payload in sent]
 
     def send() -> None:
         for work in [sender.send(0, tag, payload) for tag, payload in enumerate(sent)]:
@@ -58,7 +64,7 @@ def test_messages_of_any_size_arrive_in_order_and_are_acknowledged(pair: tuple[A
         work.wait()
     thread.join(20)
     assert not thread.is_alive()
-    assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(sent, got, strict=True))
 
 
 def test_another_message_than_the_plan_says_is_an_error(pair: tuple[Any, Any]) -> None:
@@ -67,7 +73,7 @@ def test_another_message_than_the_plan_says_is_an_error(pair: tuple[Any, Any]) -
     with pytest.raises(
         WeightSyncError, match=r"message and bytes \[4, 10\] were expected, \[5, 10\] came; the two sides have different plans"
     ):
-        receiver.receive(0, 4, torch.zeros(10, dtype=torch.uint8)).wait()
+        receiver.receive(0, 4, zeros(10)).wait()
 
 
 def test_a_peer_that_leaves_and_one_that_does_nothing_are_told_apart(pair: tuple[Any, Any]) -> None:
@@ -87,7 +93,7 @@ def test_giving_up_wakes_another_thread_that_waits(pair: tuple[Connections, Conn
     _, receiver = pair
     threading.Timer(0.3, receiver.abort).start()
     with pytest.raises(WeightSyncError, match="the session was given up meanwhile"):
-        receiver.receive(0, 1, torch.zeros(10, dtype=torch.uint8)).wait()
+        receiver.receive(0, 1, zeros(10)).wait()
 
 
 def test_strangers_are_shown_the_door(store: Any) -> None:
@@ -104,10 +110,10 @@ def test_strangers_are_shown_the_door(store: Any) -> None:
         strangers[1].sendall(bytes(40))
         sender = pool.submit(open_sender, endpoint, 0)
         ends = sender.result(30), receiver.result(30)
-    payload, into = payloads(50)[0], torch.zeros(50, dtype=torch.uint8)
+    payload, into = payloads(50)[0], zeros(50)
     ends[0].send(0, 1, payload)
     ends[1].receive(0, 1, into).wait()
-    assert torch.equal(payload, into) and strangers[1].recv(1) == b"", "the stranger's connection was closed"
+    assert torch.equal(payload.tensor, into.tensor) and strangers[1].recv(1) == b"", "the stranger's connection was closed"
     for end in ends:
         end.close()
     strangers[1].close()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
+from hybridflow.reshard.payload import Payload
 
 # of the last message to a peer in a sync, which carries the checksums of the others; a bucket's number is smaller than 2^19
 LAST_TAG = (1 << 31) - 1
@@ -76,8 +76,8 @@ DONE = _Done()  # the work of a payload that may be used again at once
 class SendChannel(Protocol):
     """A trainer rank's end of a session. Messages to one peer arrive in the order in which they were sent."""
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
-        """Start sending `payload` (uint8 `[n]`, contiguous) to engine rank `peer`; it stays untouched until `wait`.
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """Start sending `payload` to engine rank `peer`; it stays untouched until `wait`.
 
         `wait` of a message with `LAST_TAG` returns when the peer has it, of others perhaps before.
         """
@@ -95,8 +95,8 @@ class SendChannel(Protocol):
 class ReceiveChannel(Protocol):
     """An engine rank's end."""
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
-        """Start receiving from trainer rank `peer` into `into` (uint8 `[n]`, contiguous), which belongs to the transport until `wait`."""
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """Start receiving from trainer rank `peer` into `into`, which belongs to the transport until `wait`."""
         ...
 
     def close(self) -> None:
@@ -116,8 +116,10 @@ class LendingSendChannel(SendChannel, Protocol):
         """Begin with the first slot. Both ends call it before a sync, so that a message comes to lie in the same place in all of them."""
         ...
 
-    def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
-        """Memory (uint8 `[nbytes]`) for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
+    def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
+        """Memory for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
+
+        The same object in every sync, as far as `rewind` is called.
 
         Raises:
             WeightSyncError: as `Work.wait`.
@@ -129,8 +131,8 @@ class Loan(Protocol):
     """A message that can be read where it arrived."""
 
     @property
-    def payload(self) -> torch.Tensor:
-        """uint8 `[n]`, valid until `release`."""
+    def payload(self) -> Payload:
+        """Valid until `release`; the same object in every sync, as far as `rewind` is called."""
         ...
 
     def release(self) -> None:

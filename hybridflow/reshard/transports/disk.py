@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.reshard.host_memory import bytes_of
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.meeting import PeerWatch, Seat, meet, refuse_device
 
@@ -46,20 +46,20 @@ class Files:
         self._counts = dict.fromkeys(seat.peers, 0)
         self._is_open = True
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """See `SendChannel.send`. Done when the receiver has removed the file: the folder holds what is under way, no more."""
         path = self._next(peer, tag)
         part = path.with_suffix(".part")
         try:
             with part.open("wb") as file:
-                file.write(bytes_of(payload))
+                file.write(payload.memory)
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise self.seat.failure(peer, tag, f"{path} cannot be written ({error}); make room or choose another folder") from error
         return _Sent(self, peer, tag, path)
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """See `ReceiveChannel.receive`."""
         return _Reading(self, peer, tag, self._next(peer, tag), into)
 
@@ -111,18 +111,18 @@ class _Sent:
 class _Reading(_Sent):
     """A file that the peer is to write."""
 
-    def __init__(self, files: Files, peer: int, tag: int, path: Path, into: torch.Tensor) -> None:
+    def __init__(self, files: Files, peer: int, tag: int, path: Path, into: Payload) -> None:
         super().__init__(files, peer, tag, path)
         self._into = into
 
     def wait(self) -> None:
         self._until(exists=True)
         size = self._path.stat().st_size
-        if size != self._into.numel():
-            what = f"{self._into.numel()} bytes were expected, {self._path} has {size}; the two sides have different plans"
+        if size != self._into.nbytes:
+            what = f"{self._into.nbytes} bytes were expected, {self._path} has {size}; the two sides have different plans"
             raise self._files.seat.failure(self._peer, self._tag, what)
         with self._path.open("rb", buffering=0) as file:
-            view, got = bytes_of(self._into), 0
+            view, got = self._into.memory, 0
             while got < size:
                 got += os.readv(file.fileno(), [view[got:]])
         with suppress(FileNotFoundError):

@@ -13,6 +13,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.platform import Platform
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet
 
@@ -44,19 +45,19 @@ class PeerToPeer:
         except RuntimeError as error:
             raise self._unopened(error) from error
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """See `SendChannel.send`."""
         return self._start("send", peer, tag, payload)
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """See `ReceiveChannel.receive`."""
         return self._start("recv", peer, tag, into)
 
-    def _start(self, method: str, peer: int, tag: int, tensor: torch.Tensor) -> Work:
+    def _start(self, method: str, peer: int, tag: int, payload: Payload) -> Work:
         if self._group is None:
             raise self.seat.failure(peer, tag, "the session was given up before")
         try:
-            return _Transfer(self, peer, tag, getattr(self._group, method)([tensor], self._place[peer], tag))
+            return _Transfer(self, peer, tag, getattr(self._group, method)([payload.tensor], self._place[peer], tag))
         except RuntimeError as error:
             raise self.peers.lost(peer, tag, _first_line(error)) from error
 

@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports.base import DONE, Endpoint, Work
 from hybridflow.reshard.transports.bell import Bell, make_pipes, open_pipes
 from hybridflow.reshard.transports.meeting import Meeting, PeerWatch, Seat, meet, refuse_device
@@ -52,17 +53,25 @@ class _Segment:
         header = header_bytes(seat.endpoint)
         self._header = memory[:header].view(torch.int64).numpy()
         self._slots = [memory[header + n * self._slot_bytes :][: self._slot_bytes] for n in range(seat.endpoint.slots)]
+        self._payloads: dict[tuple[int, int], Payload] = {}
         self._mine, self._theirs = (_SENDER_LEFT, _RECEIVER_LEFT) if seat.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
         self.count = 0  # messages that this side has written or begun to read
         self._before = 0  # the count at the last rewind
 
-    def free_slot(self, tag: int, nbytes: int) -> torch.Tensor:
+    def _slot(self, nbytes: int) -> Payload:
+        """So much of the slot whose turn it is."""
+        place = (self.count % len(self._slots), nbytes)
+        if place not in self._payloads:
+            self._payloads[place] = Payload(self._slots[place[0]][:nbytes])
+        return self._payloads[place]
+
+    def free_slot(self, tag: int, nbytes: int) -> Payload:
         """Where the next message goes, once the receiver has taken what lay there."""
         if nbytes > self._slot_bytes:
             what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
             raise self._seat.failure(self._peer, tag, what)
         self._wait(tag, lambda: int(self._header[_TAKEN]) >= max(self._before, self.count - len(self._slots) + 1))
-        return self._slots[self.count % len(self._slots)][:nbytes]
+        return self._slot(nbytes)
 
     def publish(self, tag: int, nbytes: int) -> None:
         """Show the message in `free_slot` to the receiver."""
@@ -72,7 +81,7 @@ class _Segment:
         self._header[_WRITTEN] = self.count
         self._bell.ring()
 
-    def message(self, tag: int, nbytes: int) -> torch.Tensor:
+    def message(self, tag: int, nbytes: int) -> Payload:
         """The next message, once it is there."""
         self._wait(tag, lambda: int(self._header[_WRITTEN]) > self.count)
         label = _LABELS + 2 * (self.count % len(self._slots))
@@ -80,7 +89,7 @@ class _Segment:
         if found != (tag, nbytes):
             what = f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the two sides have different plans"
             raise self._seat.failure(self._peer, tag, what)
-        slot = self._slots[self.count % len(self._slots)][:nbytes]
+        slot = self._slot(nbytes)
         self.count += 1
         return slot
 
@@ -145,17 +154,17 @@ class Sender:
         for segment in self._segments.values():
             segment.rewind()
 
-    def lend(self, peer: int, tag: int, nbytes: int) -> torch.Tensor:
+    def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """See `LendingSendChannel.lend`."""
         return _segment(self._segments, self.seat, peer, tag).free_slot(tag, nbytes)
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """See `SendChannel.send`. Returns when the payload lies in a slot."""
         segment = _segment(self._segments, self.seat, peer, tag)
-        slot = segment.free_slot(tag, payload.numel())
-        if slot.data_ptr() != payload.data_ptr():
-            slot.copy_(payload)
-        segment.publish(tag, payload.numel())
+        slot = segment.free_slot(tag, payload.nbytes)
+        if slot is not payload:
+            slot.tensor.copy_(payload.tensor)
+        segment.publish(tag, payload.nbytes)
         return DONE
 
     def close(self) -> None:
@@ -193,7 +202,7 @@ class Receiver:
                 raise seat.failure(peer, 0, what) from error
         meeting.store.set(f"mapped/{seat.rank}", "")
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """See `ReceiveChannel.receive`. The copy is made by `wait`."""
         arrival = _Arrival(self, _segment(self._segments, self.seat, peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
@@ -235,7 +244,7 @@ class Receiver:
 class SlotLoan:
     """See `Loan`."""
 
-    def __init__(self, payload: torch.Tensor, segment: _Segment) -> None:
+    def __init__(self, payload: Payload, segment: _Segment) -> None:
         self.payload = payload
         self._segment = segment
 
@@ -245,7 +254,7 @@ class SlotLoan:
 
 
 class _Arrival:
-    def __init__(self, receiver: Receiver, segment: _Segment, peer: int, tag: int, into: torch.Tensor) -> None:
+    def __init__(self, receiver: Receiver, segment: _Segment, peer: int, tag: int, into: Payload) -> None:
         self.peer, self.is_done = peer, False
         self._receiver, self._segment, self._tag, self._into = receiver, segment, tag, into
 
@@ -253,7 +262,7 @@ class _Arrival:
         self._receiver.take_up_to(self)
 
     def copy(self) -> None:
-        self._into.copy_(self._segment.message(self._tag, self._into.numel()))
+        self._into.tensor.copy_(self._segment.message(self._tag, self._into.nbytes).tensor)
         self._segment.take()
         self.is_done = True
 

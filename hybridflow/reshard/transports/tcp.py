@@ -16,12 +16,14 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import NoReturn
 
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.reshard.host_memory import bytes_of
+from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports.base import DONE, LAST_TAG, Endpoint, Work
 from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet, refuse_device
 
@@ -63,82 +65,80 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connec
         return Connections(seat, meeting, _accept_all(seat, listener, key, deadline))
 
 
+class _Link:
+    """The connection with one peer."""
+
+    __slots__ = ("count", "header", "pending", "socket")
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self.socket = connection
+        self.pending: deque[_Transfer] = deque()  # what is to be read, in order
+        self.count = 0  # messages that were sent or asked for
+        self.header = bytearray(_HEADER.size)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
+        connection.settimeout(None)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, direction, _timeval(timeout_s))
+
+
 class Connections:
-    """Either end."""
+    """Either end. As few calls as can be for a message: beside a megabyte of it in the cache, each of them comes from memory."""
 
-    def __init__(self, seat: Seat, meeting: Meeting, links: dict[int, socket.socket]) -> None:
+    def __init__(self, seat: Seat, meeting: Meeting, connections: dict[int, socket.socket]) -> None:
         self.seat, self.peers = seat, Peers(seat, meeting)
-        self._links = links
-        self._pending: dict[int, deque[_Sent | _Arrival]] = {peer: deque() for peer in links}  # in order
-        self._counts = dict.fromkeys(links, 0)
-        for link in links.values():
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
-            link.settimeout(None)
-            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                link.setsockopt(socket.SOL_SOCKET, direction, _timeval(seat.endpoint.timeout_s))
+        self._links = {peer: _Link(connection, seat.endpoint.timeout_s) for peer, connection in connections.items()}
 
-    def send(self, peer: int, tag: int, payload: torch.Tensor) -> Work:
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """See `SendChannel.send`."""
-        self._write(peer, tag, _HEADER.pack(tag, payload.numel()), bytes_of(payload))
-        if not self._is_acknowledged(peer, tag):
+        link = self._links.get(peer) or self._no_link(peer, tag)
+        self._write(link, peer, tag, (_HEADER.pack(tag, payload.nbytes), payload.memory), _HEADER.size + payload.nbytes)
+        if not self._is_acknowledged(link, tag):
             return DONE  # the kernel has all of it
-        sent = _Sent(self, peer, tag)
-        self._pending[peer].append(sent)
+        sent = _Sent(self, link, peer, tag)
+        link.pending.append(sent)
         return sent
 
-    def receive(self, peer: int, tag: int, into: torch.Tensor) -> Work:
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """See `ReceiveChannel.receive`. What has not come by then is read by `wait`."""
-        self.link(peer, tag)
-        arrival = _Arrival(self, peer, tag, into, self._is_acknowledged(peer, tag))
-        self._pending[peer].append(arrival)
+        link = self._links.get(peer) or self._no_link(peer, tag)
+        arrival = _Arrival(self, link, peer, tag, into, self._is_acknowledged(link, tag))
+        link.pending.append(arrival)
         return arrival
 
-    def acknowledge(self, peer: int, tag: int) -> None:
+    def acknowledge(self, link: _Link, peer: int, tag: int) -> None:
         """Say that a message has been read."""
-        self._write(peer, tag, _TAKEN.pack(tag))
+        self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
-    def _is_acknowledged(self, peer: int, tag: int) -> bool:
+    def _is_acknowledged(self, link: _Link, tag: int) -> bool:
         """Of the next message; both ends count alike."""
-        self._counts[peer] += 1
-        return self._counts[peer] % self.seat.endpoint.slots == 1 or tag == LAST_TAG
+        link.count += 1
+        return link.count % self.seat.endpoint.slots == 1 or tag == LAST_TAG
 
-    def _write(self, peer: int, tag: int, *parts: bytes | memoryview) -> None:
-        link = self.link(peer, tag)
+    def _write(self, link: _Link, peer: int, tag: int, parts: Sequence[bytes | memoryview], size: int) -> None:
         try:
-            count = link.sendmsg(parts)
-            if count < sum(map(len, parts)):  # a signal came
-                link.sendall(b"".join(parts)[count:])
+            count = link.socket.sendmsg(parts)
+            if count < size:  # a signal came
+                link.socket.sendall(b"".join(parts)[count:])
         except OSError as error:
-            raise self.problem(peer, tag, error) from error
+            raise self._problem(peer, tag, error) from error
 
-    def finish(self, work: _Sent | _Arrival) -> None:
-        """Read what a peer still owes for transfers before this one, and then for this."""
-        pending = self._pending[work.peer]
-        while not work.is_done:
-            pending[0].read()
-            pending.popleft()
-
-    def read(self, peer: int, tag: int, into: bytearray | memoryview) -> None:
+    def read(self, link: _Link, peer: int, tag: int, into: bytearray | memoryview, size: int) -> None:
         """Read just so many bytes."""
-        link, size = self.link(peer, tag), len(into)
         try:
-            count = link.recv_into(into, size, socket.MSG_WAITALL)
+            count = link.socket.recv_into(into, size, socket.MSG_WAITALL)
             while 0 < count < size:  # a signal came
-                more = link.recv_into(memoryview(into)[count:], 0, socket.MSG_WAITALL)
+                more = link.socket.recv_into(memoryview(into)[count:], 0, socket.MSG_WAITALL)
                 count = count + more if more else 0
         except OSError as error:
-            raise self.problem(peer, tag, error) from error
+            raise self._problem(peer, tag, error) from error
         if not count and size:
-            raise self.problem(peer, tag, ConnectionResetError("it has closed the connection"))
+            raise self._problem(peer, tag, ConnectionResetError("it has closed the connection"))
 
-    def link(self, peer: int, tag: int) -> socket.socket:
-        """The connection with a peer."""
-        if peer not in self._links:
-            raise self.seat.failure(peer, tag, "the session was given up before, or has no such rank")
-        return self._links[peer]
+    def _no_link(self, peer: int, tag: int) -> NoReturn:
+        raise self.seat.failure(peer, tag, "the session was given up before, or has no such rank")
 
-    def problem(self, peer: int, tag: int, error: OSError) -> WeightSyncError:
+    def _problem(self, peer: int, tag: int, error: OSError) -> WeightSyncError:
         """The error for a connection that broke or stands still."""
         if peer not in self._links:
             return self.seat.failure(peer, tag, "the session was given up meanwhile")
@@ -150,7 +150,7 @@ class Connections:
         """See `SendChannel.close`. What was sent still arrives."""
         links, self._links = self._links, {}
         for link in links.values():
-            link.close()
+            link.socket.close()
         self.peers.forget()
 
     def abort(self) -> None:
@@ -158,51 +158,62 @@ class Connections:
         links, self._links = self._links, {}
         for link in links.values():
             with suppress(OSError):  # it may be broken already
-                link.shutdown(socket.SHUT_RDWR)  # wakes another thread that waits for it, which closing does not
-            link.close()
+                link.socket.shutdown(socket.SHUT_RDWR)  # wakes another thread that waits for it, which closing does not
+            link.socket.close()
         self.peers.forget()
 
 
 class _Transfer:
-    def __init__(self, channel: Connections, peer: int, tag: int) -> None:
-        self.channel, self.peer, self.tag, self.is_done = channel, peer, tag, False
+    """Something that is still to be read from a peer."""
 
-    def expect(self, form: struct.Struct, *wanted: int) -> None:
-        """Read a header that must have these numbers."""
-        header = bytearray(form.size)
-        self.channel.read(self.peer, self.tag, header)
-        if (found := form.unpack(header)) != wanted:
-            what = f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different plans"
-            raise self.channel.seat.failure(self.peer, self.tag, what)
+    __slots__ = ("channel", "is_done", "link", "peer", "tag")
+
+    def __init__(self, channel: Connections, link: _Link, peer: int, tag: int) -> None:
+        self.channel, self.link, self.peer, self.tag, self.is_done = channel, link, peer, tag, False
+
+    def wait(self) -> None:
+        """See `Work.wait`. Reads what the peer still owes for transfers before this one, and then for this."""
+        pending = self.link.pending
+        while not self.is_done:
+            pending[0].read()
+            pending.popleft()
+
+    def read(self) -> None:
+        """Read what is owed for this."""
+        raise NotImplementedError
 
 
 class _Sent(_Transfer):
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self.channel.finish(self)
+    __slots__ = ()
 
     def read(self) -> None:
         """That it was taken."""
-        self.expect(_TAKEN, self.tag)
+        said = bytearray(_TAKEN.size)
+        self.channel.read(self.link, self.peer, self.tag, said, _TAKEN.size)
+        if said != _TAKEN.pack(self.tag):
+            what = f"message {self.tag} was to be acknowledged, {_TAKEN.unpack(said)[0]} was; the two sides have different plans"
+            raise self.channel.seat.failure(self.peer, self.tag, what)
         self.is_done = True
 
 
 class _Arrival(_Transfer):
-    def __init__(self, channel: Connections, peer: int, tag: int, into: torch.Tensor, is_acknowledged: bool) -> None:
-        super().__init__(channel, peer, tag)
-        self._into, self._is_acknowledged = into, is_acknowledged
+    __slots__ = ("_into", "_is_acknowledged")
 
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        self.channel.finish(self)
+    def __init__(self, channel: Connections, link: _Link, peer: int, tag: int, into: Payload, is_acknowledged: bool) -> None:
+        super().__init__(channel, link, peer, tag)
+        self._into, self._is_acknowledged = into, is_acknowledged
 
     def read(self) -> None:
         """Header and payload."""
-        channel = self.channel
-        self.expect(_HEADER, self.tag, self._into.numel())
-        channel.read(self.peer, self.tag, bytes_of(self._into))
+        channel, link, into = self.channel, self.link, self._into
+        channel.read(link, self.peer, self.tag, link.header, _HEADER.size)
+        if link.header != _HEADER.pack(self.tag, into.nbytes):
+            wanted, found = [self.tag, into.nbytes], list(_HEADER.unpack(link.header))
+            what = f"message and bytes {wanted} were expected, {found} came; the two sides have different plans"
+            raise channel.seat.failure(self.peer, self.tag, what)
+        channel.read(link, self.peer, self.tag, into.memory, into.nbytes)
         if self._is_acknowledged:
-            channel.acknowledge(self.peer, self.tag)
+            channel.acknowledge(link, self.peer, self.tag)
         self.is_done = True
 
 
