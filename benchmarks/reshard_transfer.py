@@ -21,7 +21,7 @@ from support import peer
 from support.pool import Pool, free_port
 from support.report import Figure, faster, interleaved, median, write
 
-ROUNDS = 5
+ROUNDS = 9
 MIB = 1 << 20
 PART = Platform("cpu").cache_bytes
 WIRES = {"p2p": "over gloo", "tcp": "over tcp"}  # transports of ours between any two hosts
@@ -31,17 +31,27 @@ MOE: dict[str, Any] = {
     "vocab_size": 32000, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
     "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 128,
 }  # fmt: skip
+# two layers as Qwen3-235B-A22B's are (config.json of Qwen/Qwen3-235B-A22B), with 10 of their 128 experts
+LAYERS = MOE | {
+    "num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 10,
+    "moe_intermediate_size": 1536, "intermediate_size": 12288, "vocab_size": 4096,
+}  # fmt: skip
+MODELS = {"Qwen3-235B-A22B's layers": LAYERS, "MoE of small slices": MOE}  # an expert's slices: 6 MiB, 1 MiB
 LARGER = {**MOE, "num_hidden_layers": 15}
-GLOO = {"staging": 16 * MIB, "part": PART, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
+GLOO = {"staging": 80 * MIB, "part": PART, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
 SHM = {"staging": 8 * MIB, "part": PART, "peer_mb": (2048, 512, 64)}
 # verl/workers/config/rollout.py:135, handed on in vllm_rollout.py:235; bucketed_weight_transfer.py:89
 PEER_DEFAULTS = {2048: " (its configuration's default)", 512: " (its class's default)"}
 
 
 def gloo() -> list[Figure]:
-    """Four Megatron ranks (TP2, PP2, EP2) to one engine of two."""
+    """Four Megatron ranks (TP2, PP2, EP2) to one engine of two, each model."""
+    return [figure for name, hf in MODELS.items() for figure in _over_wires(f"{name}, TP2.PP2.EP2 to TP2", hf)]
+
+
+def _over_wires(name: str, hf: dict[str, Any]) -> list[Figure]:
     pool = Pool(
-        6, "support.reshard_ranks:Ranks", hf=MOE, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
+        6, "support.reshard_ranks:Ranks", hf=hf, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
         port=free_port(), dtype="bfloat16", staging=GLOO["staging"], part_bytes=GLOO["part"],
         transports=tuple(WIRES), gather_bytes=GLOO["gather_bytes"],
     )  # fmt: skip
@@ -69,12 +79,12 @@ def gloo() -> list[Figure]:
             pool.run("forget")
             way()
             assert not any(pool.run("check")), "wrong weights arrived"
-        times = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
-        timed = [name for name in sides if name.endswith("in place") or name == "bare"]
-        cpu = {name: median([sum(used) for used in _cpu(pool, sides[name])]) for name in timed}
+        times = {side: median(seconds) for side, seconds in interleaved(sides, ROUNDS).items()}
+        timed = [side for side in sides if side.endswith("in place") or side == "bare"]
+        cpu = {side: median([sum(used) for used in _cpu(pool, sides[side])]) for side in timed}
     finally:
         pool.stop()
-    return _wire_figures(stats, times, {transport: median(seconds) for transport, seconds in commits.items()}, cpu)
+    return _wire_figures(name, stats, times, {transport: median(seconds) for transport, seconds in commits.items()}, cpu)
 
 
 def _cpu(pool: Pool, side: Callable[[], Any]) -> list[list[float]]:
@@ -91,8 +101,10 @@ def _processor(name: str, ours: float, limit: float) -> Figure:
     return Figure(f"{name}, processor time", ours, "s", limit=limit, share=limit / ours)
 
 
-def _wire_figures(stats: list[dict[str, Any]], times: dict[str, float], commits: dict[str, float], cpu: dict[str, float]) -> list[Figure]:
-    name, total = "MoE TP2.PP2.EP2 to TP2", sum(rank["payload_bytes"] for rank in stats[4:])
+def _wire_figures(
+    name: str, stats: list[dict[str, Any]], times: dict[str, float], commits: dict[str, float], cpu: dict[str, float]
+) -> list[Figure]:
+    total = sum(rank["payload_bytes"] for rank in stats[4:])
     bare, cached = (total / times[side] / 1e9 for side in ("bare", "bare, cached"))
     figures = [Figure(f"{name}: bytes", total, "bytes")]
     for transport, wire in WIRES.items():
@@ -156,7 +168,7 @@ def main() -> None:
         for figure in figures:
             print(f"{figure.metric:<66} {figure.value:.4g} {figure.unit}  ratio {figure.ratio}  share {figure.share}")
         return
-    write("reshard_transfer", figures, {"model": MOE, "larger": LARGER["num_hidden_layers"], "gloo": GLOO, "shared_memory": SHM})
+    write("reshard_transfer", figures, {"models": MODELS, "larger": LARGER["num_hidden_layers"], "gloo": GLOO, "shared_memory": SHM})
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class Platform:
         return "nccl" if self.kind == "cuda" else "gloo"
 
     @property
+    def weight_transport(self) -> str:
+        """Of `reshard.transports`: what carries weights between ranks of any two hosts fastest."""
+        return "p2p" if self.kind == "cuda" else "tcp"
+
+    @property
     def ray_resource(self) -> str:
         """Resource a worker process occupies in a Ray placement group."""
         return "GPU" if self.kind == "cuda" else "CPU"

@@ -232,7 +232,7 @@ class SamplingConfig:
 class SyncConfig:
     """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one transaction an engine."""
 
-    transport: str = "auto"  # auto | p2p | tcp (no GPUs) | shared_memory (one machine, no GPUs) | disk; auto is p2p
+    transport: str = "auto"  # auto (p2p with GPUs, else tcp) | p2p | tcp (no GPUs) | shared_memory (one machine, no GPUs) | disk
     commit: str = "staged"  # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
     pause: str = "retract"  # requests under way: retract (wait, KV cache made anew) | abort (end) | in_place (wait, keep the old KV cache)
     staging_bytes: int = 256 << 20  # memory of a rank for messages under way, shared by the engines it serves

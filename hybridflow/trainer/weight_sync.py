@@ -15,6 +15,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.weight_transaction import answer_deadline, refuse
 from hybridflow.errors import HybridFlowError, WeightSyncError
+from hybridflow.platform import Platform
 from hybridflow.reshard.schedule import PlanFacts
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.reshard.transports.base import Endpoint
@@ -37,6 +38,7 @@ class SliceSync:
         self._sessions = [0] * config.rollout.num_engines
         self._lives = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
+        self._any_hosts = Platform.detect().weight_transport
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -149,7 +151,8 @@ class SliceSync:
         return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))
 
     def _transport(self) -> str:
-        return "p2p" if self.sync_config.transport == "auto" else self.sync_config.transport
+        wanted = self.sync_config.transport
+        return self._any_hosts if wanted == "auto" else wanted
 
 
 def _name(number: int) -> str:

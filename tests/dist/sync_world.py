@@ -40,7 +40,7 @@ from tests.dist.sync_senders import tensors_of
 
 HOST = "127.0.0.1"
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
-SYNC = SyncConfig(transport="p2p", staging_bytes=512 << 10, timeout_s=4.0, max_retries=0)
+SYNC = SyncConfig(transport="tcp", staging_bytes=512 << 10, timeout_s=4.0, max_retries=0)
 
 
 class Threads:

@@ -137,7 +137,15 @@ def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"commit": "in_place"}, {"transport": "shared_memory"}, {"transport": "disk"}, {"pause": "abort"}, {"pause": "in_place"}]
+    "settings",
+    [
+        {"transport": "p2p"},
+        {"commit": "in_place"},
+        {"transport": "shared_memory"},
+        {"transport": "disk"},
+        {"pause": "abort"},
+        {"pause": "in_place"},
+    ],
 )
 def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -> None:
     world.configure(**settings)
@@ -350,7 +358,7 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
         why = world.engines.stale[number]
         # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the deadline
         named = r"engine-\d rank (\d): .*engine rank \1, "
-        named += r"message \d+ with trainer rank 1 over p2p: the peer is gone: its process has ended "
+        named += rf"message \d+ with trainer rank 1 over {SYNC.transport}: the peer is gone: its process has ended "
         named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \d+, \S*weight\S* and what follows it\)"
         assert re.search(named, "".join(why.split(";")[:2])), why
         assert "trainer rank 0 over p2p: the peer is gone" not in why.split("what this rank saw of it")[0], why

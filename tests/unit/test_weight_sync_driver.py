@@ -10,6 +10,7 @@ import pytest
 from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
 from hybridflow.engines.keeper import EngineState
 from hybridflow.errors import WeightSyncError, WorkerError
+from hybridflow.platform import Platform
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts
 from hybridflow.reshard.session import Order, Outcome
 from hybridflow.trainer.weight_sync import SliceSync
@@ -97,6 +98,7 @@ def test_all_well() -> None:
     assert [order.endpoint.receivers for order in first] == [(0,), (1, 2)]
     assert [order.endpoint.message_bytes for order in first] == [50, 60]
     assert [order.endpoint.slots for order in first] == [8, 8]
+    assert [order.endpoint.transport for order in first] == [Platform.detect().weight_transport] * 2
     assert [order.endpoint.session for order in first] == [order.endpoint.session for order in second]  # sessions last
     assert first[0].attempt != second[0].attempt and second[0].version == 4 and first[0].plan == FACTS.digest
 

@@ -22,7 +22,7 @@ class Endpoint:
     """Where a session meets. Plain data: made by the trainer, read by the engine's ranks.
 
     Attributes:
-        transport: name in `transports.open_sender` / `open_receiver`: "p2p", "shared_memory" or "disk".
+        transport: name in `transports.open_sender` / `open_receiver`: "p2p", "tcp", "shared_memory" or "disk".
         session: unique over the job; a new one after every failure.
         host, port: the store (`rendezvous`) at which both sides meet.
         senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.

@@ -76,6 +76,11 @@ class _Link:
         self.count = 0  # messages that were sent or asked for
         self.header = bytearray(_HEADER.size)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.getpeername()[0] == connection.getsockname()[0]:
+            # Within a host there is nothing to pace: BBR, the default of many machines, spends a fifth of a sync on its timers. Between
+            # hosts the choice is the administrator's.
+            with suppress(OSError):  # a kernel may allow another list
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
         connection.settimeout(None)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
