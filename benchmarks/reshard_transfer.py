@@ -16,14 +16,12 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from hybridflow.platform import Platform
 from support import peer
 from support.pool import Pool, free_port
 from support.report import Figure, faster, interleaved, median, write
 
 ROUNDS = 9
 MIB = 1 << 20
-PART = Platform("cpu").cache_bytes
 WIRES = {"p2p": "over gloo", "tcp": "over tcp"}  # transports of ours between any two hosts
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -38,8 +36,8 @@ LAYERS = MOE | {
 }  # fmt: skip
 MODELS = {"Qwen3-235B-A22B's layers": LAYERS, "MoE of small slices": MOE}  # an expert's slices: 6 MiB, 1 MiB
 LARGER = {**MOE, "num_hidden_layers": 15}
-GLOO = {"staging": 80 * MIB, "part": PART, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
-SHM = {"staging": 8 * MIB, "part": PART, "peer_mb": (2048, 512, 64)}
+GLOO = {"staging": 80 * MIB, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
+SHM = {"staging": 8 * MIB, "peer_mb": (2048, 512, 64)}
 # verl/workers/config/rollout.py:135, handed on in vllm_rollout.py:235; bucketed_weight_transfer.py:89
 PEER_DEFAULTS = {2048: " (its configuration's default)", 512: " (its class's default)"}
 
@@ -52,7 +50,7 @@ def gloo() -> list[Figure]:
 def _over_wires(name: str, hf: dict[str, Any]) -> list[Figure]:
     pool = Pool(
         6, "support.reshard_ranks:Ranks", hf=hf, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
-        port=free_port(), dtype="bfloat16", staging=GLOO["staging"], part_bytes=GLOO["part"],
+        port=free_port(), dtype="bfloat16", staging=GLOO["staging"],
         transports=tuple(WIRES), gather_bytes=GLOO["gather_bytes"],
     )  # fmt: skip
     stats: list[dict[str, Any]] = []
@@ -131,7 +129,7 @@ def shm() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(
             2, "support.bucket_ranks:BucketRanks", folder=folder, hf=LARGER, trainer={"ranks": 1}, engine={"tensor": 1}, port=free_port(),
-            dtype="bfloat16", staging=SHM["staging"], part_bytes=SHM["part"], transports=("shared_memory",), gather_bytes=64 * MIB,
+            dtype="bfloat16", staging=SHM["staging"], transports=("shared_memory",), gather_bytes=64 * MIB,
         )  # fmt: skip
         try:
             pool.run("open", "shm")

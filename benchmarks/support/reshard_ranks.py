@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.models import family_of
+from hybridflow.platform import Platform
 from hybridflow.rendezvous import client_store, master_store
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
@@ -22,7 +23,7 @@ from hybridflow.reshard.plan import plan_stages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.staging import ReceiveStaging, SendStaging, largest_message
 from hybridflow.reshard.stream import receive_stream, send_stream
-from hybridflow.reshard.transports import open_receiver, open_sender
+from hybridflow.reshard.transports import open_receiver, open_sender, part_bytes
 from hybridflow.reshard.transports.base import Endpoint
 from support.gather import gather_stage
 
@@ -34,7 +35,7 @@ class Ranks:
 
     def __init__(
         self, rank: int, hf: dict[str, Any], trainer: dict[str, int], engine: dict[str, int], port: int, dtype: str, staging: int,
-        part_bytes: int, transports: tuple[str, ...], gather_bytes: int,
+        transports: tuple[str, ...], gather_bytes: int,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -49,8 +50,11 @@ class Ranks:
         self.is_trainer = rank < self.trainers
         layout, mine = (self.plan.source, rank) if self.is_trainer else (self.plan.target, self.engine)
         self.live = make_buffers(layout, mine)
-        self.all_messages = Messages(self.plan, part_bytes)
-        self.messages = self.all_messages.outgoing(rank) if self.is_trainer else self.all_messages.incoming(self.engine)
+        # as the trainer decides it (workers/policy.py)
+        self.all_messages = {name: Messages(self.plan, part_bytes(name, Platform("cpu"))) for name in transports}
+        self.messages = {
+            name: every.outgoing(rank) if self.is_trainer else every.incoming(self.engine) for name, every in self.all_messages.items()
+        }
         self.stages = plan_stages(family, shape.coordinates(), gather_bytes, getattr(torch, dtype).itemsize)
         self.dtype = getattr(torch, dtype)
         self.store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
@@ -72,7 +76,7 @@ class Ranks:
                 self.stagings[key] = ReceiveStaging(self.engine, endpoint.slots)
 
     def _endpoint(self, session: str, transport: str, staged: bool) -> Endpoint:
-        arriving = [self.all_messages.incoming(rank) for rank in range(self.engines)]
+        arriving = [self.all_messages[transport].incoming(rank) for rank in range(self.engines)]
         largest = max(largest_message(messages) for messages in arriving)
         # as the trainer decides it (trainer/weight_sync.py)
         slots = min(8, max(2, self.plan.bucket_bytes * 2 // largest))
@@ -83,12 +87,12 @@ class Ranks:
 
     def sync(self, staged: bool, transport: str = "") -> dict[str, Any]:
         """Ours: one sync, over the first transport unless another is named."""
-        key = (transport or self.transports[0], staged)
-        channel, staging = self.channels[key], self.stagings[key]
+        transport = transport or self.transports[0]
+        channel, staging, messages = self.channels[transport, staged], self.stagings[transport, staged], self.messages[transport]
         if self.is_trainer:
-            stats, commit = send_stream(self.messages, self.live, channel, staging), 0.0
+            stats, commit = send_stream(messages, self.live, channel, staging), 0.0
         else:
-            received = receive_stream(self.messages, channel, staging, staged, self.live)
+            received = receive_stream(messages, channel, staging, staged, self.live)
             stats, commit = received.stats, received.commit(self.live)
         return vars(stats) | {"commit": commit}
 
@@ -177,7 +181,7 @@ class Ranks:
         From and into memory of the weights' size, as weights lie; `cached`: from and into two buffers a peer, which stay in the cache.
         """
         amounts: dict[int, int] = {}
-        for message in self.messages:
+        for message in self.messages[self.transports[0]]:
             amounts[message.peer] = amounts.get(message.peer, 0) + message.nbytes
         if not self._bare_memory:
             self._bare_memory = {peer: torch.ones(amount, dtype=torch.uint8) for peer, amount in amounts.items()}

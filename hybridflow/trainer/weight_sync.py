@@ -18,6 +18,7 @@ from hybridflow.errors import HybridFlowError, WeightSyncError
 from hybridflow.platform import Platform
 from hybridflow.reshard.schedule import PlanFacts
 from hybridflow.reshard.session import Order, Outcome
+from hybridflow.reshard.transports import chosen
 from hybridflow.reshard.transports.base import Endpoint
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.groups import EngineGroup
@@ -38,7 +39,7 @@ class SliceSync:
         self._sessions = [0] * config.rollout.num_engines
         self._lives = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
-        self._any_hosts = Platform.detect().weight_transport
+        self._platform = Platform.detect()
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -151,8 +152,7 @@ class SliceSync:
         return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))
 
     def _transport(self) -> str:
-        wanted = self.sync_config.transport
-        return self._any_hosts if wanted == "auto" else wanted
+        return chosen(self.sync_config.transport, self._platform)
 
 
 def _name(number: int) -> str:

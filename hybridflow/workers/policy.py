@@ -18,6 +18,7 @@ from hybridflow.reshard import session
 from hybridflow.reshard.layout import Catalog
 from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.reshard.session import Order, Outcome
+from hybridflow.reshard.transports import chosen, part_bytes
 from hybridflow.residency import PARTS, Part, Residency
 from hybridflow.routes import ROUTES
 from hybridflow.workers.backend import open_backend
@@ -193,7 +194,7 @@ class PolicyWorker:
         layout, facts, wait_s = self.policy.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.policy.family.tensors(), self._quantisation))
-            staging, part = self.sync.staging_bytes, self.platform.cache_bytes
+            staging, part = self.sync.staging_bytes, part_bytes(chosen(self.sync.transport, self.platform), self.platform)
             facts = make_weight_plan(self._store, self.policy.family, source, engines, staging, wait_s, part, self._quantisation)
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)

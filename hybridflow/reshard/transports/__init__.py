@@ -16,9 +16,24 @@ from typing import Any
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.platform import Platform
 from hybridflow.reshard.transports.base import Endpoint, ReceiveChannel, SendChannel
 
 TRANSPORTS = ("p2p", "tcp", "shared_memory", "disk")
+_GLOO_PARTS = 4
+
+
+def chosen(wanted: str, platform: Platform) -> str:
+    """The transport that is meant by `wanted`: `auto` is what carries weights between any two hosts fastest."""
+    return platform.weight_transport if wanted == "auto" else wanted
+
+
+def part_bytes(transport: str, platform: Platform) -> int:
+    """Bytes of a message (`Messages`): those that stay in a core's cache from being packed to being sent; 0: whole buckets.
+
+    Over gloo more: it hands each message to a thread of its own and asks the receiver before it, which costs more than the cache saves.
+    """
+    return platform.cache_bytes * (_GLOO_PARTS if transport == "p2p" else 1)
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> SendChannel:

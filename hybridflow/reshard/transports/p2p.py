@@ -16,6 +16,7 @@ from hybridflow.platform import Platform
 from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports.base import Endpoint, Work
 from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet
+from hybridflow.reshard.transports.pacing import connections_unpaced
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
@@ -115,7 +116,8 @@ def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device
     gloo._devices = [
         dist.ProcessGroupGloo.create_device(hostname="127.0.0.1") if is_loopback else dist.ProcessGroupGloo.create_default_device()
     ]
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
+    with connections_unpaced():
+        return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def _first_line(error: Exception) -> str:

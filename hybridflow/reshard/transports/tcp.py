@@ -26,6 +26,7 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.payload import Payload
 from hybridflow.reshard.transports.base import DONE, LAST_TAG, Endpoint, Work
 from hybridflow.reshard.transports.meeting import Meeting, Peers, Seat, meet, refuse_device
+from hybridflow.reshard.transports.pacing import unpace
 
 _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sq")  # key, trainer rank
@@ -76,11 +77,7 @@ class _Link:
         self.count = 0  # messages that were sent or asked for
         self.header = bytearray(_HEADER.size)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if connection.getpeername()[0] == connection.getsockname()[0]:
-            # Within a host there is nothing to pace: BBR, the default of many machines, spends a fifth of a sync on its timers. Between
-            # hosts the choice is the administrator's.
-            with suppress(OSError):  # a kernel may allow another list
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        unpace(connection)
         # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
         connection.settimeout(None)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
