@@ -10,6 +10,7 @@ import reshard_cases as cases
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.platform import Platform
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
 from hybridflow.reshard.messages import Item, Message, Messages
@@ -18,7 +19,7 @@ from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slice_views import Copies
 from hybridflow.reshard.staging import ReceiveStaging, SendStaging
 from hybridflow.reshard.stream import receive_stream, send_stream
-from hybridflow.reshard.transports import open_sender
+from hybridflow.reshard.transports import chosen, open_sender, part_bytes
 from hybridflow.reshard.transports.base import LAST_TAG, Endpoint
 
 
@@ -132,3 +133,9 @@ def test_a_store_that_nobody_serves_is_an_error_within_the_deadline() -> None:
     with pytest.raises(WeightSyncError, match=r"no store answers at 127.0.0.1:9 within 0.3 s"):
         open_sender(Endpoint("p2p", "s", "127.0.0.1", 9, (0,), (0,), 8, 0.3), 0)
     assert Endpoint.from_dict(Endpoint("p2p", "s", "h", 9, (0,), (0,), 8, 0.3).to_dict()).senders == (0,)
+
+
+def test_the_transport_and_the_messages_fit_the_device() -> None:
+    cpu, cuda = Platform("cpu"), Platform("cuda")
+    assert (chosen("auto", cpu), chosen("auto", cuda), chosen("disk", cpu)) == ("tcp", "p2p", "disk")
+    assert 0 < part_bytes("tcp", cpu) < part_bytes("p2p", cpu) and part_bytes("p2p", cuda) == 0

@@ -42,11 +42,12 @@ def test_what_has_no_other_end_is_left_alone(listener: socket.socket) -> None:
 
 def test_connections_of_a_library_are_found_and_stay_open(listener: socket.socket) -> None:
     early, early_other = pair(listener)
-    before = control(early)
+    before, files = control(early), len(os.listdir("/proc/self/fd"))
     with connections_unpaced():
         one, other = pair(listener)
         pipe, datagrams = os.pipe(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     assert (control(one), control(other), control(early)) == ("reno", "reno", before)
+    assert len(os.listdir("/proc/self/fd")) == files + 5
     one.sendall(b"still here")
     assert other.recv(10) == b"still here"
     for end in (early, early_other, one, other, datagrams):

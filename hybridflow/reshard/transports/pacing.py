@@ -10,12 +10,14 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from stat import S_ISSOCK
 
 
 def unpace(connection: socket.socket) -> None:
     """Take `reno` for a connection whose ends have one address; nothing happens for others, or where the kernel does not allow it."""
     with suppress(OSError):
-        if connection.getpeername()[0] == connection.getsockname()[0]:
+        is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and connection.getpeername()[0] == connection.getsockname()[0]:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
@@ -25,9 +27,10 @@ def connections_unpaced() -> Iterator[None]:
     before = set(_files())
     yield
     for number in set(_files()) - before:
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # it may be no socket, or closed by now
-            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                unpace(connection)
+        with suppress(OSError):  # it may be closed by now
+            if S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    unpace(connection)
 
 
 def _files() -> list[int]:
