@@ -25,10 +25,10 @@ class Payload:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.nbytes, self.on_host = tensor, tensor.numel(), tensor.is_cpu
-        self.memory = bytes_of(tensor) if tensor.is_cpu else memoryview(b"")
+        self.memory = _memory_of(tensor) if tensor.is_cpu else memoryview(b"")
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def _memory_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a tensor (uint8 `[n]`, contiguous, on the CPU), writable; valid as long as the tensor.
 
     Not by way of `Tensor.numpy()`: torch never resizes a storage again that numpy has seen, and a payload may be a parameter that is

@@ -39,7 +39,7 @@ class SliceSync:
         self._sessions = [0] * config.rollout.num_engines
         self._lives = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
-        self._platform = Platform.detect()
+        self._transport = chosen(self.sync_config.transport, Platform.detect())
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -130,7 +130,7 @@ class SliceSync:
         assert plan is not None
         name = _name(number)
         endpoint = Endpoint(
-            transport=self._transport(),
+            transport=self._transport,
             session=f"{self._run}.{name}.{self._sessions[number]}",
             host=self._at[0],
             port=self._at[1],
@@ -146,13 +146,10 @@ class SliceSync:
     def _slots(self, number: int) -> int:
         """Messages under way: as many as the staging memory takes, all where shared memory is what an engine's rank stages in."""
         assert self._plan is not None
-        if self._transport() == "shared_memory" and self.sync_config.commit == "staged":
+        if self._transport == "shared_memory" and self.sync_config.commit == "staged":
             return max(2, self._plan.messages[number])
         share = self.sync_config.staging_bytes // len(self._sessions)
         return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))
-
-    def _transport(self) -> str:
-        return chosen(self.sync_config.transport, self._platform)
 
 
 def _name(number: int) -> str:

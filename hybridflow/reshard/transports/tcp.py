@@ -69,13 +69,12 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connec
 class _Link:
     """The connection with one peer."""
 
-    __slots__ = ("count", "header", "pending", "socket")
+    __slots__ = ("count", "pending", "socket")
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.socket = connection
         self.pending: deque[_Transfer] = deque()  # what is to be read, in order
         self.count = 0  # messages that were sent or asked for
-        self.header = bytearray(_HEADER.size)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         unpace(connection)
         # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of a message
@@ -184,17 +183,21 @@ class _Transfer:
         """Read what is owed for this."""
         raise NotImplementedError
 
+    def expect(self, form: struct.Struct, *wanted: int) -> None:
+        """Read a header that must have these numbers."""
+        header = bytearray(form.size)
+        self.channel.read(self.link, self.peer, self.tag, header, form.size)
+        if (found := form.unpack(header)) != wanted:
+            what = f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different plans"
+            raise self.channel.seat.failure(self.peer, self.tag, what)
+
 
 class _Sent(_Transfer):
     __slots__ = ()
 
     def read(self) -> None:
         """That it was taken."""
-        said = bytearray(_TAKEN.size)
-        self.channel.read(self.link, self.peer, self.tag, said, _TAKEN.size)
-        if said != _TAKEN.pack(self.tag):
-            what = f"message {self.tag} was to be acknowledged, {_TAKEN.unpack(said)[0]} was; the two sides have different plans"
-            raise self.channel.seat.failure(self.peer, self.tag, what)
+        self.expect(_TAKEN, self.tag)
         self.is_done = True
 
 
@@ -208,11 +211,7 @@ class _Arrival(_Transfer):
     def read(self) -> None:
         """Header and payload."""
         channel, link, into = self.channel, self.link, self._into
-        channel.read(link, self.peer, self.tag, link.header, _HEADER.size)
-        if link.header != _HEADER.pack(self.tag, into.nbytes):
-            wanted, found = [self.tag, into.nbytes], list(_HEADER.unpack(link.header))
-            what = f"message and bytes {wanted} were expected, {found} came; the two sides have different plans"
-            raise channel.seat.failure(self.peer, self.tag, what)
+        self.expect(_HEADER, self.tag, into.nbytes)
         channel.read(link, self.peer, self.tag, into.memory, into.nbytes)
         if self._is_acknowledged:
             channel.acknowledge(link, self.peer, self.tag)
