@@ -1,7 +1,7 @@
 """Packaging: the console script, the SGLang entry points and the configs shipped beside the package.
 
-Dependencies are not listed here on purpose: each lane (cpu, gpu, dev) has its own lock under requirements/, because the order of
-installation matters (torch first and alone, SGLang without its dependencies); `make setup` does it.
+Dependencies are not listed here on purpose: each lane (cpu, gpu, dev) has its own lock under requirements/, because the
+order of installation matters (torch first and alone, SGLang without its dependencies); `make setup` does it.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ setup(
     else [],
     entry_points={
         "console_scripts": ["hybridflow = hybridflow.cli.main:main"],
-        "sglang.srt.platforms": ["hybridflow_cpu = hybridflow.engines.cpu_plugin:activate"],
-        "sglang.srt.plugins": ["hybridflow_cpu_hooks = hybridflow.engines.cpu_plugin.hooks:register"],
+        "sglang.srt.platforms": ["hybridflow_cpu = hybridflow.engines.sglang.cpu_plugin:activate"],
+        "sglang.srt.plugins": ["hybridflow_cpu_hooks = hybridflow.engines.sglang.cpu_plugin.hooks:register"],
     },
 )

@@ -1,6 +1,8 @@
-"""concat, select and reorder of a 445 MB batch, against verl's DataProto and against numpy's allocate-and-copy of the same bytes.
+"""concat, select and reorder of a 445 MB batch, against verl's DataProto and against numpy's allocate-and-copy of the
+same bytes.
 
-Ours copy nothing before a column is read as a whole, so they are also measured with that: every column read once, joined.
+Ours copy nothing before a column is read as a whole, so they are also measured with that: every column read once,
+joined.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.protocol import DataProto
+from hybridflow.batch import DataProto
 from support import batches, peer
 from support.report import Figure, faster, interleaved, median, write
 
@@ -66,7 +68,11 @@ def main() -> None:
             "jagged": lambda: jagged.select(half),
             "peer": lambda: theirs.select(half),
         },
-        "reorder": {"dense": lambda: dense.reorder(order), "jagged": lambda: jagged.reorder(order), "peer": peer_reorder},
+        "reorder": {
+            "dense": lambda: dense.reorder(order),
+            "jagged": lambda: jagged.reorder(order),
+            "peer": peer_reorder,
+        },
         "reorder, all read": {
             "dense": lambda: read(dense.reorder(order)),
             "jagged": lambda: read(jagged.reorder(order)),
@@ -77,8 +83,17 @@ def main() -> None:
     for name, sides in operations.items():
         seconds = {side: median(values) for side, values in interleaved({**sides, "numpy copy": copy}, ROUNDS).items()}
         for kind in ("dense", "jagged"):
-            figures.append(faster(f"{name}, {kind}, 445 MB", seconds[kind], seconds["peer"], peer.NAME, limit=seconds["numpy copy"]))
-    note = {"bytes": dense.nbytes, "rounds": ROUNDS, "statistic": "median", "limit": "numpy allocate-and-copy of the same bytes"}
+            figures.append(
+                faster(
+                    f"{name}, {kind}, 445 MB", seconds[kind], seconds["peer"], peer.NAME, limit=seconds["numpy copy"]
+                )
+            )
+    note = {
+        "bytes": dense.nbytes,
+        "rounds": ROUNDS,
+        "statistic": "median",
+        "limit": "numpy allocate-and-copy of the same bytes",
+    }
     write("batch_ops", figures, note)
 
 

@@ -1,4 +1,5 @@
-"""Micro-batches under a token budget and balance over ranks, against verl's `rearrange_micro_batches` and Karmarkar-Karp."""
+"""Micro-batches under a token budget and balance over ranks, against verl's `rearrange_micro_batches` and
+Karmarkar-Karp."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def micro_batches() -> list[Figure]:
 
     lengths = micro_batch_lengths()
     mask = torch.arange(int(lengths.max()))[None, :] < torch.tensor(lengths)[:, None]
-    batch = TensorDict({"input_ids": mask.to(torch.int8), "attention_mask": mask.to(torch.int8)}, batch_size=[len(lengths)])
+    batch = TensorDict(
+        {"input_ids": mask.to(torch.int8), "attention_mask": mask.to(torch.int8)}, batch_size=[len(lengths)]
+    )
     found: dict[str, int] = {}
     sides = {
         "ours": lambda: found.update(ours=len(pack(lengths, BUDGET))),
@@ -54,7 +57,9 @@ def micro_batches() -> list[Figure]:
     seconds = interleaved(sides, ROUNDS)
     bound = math.ceil(int(lengths.sum()) / BUDGET)
     return [
-        faster("micro-batching 512 sequences at 16384 tokens", median(seconds["ours"]), median(seconds["verl"]), peer.NAME),
+        faster(
+            "micro-batching 512 sequences at 16384 tokens", median(seconds["ours"]), median(seconds["verl"]), peer.NAME
+        ),
         Figure(
             "micro-batches of 512 sequences at 16384 tokens",
             found["ours"],
@@ -76,7 +81,9 @@ def balancing(num_ranks: int) -> list[Figure]:
     plain = lengths.tolist()
     sides = {
         "ours": lambda: groups.update(ours=balance(lengths, num_ranks)),
-        "ours, equal counts": lambda: groups.update({"ours, equal counts": balance(lengths, num_ranks, equal_counts=True)}),
+        "ours, equal counts": lambda: groups.update(
+            {"ours, equal counts": balance(lengths, num_ranks, equal_counts=True)}
+        ),
         "verl": lambda: groups.update(verl=get_seqlen_balanced_partitions(plain, num_ranks, False)),
     }
     seconds = interleaved(sides, ROUNDS, warm_up=0 if num_ranks > 100 else 1)
@@ -86,8 +93,19 @@ def balancing(num_ranks: int) -> list[Figure]:
         theirs = imbalance(lengths, groups["verl"])
         ours = imbalance(lengths, groups[side])
         figures += [
-            faster(f"balance of {label}", median(seconds[side]), median(seconds["verl"]), f"{peer.NAME} Karmarkar-Karp"),
-            Figure(f"max/mean, {label}", round(ours, 6), "", f"{peer.NAME} Karmarkar-Karp", round(theirs, 6), theirs / ours, 1.0, 1 / ours),
+            faster(
+                f"balance of {label}", median(seconds[side]), median(seconds["verl"]), f"{peer.NAME} Karmarkar-Karp"
+            ),
+            Figure(
+                f"max/mean, {label}",
+                round(ours, 6),
+                "",
+                f"{peer.NAME} Karmarkar-Karp",
+                round(theirs, 6),
+                theirs / ours,
+                1.0,
+                1 / ours,
+            ),
         ]
     return figures
 

@@ -1,6 +1,7 @@
 """An asynchronous checkpoint of half a gigabyte: how long training stands still, and how fast the files are written.
 
-The peers are the machine's own: a clone of the same tensors, and plain `write` and `fsync` of the same bytes to the same file system.
+The peers are the machine's own: a clone of the same tensors, and plain `write` and `fsync` of the same bytes to the
+same file system.
 """
 
 from __future__ import annotations
@@ -25,10 +26,19 @@ from support.report import Figure, median, write
 
 ROUNDS = 7
 MODEL = {
-    "model_type": "qwen3", "num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    "intermediate_size": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "max_position_embeddings": 256,
+    "model_type": "qwen3",
+    "num_hidden_layers": 6,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
     "vocab_size": 8192,
-}  # fmt: skip
+}
 
 
 def build_policy() -> Any:
@@ -42,7 +52,13 @@ def build_policy() -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     config = ParallelConfig()
     parallel.initialize(config, seed=1, backend="gloo", timeout_s=60)
     family = family_of(MODEL)
@@ -131,7 +147,11 @@ def main() -> None:
             middle["plain"] / middle["save"],
         ),
     ]
-    write("checkpoint", figures, {"bytes": size, "rounds": ROUNDS, "statistic": "median", "world": 1, "file_system": "that of the folder"})
+    write(
+        "checkpoint",
+        figures,
+        {"bytes": size, "rounds": ROUNDS, "statistic": "median", "world": 1, "file_system": "that of the folder"},
+    )
     if middle["stall"] > 1.2 * middle["clone"]:
         raise SystemExit(f"the stall is {middle['stall'] / middle['clone']:.2f} times a clone; at most 1.2 is promised")
 

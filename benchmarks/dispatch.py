@@ -1,13 +1,15 @@
 """A 208 MB batch to two actors and back, what that leaves in the driver, and a call that does nothing to four actors.
 
-Peers: verl's worker group over the same Ray cluster, with its default serialization and with its numpy mode; a bare Ray actor with
-`ray.put` and `ray.get` of the same bytes is the limit (its results are two views of the store). "Collected" is when the driver has the
-result as one batch: rows, pieces and torch views of it can be read, in blocks, one a rank. Two more figures: the batch of references
-that a call returns, which other calls take, and all columns joined to one contiguous array each.
+Peers: verl's worker group over the same Ray cluster, with its default serialization and with its numpy mode; a bare Ray
+actor with `ray.put` and `ray.get` of the same bytes is the limit (its results are two views of the store). "Collected"
+is when the driver has the result as one batch: rows, pieces and torch views of it can be read, in blocks, one a rank.
+Two more figures: the batch of references that a call returns, which other calls take, and all columns joined to one
+contiguous array each.
 
-Before the clock runs every process of every side has written the whole store once. A process that meets a page of the store for the first
-time takes a fault for each 4 KiB (and the first of all has the kernel zero it): half a second for the 416 MB of a round trip, which the
-store puts wherever there is room, so that chance decided who paid. In a run the store is soon as warm for all.
+Before the clock runs every process of every side has written the whole store once. A process that meets a page of the
+store for the first time takes a fault for each 4 KiB (and the first of all has the kernel zero it): half a second for
+the 416 MB of a round trip, which the store puts wherever there is room, so that chance decided who paid. In a run the
+store is soon as warm for all.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from hybridflow.batch import DataProto
 from hybridflow.config.schema import ClusterConfig
-from hybridflow.protocol import DataProto
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from support import batches, peer
 from support.report import Figure, faster, interleaved, median, write
@@ -118,7 +120,8 @@ def check(result: DataProto, columns: dict[str, np.ndarray]) -> None:
 
 
 def memory(sides: dict[str, Callable[[], Any]]) -> list[Figure]:
-    """Resident memory of the driver after the round trip, result held and read, less before; the middle of five, in parts of the batch."""
+    """Resident memory of the driver after the round trip, result held and read, less before; the middle of five, in
+    parts of the batch."""
     process, growth = psutil.Process(), {}
     for name, call in sides.items():
         grown = []
@@ -129,7 +132,9 @@ def memory(sides: dict[str, Callable[[], Any]]) -> list[Figure]:
             del result
         growth[name] = max(0.0, median(grown[1:]))  # the first maps the store's pages
     label = "driver memory grown over the round trip, share of the batch"
-    return [Figure(label, growth["ours"], "of 208 MB", f"{peer.NAME} {mode}", growth[mode]) for mode in ("default", "numpy")]
+    return [
+        Figure(label, growth["ours"], "of 208 MB", f"{peer.NAME} {mode}", growth[mode]) for mode in ("default", "numpy")
+    ]
 
 
 def no_op(cluster: Cluster, folder: Path) -> list[Figure]:
@@ -154,19 +159,30 @@ def no_op(cluster: Cluster, folder: Path) -> list[Figure]:
     }
     seconds = {name: median(values) / CALLS for name, values in interleaved(sides, ROUNDS).items()}
     group.kill()
-    return [faster("a call that does nothing to 4 actors", seconds["ours"], seconds["peer"], peer.NAME, limit=seconds["ray"])]
+    return [
+        faster(
+            "a call that does nothing to 4 actors", seconds["ours"], seconds["peer"], peer.NAME, limit=seconds["ray"]
+        )
+    ]
 
 
 def main() -> None:
     """All figures."""
     peer.install()
     paths = [str(Path(__file__).parent), str(peer.FOLDER)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])  # the actors import both
+    # the actors import both
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])
     with tempfile.TemporaryDirectory() as folder:
         config = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=120, call_timeout_s=120)
         with Cluster.start(config, folder, object_store_bytes=STORE, num_cpus=32) as cluster:
             figures = round_trip(cluster, Path(folder)) + no_op(cluster, Path(folder))
-    note = {"bytes": TOTAL, "rounds": ROUNDS, "calls": CALLS, "statistic": "median", "limit": "bare Ray in the same run"}
+    note = {
+        "bytes": TOTAL,
+        "rounds": ROUNDS,
+        "calls": CALLS,
+        "statistic": "median",
+        "limit": "bare Ray in the same run",
+    }
     write("dispatch", figures, note)
 
 

@@ -1,4 +1,5 @@
-"""Advantages and returns from values, whitened, for 1024 responses of up to 7168 tokens, against verl's padded loop over tokens."""
+"""Advantages and returns from values, whitened, for 1024 responses of up to 7168 tokens, against verl's padded loop
+over tokens."""
 
 from __future__ import annotations
 
@@ -44,9 +45,24 @@ def main() -> None:
             for _ in range(2):  # reads two columns, writes two
                 packed_rewards.clone(), packed_values.clone()  # noqa: B023
 
-        seconds = {side: median(found) for side, found in interleaved({"ours": ours, "peer": theirs, "copy": copy}, ROUNDS).items()}
-        figures.append(faster(f"GAE and whitening, 1024 rows {name}", seconds["ours"], seconds["peer"], peer.NAME, limit=seconds["copy"]))
-    note = {"rounds": ROUNDS, "statistic": "median", "limit": "torch allocate-and-copy of two columns read and two written"}
+        seconds = {
+            side: median(found)
+            for side, found in interleaved({"ours": ours, "peer": theirs, "copy": copy}, ROUNDS).items()
+        }
+        figures.append(
+            faster(
+                f"GAE and whitening, 1024 rows {name}",
+                seconds["ours"],
+                seconds["peer"],
+                peer.NAME,
+                limit=seconds["copy"],
+            )
+        )
+    note = {
+        "rounds": ROUNDS,
+        "statistic": "median",
+        "limit": "torch allocate-and-copy of two columns read and two written",
+    }
     write("gae", figures, note)
 
 

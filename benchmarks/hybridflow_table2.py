@@ -1,4 +1,5 @@
-"""Table 2 of the HybridFlow paper (arXiv 2409.19256) by counting: what each design moves, holds and keeps twice, on eight processes.
+"""Table 2 of the HybridFlow paper (arXiv 2409.19256) by counting: what each design moves, holds and keeps twice, on
+eight processes.
 
 `make bench NAME=hybridflow_table2`; `ARGS=--json` prints the counts alone. Counts, not times: they hold on any machine.
 """
@@ -44,7 +45,11 @@ def main() -> None:
         print(json.dumps(found))
         return
     figures = [
-        Figure(f"p{f['p']} t{f['t']} d{f['d']} to t_g{f['t_g']}, {DESIGNS[str(f['design'])]}: {key}", float(str(f[key])), "bytes")
+        Figure(
+            f"p{f['p']} t{f['t']} d{f['d']} to t_g{f['t_g']}, {DESIGNS[str(f['design'])]}: {key}",
+            float(str(f[key])),
+            "bytes",
+        )
         for f in found
         for key in ("received", "peak", "redundancy")
     ]

@@ -1,7 +1,9 @@
-"""Plan weight syncs of published sizes: seconds and memory of planning, evenness of the links, predicted time beside published ones.
+"""Plan weight syncs of published sizes: seconds and memory of planning, evenness of the links, predicted time beside
+published ones.
 
-`make bench NAME=reshard_plan`; `ARGS=kimi` runs the cases whose name contains it and writes nothing. Each case runs in a process of its
-own, so that its peak memory is its own. Predictions are of a model of the network, published figures were measured: compare with care.
+`make bench NAME=reshard_plan`; `ARGS=kimi` runs the cases whose name contains it and writes nothing. Each case runs in
+a process of its own, so that its peak memory is its own. Predictions are of a model of the network, published figures
+were measured: compare with care.
 """
 
 from __future__ import annotations
@@ -90,8 +92,23 @@ def figures(case: Case, f: dict[str, Any]) -> list[Figure]:
             share=1 / f["hottest_link_ratio"],
         ),
         Figure(f"{name}: peak staging", staging, "bytes", limit=STAGING, share=staging / STAGING),
-        Figure(f"{name}: predicted", f["seconds"], "s", case.peer, case.peer_seconds, ratio, f["wire_bound_s"], f["wire_share"]),
-        Figure(f"{name}: predicted, in step", f["in_step_s"], "s", limit=f["wire_bound_s"], share=f["wire_bound_s"] / f["in_step_s"]),
+        Figure(
+            f"{name}: predicted",
+            f["seconds"],
+            "s",
+            case.peer,
+            case.peer_seconds,
+            ratio,
+            f["wire_bound_s"],
+            f["wire_share"],
+        ),
+        Figure(
+            f"{name}: predicted, in step",
+            f["in_step_s"],
+            "s",
+            limit=f["wire_bound_s"],
+            share=f["wire_bound_s"] / f["in_step_s"],
+        ),
     ]
 
 
@@ -110,7 +127,11 @@ def main() -> None:
         write(
             "reshard_plan",
             found,
-            {"link_gbps": Fabric().link_gbps, "staging_bytes": STAGING, "cases": {c.name: [c.trainer, *c.engines] for c in CASES}},
+            {
+                "link_gbps": Fabric().link_gbps,
+                "staging_bytes": STAGING,
+                "cases": {c.name: [c.trainer, *c.engines] for c in CASES},
+            },
         )
 
 

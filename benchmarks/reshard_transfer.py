@@ -1,7 +1,9 @@
-"""Weights on their way: slices beside gather-then-broadcast and bare sends of gloo; shared memory beside verl's buckets and a copy.
+"""Weights on their way: slices beside gather-then-broadcast and bare sends of gloo; shared memory beside verl's buckets
+and a copy.
 
-`make bench NAME=reshard_transfer`; `ARGS=gloo` or `ARGS=shm` runs one part and writes nothing. All sides of a part run in the same
-processes, in turns, on the same tensors: a sync is timed from the command to all ranks until the last has answered.
+`make bench NAME=reshard_transfer`; `ARGS=gloo` or `ARGS=shm` runs one part and writes nothing. All sides of a part run
+in the same processes, in turns, on the same tensors: a sync is timed from the command to all ranks until the last has
+answered.
 """
 
 from __future__ import annotations
@@ -24,16 +26,37 @@ ROUNDS = 9
 MIB = 1 << 20
 WIRES = {"p2p": "over gloo", "tcp": "over tcp"}  # transports of ours between any two hosts
 MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "intermediate_size": 2048,
-    "vocab_size": 32000, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 128,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+    "intermediate_size": 2048,
+    "vocab_size": 32000,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+}
 # two layers as Qwen3-235B-A22B's are (config.json of Qwen/Qwen3-235B-A22B), with 10 of their 128 experts
 LAYERS = MOE | {
-    "num_hidden_layers": 2, "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 10,
-    "moe_intermediate_size": 1536, "intermediate_size": 12288, "vocab_size": 4096,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 10,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+    "vocab_size": 4096,
+}
 MODELS = {"Qwen3-235B-A22B's layers": LAYERS, "MoE of small slices": MOE}  # an expert's slices: 6 MiB, 1 MiB
 LARGER = {**MOE, "num_hidden_layers": 15}
 GLOO = {"staging": 80 * MIB, "gather_bytes": 64 * MIB, "bare": 16 * MIB}
@@ -49,10 +72,17 @@ def gloo() -> list[Figure]:
 
 def _over_wires(name: str, hf: dict[str, Any]) -> list[Figure]:
     pool = Pool(
-        6, "support.reshard_ranks:Ranks", hf=hf, trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, engine={"tensor": 2},
-        port=free_port(), dtype="bfloat16", staging=GLOO["staging"],
-        transports=tuple(WIRES), gather_bytes=GLOO["gather_bytes"],
-    )  # fmt: skip
+        6,
+        "support.reshard_ranks:Ranks",
+        hf=hf,
+        trainer={"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2},
+        engine={"tensor": 2},
+        port=free_port(),
+        dtype="bfloat16",
+        staging=GLOO["staging"],
+        transports=tuple(WIRES),
+        gather_bytes=GLOO["gather_bytes"],
+    )
     stats: list[dict[str, Any]] = []
     commits: dict[str, list[float]] = {transport: [] for transport in WIRES}
 
@@ -82,7 +112,9 @@ def _over_wires(name: str, hf: dict[str, Any]) -> list[Figure]:
         cpu = {side: median([sum(used) for used in _cpu(pool, sides[side])]) for side in timed}
     finally:
         pool.stop()
-    return _wire_figures(name, stats, times, {transport: median(seconds) for transport, seconds in commits.items()}, cpu)
+    return _wire_figures(
+        name, stats, times, {transport: median(seconds) for transport, seconds in commits.items()}, cpu
+    )
 
 
 def _cpu(pool: Pool, side: Callable[[], Any]) -> list[list[float]]:
@@ -113,9 +145,17 @@ def _wire_figures(
         # the copy into place of a staged sync moves nothing between processes
         for mode, seconds in (("staged, without the commit", staged - commit), ("in place", in_place)):
             rate = total / seconds / 1e9
-            figures.append(Figure(f"{label}: {mode}, rate beside bare gloo", rate, "GB/s", limit=bare, share=rate / bare))
             figures.append(
-                Figure(f"{label}: {mode}, rate beside bare gloo from the cache", rate, "GB/s", limit=cached, share=rate / cached)
+                Figure(f"{label}: {mode}, rate beside bare gloo", rate, "GB/s", limit=bare, share=rate / bare)
+            )
+            figures.append(
+                Figure(
+                    f"{label}: {mode}, rate beside bare gloo from the cache",
+                    rate,
+                    "GB/s",
+                    limit=cached,
+                    share=rate / cached,
+                )
             )
         figures.append(_processor(f"{label}: in place, all ranks", cpu[f"{wire}: in place"], cpu["bare"]))
         figures.append(Figure(f"{label}: commit", commit, "s"))
@@ -128,9 +168,18 @@ def shm() -> list[Figure]:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(
-            2, "support.bucket_ranks:BucketRanks", folder=folder, hf=LARGER, trainer={"ranks": 1}, engine={"tensor": 1}, port=free_port(),
-            dtype="bfloat16", staging=SHM["staging"], transports=("shared_memory",), gather_bytes=64 * MIB,
-        )  # fmt: skip
+            2,
+            "support.bucket_ranks:BucketRanks",
+            folder=folder,
+            hf=LARGER,
+            trainer={"ranks": 1},
+            engine={"tensor": 1},
+            port=free_port(),
+            dtype="bfloat16",
+            staging=SHM["staging"],
+            transports=("shared_memory",),
+            gather_bytes=64 * MIB,
+        )
         try:
             pool.run("open", "shm")
             moved = pool.run("peer_sync", 64)[1]
@@ -143,7 +192,9 @@ def shm() -> list[Figure]:
             for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
                 sides[f"verl {size}"] = lambda size=size: pool.run("peer_sync", size)
             found = {name: median(seconds) for name, seconds in interleaved(sides, ROUNDS).items()}
-            cpu = {name: median([max(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "staged", "copy")}
+            cpu = {
+                name: median([max(used) for used in _cpu(pool, sides[name])]) for name in ("in place", "staged", "copy")
+            }
         finally:
             pool.stop()
     total = stats[1]["payload_bytes"]
@@ -152,7 +203,15 @@ def shm() -> list[Figure]:
         for size in SHM["peer_mb"]:  # type: ignore[attr-defined]
             label = f"{peer.NAME} bucketed transfer, {size} MiB" + PEER_DEFAULTS.get(size, "")
             theirs = found[f"verl {size}"]
-            figures.append(faster(f"one host, shared memory: {side}, beside {size} MiB", found[side], theirs, label, limit=found["copy"]))
+            figures.append(
+                faster(
+                    f"one host, shared memory: {side}, beside {size} MiB",
+                    found[side],
+                    theirs,
+                    label,
+                    limit=found["copy"],
+                )
+            )
     for side in ("in place", "staged"):
         figures.append(_processor(f"one host, shared memory: {side}, busier rank", cpu[side], cpu["copy"]))
     return figures
@@ -166,7 +225,11 @@ def main() -> None:
         for figure in figures:
             print(f"{figure.metric:<66} {figure.value:.4g} {figure.unit}  ratio {figure.ratio}  share {figure.share}")
         return
-    write("reshard_transfer", figures, {"models": MODELS, "larger": LARGER["num_hidden_layers"], "gloo": GLOO, "shared_memory": SHM})
+    write(
+        "reshard_transfer",
+        figures,
+        {"models": MODELS, "larger": LARGER["num_hidden_layers"], "gloo": GLOO, "shared_memory": SHM},
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One optimizer step of a few layers of Qwen3-30B-A3B's shape in bf16 on one GPU: tokens a second, share of the matrix peak, peak memory.
+"""One optimizer step of a few layers of Qwen3-30B-A3B's shape in bf16 on one GPU: tokens a second, share of the matrix
+peak, peak memory.
 
-`make bench NAME=train_step`. The limit is a large bf16 matrix product, timed in turns with the steps. Without a GPU no figure is taken and
-nothing is written. `ARGS=--rehearse` runs a tiny model on whatever device there is, to see that the command works.
+`make bench NAME=train_step`. The limit is a large bf16 matrix product, timed in turns with the steps. Without a GPU no
+figure is taken and nothing is written. `ARGS=--rehearse` runs a tiny model on whatever device there is, to see that the
+command works.
 """
 
 from __future__ import annotations
@@ -19,23 +21,46 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.platform import Platform
-from hybridflow.protocol import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.device.platform import Platform
 from support.pool import free_port
 from support.report import Figure, interleaved, median, write
 
 ROUNDS = 7
 # config.json of Qwen/Qwen3-30B-A3B with 4 of its 48 layers
 MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
-    "vocab_size": 151936, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "tie_word_embeddings": False, "max_position_embeddings": 40960,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
 REHEARSAL = {
-    **MODEL, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 128, "vocab_size": 512, "num_hidden_layers": 2,
-}  # fmt: skip
+    **MODEL,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+}
 
 
 def build(platform: Platform, model: dict[str, Any]) -> Any:
@@ -47,7 +72,13 @@ def build(platform: Platform, model: dict[str, Any]) -> Any:
     from hybridflow.models.weights import RandomWeights
 
     platform.set_device(0)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     config = ParallelConfig()
     parallel.initialize(config, seed=1, backend=platform.collective_backend, timeout_s=300)
@@ -67,11 +98,14 @@ def batch_of(sequences: int, tokens: int, vocab: int) -> DataProto:
 
 
 def matrix_flops(model: dict[str, Any], sequences: int, tokens: int) -> float:
-    """Of all matrix products of a forward and a backward pass (three times the forward's), causal attention counted as half.
+    """Of all matrix products of a forward and a backward pass (three times the forward's), causal attention counted as
+    half.
 
     A token goes through its own experts alone; the head's products are those of response tokens.
     """
-    hidden, heads, groups, width = (model[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
+    hidden, heads, groups, width = (
+        model[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     attention = hidden * width * (heads + 2 * groups) + heads * width * hidden
     experts = model["num_experts_per_tok"] * 3 * hidden * model["moe_intermediate_size"] + hidden * model["num_experts"]
     scores = 2 * heads * width * tokens / 2
@@ -105,7 +139,10 @@ def measure(platform: Platform, model: dict[str, Any], sequences: int, tokens: i
 
     step()
     platform.reset_peak_memory()
-    times = {name: median(values) for name, values in interleaved({"step": step, "product": product(platform, size)}, ROUNDS, 2).items()}
+    times = {
+        name: median(values)
+        for name, values in interleaved({"step": step, "product": product(platform, size)}, ROUNDS, 2).items()
+    }
     peak = 10 * 2 * size**3 / times["product"]
     reached = matrix_flops(model, sequences, tokens) / times["step"]
     name = f"{model['num_hidden_layers']} layers of Qwen3-30B-A3B, {sequences} x {tokens} tokens, bf16"
@@ -113,7 +150,9 @@ def measure(platform: Platform, model: dict[str, Any], sequences: int, tokens: i
         Figure(f"{name}: step", times["step"], "s"),
         Figure(f"{name}: rate", sequences * tokens / times["step"], "tokens/s"),
         Figure(f"{name}: matrix products", reached / 1e12, "TFLOP/s", limit=peak / 1e12, share=reached / peak),
-        Figure(f"{name}: peak memory", platform.peak_memory_bytes() / 1e9, "GB", limit=platform.total_memory_bytes() / 1e9),
+        Figure(
+            f"{name}: peak memory", platform.peak_memory_bytes() / 1e9, "GB", limit=platform.total_memory_bytes() / 1e9
+        ),
     ]
 
 
@@ -121,7 +160,10 @@ def main() -> None:
     """Measure on a GPU; say so where there is none."""
     if sys.argv[1:] == ["--rehearse"]:
         for figure in measure(Platform.detect(), REHEARSAL, 4, 32, 256):
-            print(f"rehearsal of a tiny model, not a figure: {figure.metric.partition(': ')[2]} {figure.value:.4g} {figure.unit}")
+            print(
+                f"rehearsal of a tiny model, not a figure: {figure.metric.partition(': ')[2]} {figure.value:.4g} "
+                f"{figure.unit}"
+            )
         return
     platform = Platform.detect()
     if platform.kind != "cuda":

@@ -1,7 +1,8 @@
 """How a worker method is called: `@register` says how arguments reach the ranks of a group and how results come back.
 
-Pure: no Ray, no torch. A worker module imports this and nothing of the controller, so the same class also runs under `torchrun`
-or in a plain test. `plan_call` turns (method, arguments) into the call of every rank; `single_controller` only carries it out.
+Pure: no Ray, no torch. A worker module imports this and nothing of the controller, so the same class also runs under
+`torchrun` or in a plain test. `plan_call` turns (method, arguments) into the call of every rank; `single_controller`
+only carries it out.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hybridflow.batch import DataProto
 from hybridflow.errors import HybridFlowError, SchemaError
-from hybridflow.protocol import DataProto
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "__hybridflow_method__"
@@ -98,15 +99,22 @@ class Mesh:
         return self.positions[0].dp_size
 
     def of(self, ranks: Sequence[int]) -> Mesh:
-        """The mesh of these ranks alone, renumbered from 0 in the given order; whole data-parallel groups must be kept or left out.
+        """The mesh of these ranks alone, renumbered from 0 in the given order; whole data-parallel groups must be kept
+        or left out.
 
         Raises:
             MeshError: a group is cut.
         """
         groups = sorted({self.positions[rank].dp_rank for rank in ranks})
-        cut = [dp for dp in groups if any(p.dp_rank == dp and rank not in ranks for rank, p in enumerate(self.positions))]
+        cut = [
+            dp for dp in groups if any(p.dp_rank == dp and rank not in ranks for rank, p in enumerate(self.positions))
+        ]
         if cut or not ranks:
-            raise MeshError(f"ranks {list(ranks)} hold parts of data-parallel groups {cut}" if cut else "a call needs at least one rank")
+            raise MeshError(
+                f"ranks {list(ranks)} hold parts of data-parallel groups {cut}"
+                if cut
+                else "a call needs at least one rank"
+            )
         new = {dp: number for number, dp in enumerate(groups)}
         chosen = [self.positions[rank] for rank in ranks]
         return Mesh(tuple(MeshPosition(new[p.dp_rank], len(groups), p.collects) for p in chosen))
@@ -128,7 +136,8 @@ class RankCall:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call of a group: the calls by rank (ranks that are absent do not run) and how their results become one value."""
+    """One call of a group: the calls by rank (ranks that are absent do not run) and how their results become one
+    value."""
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
@@ -138,15 +147,19 @@ class CallPlan:
         """The same call with rank `ranks[i]` in the place of rank i."""
         calls = {ranks[i]: call for i, call in self.calls.items()}
         place = {rank: i for i, rank in enumerate(ranks)}
-        return CallPlan(calls, lambda results: self.collect({place[rank]: value for rank, value in results.items()}), self.chunk_rows)
+        return CallPlan(
+            calls,
+            lambda results: self.collect({place[rank]: value for rank, value in results.items()}),
+            self.chunk_rows,
+        )
 
 
 @dataclass(frozen=True)
 class CustomDispatch:
     """A pair of functions for a method that none of `Dispatch` fits. Make one with `custom_dispatch`.
 
-    `split(world_size, mesh, args, kwargs)` gives the call of each rank; `collect(mesh, results by rank)` the value of the call.
-    `mesh` is None for workers without `mesh_position`.
+    `split(world_size, mesh, args, kwargs)` gives the call of each rank; `collect(mesh, results by rank)` the value of
+    the call. `mesh` is None for workers without `mesh_position`.
     """
 
     name: str
@@ -242,7 +255,9 @@ def method_spec(function: Callable[..., Any]) -> MethodSpec:
     """What `@register` recorded; TypeError for a function without it."""
     spec = getattr(function, _ATTRIBUTE, None)
     if not isinstance(spec, MethodSpec):
-        raise TypeError(f"{getattr(function, '__qualname__', function)!s} is not a worker method: it lacks @register(...)")
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)!s} is not a worker method: it lacks @register(...)"
+        )
     return spec
 
 
@@ -264,7 +279,9 @@ def check_dataflow(steps: Iterable[Callable[..., Any] | DataflowStep], available
     return frozenset(known)
 
 
-def plan_call(spec: MethodSpec, world_size: int, mesh: Mesh | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallPlan:
+def plan_call(
+    spec: MethodSpec, world_size: int, mesh: Mesh | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> CallPlan:
     """The calls of all ranks and the way back.
 
     Raises:
@@ -272,7 +289,10 @@ def plan_call(spec: MethodSpec, world_size: int, mesh: Mesh | None, args: tuple[
         MeshError: a data-parallel call on workers that told no positions.
     """
     if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
-        raise MeshError(f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition on all {world_size} ranks")
+        raise MeshError(
+            f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition on all "
+            f"{world_size} ranks"
+        )
     if isinstance(spec.dispatch, CustomDispatch):
         custom = spec.dispatch
         calls = custom.split(world_size, mesh, args, kwargs)
@@ -294,7 +314,9 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
     if not batches:
         raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
     if len({len(batch) for batch in batches}) != 1:
-        raise SchemaError(f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split alike")
+        raise SchemaError(
+            f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split alike"
+        )
     _require_reads(spec, batches)
     rows = len(batches[0])
     chunks = {id(batch): _chunks(spec, batch, mesh.dp_size) for batch in batches}
@@ -317,11 +339,14 @@ def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
     for column in spec.reads:
         if not any(column in batch for batch in batches):
             have = ", ".join(dict.fromkeys(name for batch in batches for name in batch.columns))
-            raise SchemaError(f"{spec.name} reads column {column!r}, which the batch lacks; it has {have or 'no columns'}")
+            raise SchemaError(
+                f"{spec.name} reads column {column!r}, which the batch lacks; it has {have or 'no columns'}"
+            )
 
 
 def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
-    """One piece a data-parallel group, all of one size: training code may count on equal numbers of rows on all ranks."""
+    """One piece a data-parallel group, all of one size: training code may count on equal numbers of rows on all
+    ranks."""
     if spec.reads:
         batch = batch.select(name for name in spec.reads if name in batch)
     padded, num_padding = batch.pad_to_divisor(dp_size)
@@ -334,13 +359,17 @@ def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]
     return pieces
 
 
-def _concatenate(spec: MethodSpec, mesh: Mesh, results: Mapping[int, Any], rows: int, chunk_rows: int) -> DataProto | None:
+def _concatenate(
+    spec: MethodSpec, mesh: Mesh, results: Mapping[int, Any], rows: int, chunk_rows: int
+) -> DataProto | None:
     parts = [results[rank] for rank in mesh.collectors]
     if all(part is None for part in parts) and not spec.writes:
         return None
     for rank, part in zip(mesh.collectors, parts, strict=True):
         if not isinstance(part, DataProto):
-            raise SchemaError(f"{spec.name} on rank {rank} returned {type(part).__name__}; a data-parallel method returns a DataProto")
+            raise SchemaError(
+                f"{spec.name} on rank {rank} returned {type(part).__name__}; a data-parallel method returns a DataProto"
+            )
         if len(part) != chunk_rows:
             raise SchemaError(f"{spec.name} on rank {rank} returned {len(part)} rows for a chunk of {chunk_rows}")
         _check_writes(spec, rank, part)
@@ -354,9 +383,13 @@ def _check_writes(spec: MethodSpec, rank: int, part: DataProto) -> None:
     missing = [name for name in spec.writes if name not in part]
     extra = [name for name in part.columns if name not in spec.writes]
     if missing:
-        raise SchemaError(f"{spec.name} on rank {rank} did not return column {missing[0]!r}, which it declares in writes")
+        raise SchemaError(
+            f"{spec.name} on rank {rank} did not return column {missing[0]!r}, which it declares in writes"
+        )
     if extra:
-        raise SchemaError(f"{spec.name} on rank {rank} returned column {extra[0]!r}, which it does not declare in writes")
+        raise SchemaError(
+            f"{spec.name} on rank {rank} returned column {extra[0]!r}, which it does not declare in writes"
+        )
 
 
 def _without_padding_mark(part: DataProto) -> DataProto:
@@ -366,13 +399,23 @@ def _without_padding_mark(part: DataProto) -> DataProto:
     return DataProto(dict(part.items()), meta, part.bfloat16)
 
 
-def _spread_lists(spec: MethodSpec, world_size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, RankCall]:
-    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **{f"argument {k!r}": v for k, v in kwargs.items()}}
+def _spread_lists(
+    spec: MethodSpec, world_size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[int, RankCall]:
+    named = {
+        **{f"argument {i}": value for i, value in enumerate(args)},
+        **{f"argument {k!r}": v for k, v in kwargs.items()},
+    }
     for name, value in named.items():
         if not isinstance(value, (list, tuple)) or len(value) != world_size:
             got = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
-            raise SchemaError(f"{spec.name}: {name} must be a list with one value for each of {world_size} ranks, got {got}")
-    return {rank: RankCall(tuple(value[rank] for value in args), {k: v[rank] for k, v in kwargs.items()}) for rank in range(world_size)}
+            raise SchemaError(
+                f"{spec.name}: {name} must be a list with one value for each of {world_size} ranks, got {got}"
+            )
+    return {
+        rank: RankCall(tuple(value[rank] for value in args), {k: v[rank] for k, v in kwargs.items()})
+        for rank in range(world_size)
+    }
 
 
 def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:

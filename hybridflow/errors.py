@@ -1,7 +1,7 @@
 """The typed errors that cross rooms.
 
-Every error a user can cause derives from `HybridFlowError` and says what is wrong, where (key, file, rank), and what to do.
-The command line prints the message alone and exits with `exit_code`; a traceback is only shown for bugs of ours.
+Every error a user can cause derives from `HybridFlowError` and says what is wrong, where (key, file, rank), and what to
+do. The command line prints the message alone and exits with `exit_code`; a traceback is only shown for bugs of ours.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ class LogprobMismatchError(HybridFlowError):
 
 
 class RouterReplayError(HybridFlowError):
-    """Router replay is not live: a router did not use the experts it was given, or the routes do not fit the batch or the model."""
+    """Router replay is not live: a router did not use the experts it was given, or the routes do not fit the batch or
+    the model."""
 
 
 class NonFiniteError(HybridFlowError):
-    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the weights are as they were."""
+    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the weights are as they
+    were."""
 
 
 class CheckpointError(HybridFlowError):
@@ -116,13 +118,15 @@ class RunInterrupted(HybridFlowError):
 
 
 def to_json(error: HybridFlowError) -> str:
-    """One of our errors as JSON (type, message, attributes), to cross processes without a pickle. `from_json` is its inverse."""
+    """One of our errors as JSON (type, message, attributes), to cross processes without a pickle. `from_json` is its
+    inverse."""
     state = {key: value for key, value in error.__dict__.items() if isinstance(value, str | int | float | bool | None)}
     return json.dumps({"type": type(error).__qualname__, "message": str(error), "state": state})
 
 
 def from_json(text: str, note: str = "") -> HybridFlowError:
-    """The error that `to_json` described, `note` added to its message. A type that is not known here comes back as the base type."""
+    """The error that `to_json` described, `note` added to its message. A type that is not known here comes back as the
+    base type."""
     described: dict[str, Any] = json.loads(text)
     kind = next((kind for kind in _kinds(HybridFlowError) if kind.__qualname__ == described["type"]), HybridFlowError)
     error = kind.__new__(kind)  # not its constructor, which would compose the message a second time

@@ -10,6 +10,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
 
-# No deadline: a busy machine is no failure. Derandomized and without a database: the same commit gives the same verdict.
+# No deadline: a busy machine is no failure. Derandomized and without a database: the same commit gives the same
+# verdict.
 settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
 settings.load_profile("hybridflow")

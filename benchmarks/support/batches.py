@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.protocol import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged
 
 INTEGERS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "labels")
 FLOATS = ("old_log_probs", "advantages")  # float64 keeps all columns of one width

@@ -1,4 +1,5 @@
-"""Two processes of one host: ours over shared memory beside verl's bucketed transfer through shared memory, and a plain copy."""
+"""Two processes of one host: ours over shared memory beside verl's bucketed transfer through shared memory, and a plain
+copy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from support.reshard_ranks import Ranks
 
 
 class NoDevice:
-    """In place of torch.cuda, which verl falls back to where no accelerator is: what it calls between buckets does nothing on CPU."""
+    """In place of torch.cuda, which verl falls back to where no accelerator is: what it calls between buckets does
+    nothing on CPU."""
 
     def synchronize(self) -> None:
         """Nothing is queued."""
@@ -85,7 +87,11 @@ class BucketRanks(Ranks):
         return sum(mine.nbytes for mine, _ in self._pairs())
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Every engine buffer, and as much of the memory that the peer's tensors lie in: no third set of weights is needed."""
+        """Every engine buffer, and as much of the memory that the peer's tensors lie in: no third set of weights is
+        needed."""
         assert self.flat is not None, "the peer's turn comes first"
         ends = list(accumulate(values.numel() for values in self.live.values()))
-        return [(values.view(-1), self.flat[end - values.numel() : end]) for values, end in zip(self.live.values(), ends, strict=True)]
+        return [
+            (values.view(-1), self.flat[end - values.numel() : end])
+            for values, end in zip(self.live.values(), ends, strict=True)
+        ]

@@ -1,4 +1,5 @@
-"""Conditions that hold for every side of a comparison. Import this first: it may start the script again with another environment."""
+"""Conditions that hold for every side of a comparison. Import this first: it may start the script again with another
+environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The other way to bring weights to engines: whole tensors, assembled by the leader of each pipeline stage from its ranks' pieces."""
+"""The other way to bring weights to engines: whole tensors, assembled by the leader of each pipeline stage from its
+ranks' pieces."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ _TAG = 7311
 
 
 @torch.no_grad()
-def gather_stage(plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield, for each bucket, the whole tensors {HF name: [shape] of `dtype`} on the stage's leader, an empty dict elsewhere.
+def gather_stage(
+    plan: StagePlan, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield, for each bucket, the whole tensors {HF name: [shape] of `dtype`} on the stage's leader, an empty dict
+    elsewhere.
 
-    Called by every rank of the stage, which must exhaust the iterator. One message per rank and bucket; at most one bucket is in memory.
+    Called by every rank of the stage, which must exhaust the iterator. One message per rank and bucket; at most one
+    bucket is in memory.
     """
     rank = dist.get_rank()
     for bucket in plan.buckets:
@@ -47,6 +52,8 @@ def _assemble(bucket: Bucket, own: torch.Tensor, leader: int) -> dict[str, torch
             packed = own.new_empty(sum(piece.numel for piece in pieces))
             dist.recv(packed, sender, tag=_TAG)
         for piece, values in zip(pieces, packed.split([piece.numel for piece in pieces]), strict=True):
-            region = tuple(slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True))
+            region = tuple(
+                slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True)
+            )
             whole[piece.source][region] = values.view(piece.shape)
     return whole

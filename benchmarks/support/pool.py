@@ -1,4 +1,5 @@
-"""Processes that stay up over a whole benchmark, so that sides can be interleaved: the driver names a job, every rank does it."""
+"""Processes that stay up over a whole benchmark, so that sides can be interleaved: the driver names a job, every rank
+does it."""
 
 from __future__ import annotations
 

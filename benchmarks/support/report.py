@@ -19,7 +19,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 @dataclass(frozen=True)
 class Figure:
-    """One result. `ratio` compares with the peer (above 1: ours is better), `share` says how much of the machine's `limit` is reached."""
+    """One result. `ratio` compares with the peer (above 1: ours is better), `share` says how much of the machine's
+    `limit` is reached."""
 
     metric: str
     value: float
@@ -32,7 +33,8 @@ class Figure:
 
 
 def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Seconds of each side in each round; every round runs all sides, in an order that turns, so that a disturbance hits all."""
+    """Seconds of each side in each round; every round runs all sides, in an order that turns, so that a disturbance
+    hits all."""
     names, seconds = list(sides), {name: [] for name in sides}
     for turn in range(warm_up + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:

@@ -1,4 +1,5 @@
-"""What each rank of the benchmark of weight transfer does: ours, the gather-then-broadcast way, and bare sends of the same bytes."""
+"""What each rank of the benchmark of weight transfer does: ours, the gather-then-broadcast way, and bare sends of the
+same bytes."""
 
 from __future__ import annotations
 
@@ -13,30 +14,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.device.platform import Platform
 from hybridflow.models import family_of
-from hybridflow.platform import Platform
-from hybridflow.rendezvous import client_store, master_store
+from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
-from hybridflow.reshard.messages import Messages
 from hybridflow.reshard.plan import plan_stages
 from hybridflow.reshard.planner import make_plan
-from hybridflow.reshard.staging import ReceiveStaging, SendStaging, largest_message
-from hybridflow.reshard.stream import receive_stream, send_stream
-from hybridflow.reshard.transports import open_receiver, open_sender, part_bytes
-from hybridflow.reshard.transports.base import Endpoint
+from hybridflow.sync.messages import Messages
+from hybridflow.sync.staging import ReceiveStaging, SendStaging, largest_message
+from hybridflow.sync.stream import receive_stream, send_stream
+from hybridflow.sync.transports import open_receiver, open_sender, part_bytes
+from hybridflow.sync.transports.base import Endpoint
 from support.gather import gather_stage
 
 HOST = "127.0.0.1"
 
 
 class Ranks:
-    """Trainer ranks first. Everything that a sync needs more than once is made here, for every side of the comparison."""
+    """Trainer ranks first. Everything that a sync needs more than once is made here, for every side of the
+    comparison."""
 
     def __init__(
-        self, rank: int, hf: dict[str, Any], trainer: dict[str, int], engine: dict[str, int], port: int, dtype: str, staging: int,
-        transports: tuple[str, ...], gather_bytes: int,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        hf: dict[str, Any],
+        trainer: dict[str, int],
+        engine: dict[str, int],
+        port: int,
+        dtype: str,
+        staging: int,
+        transports: tuple[str, ...],
+        gather_bytes: int,
+    ) -> None:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         shape = ParallelShape(**trainer)
@@ -53,7 +63,8 @@ class Ranks:
         # as the trainer decides it (workers/policy.py)
         self.all_messages = {name: Messages(self.plan, part_bytes(name, Platform("cpu"))) for name in transports}
         self.messages = {
-            name: every.outgoing(rank) if self.is_trainer else every.incoming(self.engine) for name, every in self.all_messages.items()
+            name: every.outgoing(rank) if self.is_trainer else every.incoming(self.engine)
+            for name, every in self.all_messages.items()
         }
         self.stages = plan_stages(family, shape.coordinates(), gather_bytes, getattr(torch, dtype).itemsize)
         self.dtype = getattr(torch, dtype)
@@ -65,7 +76,8 @@ class Ranks:
         self._bare_memory: dict[int, torch.Tensor] = {}
 
     def open(self, session: str) -> None:
-        """Ours: for each transport a session in place and one staged, each with its own memory, as in a run, which has one of them."""
+        """Ours: for each transport a session in place and one staged, each with its own memory, as in a run, which has
+        one of them."""
         for key in product(self.transports, (False, True)):
             endpoint = self._endpoint(f"{session}, {key}", *key)
             if self.is_trainer:
@@ -78,17 +90,23 @@ class Ranks:
     def _endpoint(self, session: str, transport: str, staged: bool) -> Endpoint:
         arriving = [self.all_messages[transport].incoming(rank) for rank in range(self.engines)]
         largest = max(largest_message(messages) for messages in arriving)
-        # as the trainer decides it (trainer/weight_sync.py)
+        # as the trainer decides it (rollout/weight_sync.py)
         slots = min(8, max(2, self.plan.bucket_bytes * 2 // largest))
         if staged and transport == "shared_memory":
-            slots = 1 + max(count for messages in arriving for count in Counter(message.peer for message in messages).values())
+            slots = 1 + max(
+                count for messages in arriving for count in Counter(message.peer for message in messages).values()
+            )
         senders, receivers = tuple(range(self.trainers)), tuple(range(self.engines))
         return Endpoint(transport, session, HOST, self.port, senders, receivers, largest, 60.0, slots=slots)
 
     def sync(self, staged: bool, transport: str = "") -> dict[str, Any]:
         """Ours: one sync, over the first transport unless another is named."""
         transport = transport or self.transports[0]
-        channel, staging, messages = self.channels[transport, staged], self.stagings[transport, staged], self.messages[transport]
+        channel, staging, messages = (
+            self.channels[transport, staged],
+            self.stagings[transport, staged],
+            self.messages[transport],
+        )
         if self.is_trainer:
             stats, commit = send_stream(messages, self.live, channel, staging), 0.0
         else:
@@ -104,7 +122,10 @@ class Ranks:
         """How many elements of an engine rank's buffers are not what they are to be."""
         if self.is_trainer:
             return 0
-        return sum(int((self.live[name] != values).sum()) for name, values in make_buffers(self.plan.target, self.engine).items())
+        return sum(
+            int((self.live[name] != values).sum())
+            for name, values in make_buffers(self.plan.target, self.engine).items()
+        )
 
     def forget(self) -> None:
         """Make an engine rank's weights wrong."""
@@ -122,7 +143,8 @@ class Ranks:
             self.groups[stage.stage] = dist.new_group([stage.leader, *engines])
 
     def gather_and_broadcast(self) -> None:
-        """The other way: stage after stage, bucket after bucket: whole tensors to the leader, from there to every engine rank."""
+        """The other way: stage after stage, bucket after bucket: whole tensors to the leader, from there to every
+        engine rank."""
         for stage in self.stages:
             if self.is_trainer:
                 if self.rank in self._ranks_of(stage.stage):
@@ -173,12 +195,15 @@ class Ranks:
     def open_bare(self) -> None:
         """The limit: a group of its own."""
         world = self.trainers + self.engines
-        self.bare_group = dist.ProcessGroupGloo(dist.PrefixStore("bare", self.store), self.rank, world, timedelta(seconds=60))
+        self.bare_group = dist.ProcessGroupGloo(
+            dist.PrefixStore("bare", self.store), self.rank, world, timedelta(seconds=60)
+        )
 
     def bare(self, bucket_bytes: int, cached: bool = False) -> int:
         """The limit: the bytes of every pair in messages of `bucket_bytes`, two under way, nothing done with them.
 
-        From and into memory of the weights' size, as weights lie; `cached`: from and into two buffers a peer, which stay in the cache.
+        From and into memory of the weights' size, as weights lie; `cached`: from and into two buffers a peer, which
+        stay in the cache.
         """
         amounts: dict[int, int] = {}
         for message in self.messages[self.transports[0]]:
@@ -209,17 +234,22 @@ class Ranks:
 
 
 def make_buffers(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
-    """Buffers of a rank, in three dimensions: every element is made from its tensor and its place there, so replicas are equal."""
+    """Buffers of a rank, in three dimensions: every element is made from its tensor and its place there, so replicas
+    are equal."""
     mine = layout.classes[int(layout.rank_class[rank])]
     shapes = zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)
     made = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in shapes}
-    rows = zip(*(column.tolist() for column in (mine.tensor, mine.buffer, mine.start, mine.size, mine.local)), strict=True)
+    rows = zip(
+        *(column.tolist() for column in (mine.tensor, mine.buffer, mine.start, mine.size, mine.local)), strict=True
+    )
     for tensor, buffer, start, size, local in rows:
         if tensor == PADDING:
             continue
         whole = made[mine.names[buffer]]
         # the sum of three is below 256: exact in bfloat16
-        parts = [((torch.arange(s, s + n) * 31 + tensor * 7) % 80).to(whole.dtype) for s, n in zip(start, size, strict=True)]
+        parts = [
+            ((torch.arange(s, s + n) * 31 + tensor * 7) % 80).to(whole.dtype) for s, n in zip(start, size, strict=True)
+        ]
         place = tuple(slice(a, a + n) for a, n in zip(local, size, strict=True))
         torch.add(parts[0][:, None, None] + parts[1][:, None], parts[2], out=whole[place])
     return made

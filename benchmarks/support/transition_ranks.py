@@ -1,7 +1,8 @@
 """Table 2 of the HybridFlow paper (arXiv 2409.19256), executed: three ways from training weights to generation weights.
 
-The model is a stack of matrices. Tensor parallelism cuts rows, pipeline parallelism cuts layers, ZeRO cuts every matrix's elements over all
-ranks. Every gather is a real all-gather over gloo through `_gather`, which counts what each rank receives from others.
+The model is a stack of matrices. Tensor parallelism cuts rows, pipeline parallelism cuts layers, ZeRO cuts every
+matrix's elements over all ranks. Every gather is a real all-gather over gloo through `_gather`, which counts what each
+rank receives from others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridflow.rendezvous import client_store, master_store
+from hybridflow.process.rendezvous import client_store, master_store
 
 LAYERS, ROWS, COLUMNS = 4, 64, 48
 HOST = "127.0.0.1"
@@ -69,7 +70,8 @@ class Ranks:
         self.rank, self.received, self.peak = rank, 0, 0
 
     def transition(self, design: str, p: int, t: int, d: int, t_g: int) -> dict[str, int]:
-        """Bytes that this rank receives, that it holds when the gather ends, and of training weights that serve generation nothing."""
+        """Bytes that this rank receives, that it holds when the gather ends, and of training weights that serve
+        generation nothing."""
         setting = Setting(p, t, d, t_g)
         self.received = self.peak = 0
         trained, generation, place = getattr(self, f"_{design}")(setting)
@@ -91,7 +93,8 @@ class Ranks:
         return trained.view_as(whole), whole[place].clone(), place
 
     def _hybridflow_v(self, s: Setting) -> tuple[torch.Tensor, torch.Tensor, Place]:
-        """3D-parallel training, generation groups of neighbouring ranks: everything is gathered within the model-parallel group."""
+        """3D-parallel training, generation groups of neighbouring ranks: everything is gathered within the
+        model-parallel group."""
         place = (slice(0, LAYERS), _part(ROWS, self.rank % s.t_g, s.t_g))
         full = self._gather(model()[s.place(self.rank)], s.replica)
         whole = torch.empty_like(model())
@@ -100,7 +103,8 @@ class Ranks:
         return self._trained(s), whole[place].clone(), place
 
     def _hybridflow(self, s: Setting) -> tuple[torch.Tensor, torch.Tensor, Place]:
-        """The paper's grouping: a generation shard is the union of training shards, gathered within the micro data-parallel group."""
+        """The paper's grouping: a generation shard is the union of training shards, gathered within the micro
+        data-parallel group."""
         place = (slice(0, LAYERS), _part(ROWS, s.shard(self.rank), s.t_g))
         parts = self._gather(model()[s.place(self.rank)], s.micro_data_group)
         shard = torch.empty_like(model()[place])
@@ -117,7 +121,8 @@ class Ranks:
     def _gather(self, mine: torch.Tensor, members: Callable[[int], list[int]]) -> torch.Tensor:
         """All-gather in place among the `members` of this rank's group: `[group, *mine.shape]`. Counts bytes."""
         ranks, group = members(self.rank), None
-        for each in sorted({tuple(members(rank)) for rank in range(dist.get_world_size())}):  # every rank makes every group, in one order
+        # every rank makes every group, in one order
+        for each in sorted({tuple(members(rank)) for rank in range(dist.get_world_size())}):
             made = dist.new_group(list(each))
             group = made if self.rank in each else group
         parts = torch.empty(len(ranks), *mine.shape)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hybridflow.batch import DataProto
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.protocol import DataProto
 from support.batches import COLUMNS
 
 

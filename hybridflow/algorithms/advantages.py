@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 
-def grpo_advantages(scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> torch.Tensor:
+def grpo_advantages(
+    scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
+) -> torch.Tensor:
     """Group-relative advantages: (score - mean) / (std + eps) within the samples of one prompt.
 
-    DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO (arXiv 2503.20783). The standard
-    deviation is the unbiased one. A group of one sample has mean 0 and std 1, so its advantage is its score.
+    DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO (arXiv 2503.20783).
+    The standard deviation is the unbiased one. A group of one sample has mean 0 and std 1, so its advantage is its
+    score.
 
     Args:
         scores_B: [B] one score a sample.

@@ -9,7 +9,8 @@ import torch
 
 
 def token_rewards(scores_S: torch.Tensor, penalty_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """[T] reward of each token: minus its penalty, and the score of the row at its last token. A row without tokens has no reward.
+    """[T] reward of each token: minus its penalty, and the score of the row at its last token. A row without tokens has
+    no reward.
 
     Args:
         scores_S: [S] one score a row.
@@ -33,13 +34,14 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns (arXiv 1506.02438, eq. 16), not whitened.
 
-    delta_t = r_t + gamma V_{t+1} - V_t with V = 0 behind the end of a row; A_t = delta_t + gamma lam A_{t+1}; return_t = A_t + V_t.
+    delta_t = r_t + gamma V_{t+1} - V_t with V = 0 behind the end of a row; A_t = delta_t + gamma lam A_{t+1}; return_t
+    = A_t + V_t.
 
     Args:
         rewards_T, values_T: [T] reward of each token, and value of the state it was sampled in.
         lengths_S: [S] int64 tokens of each row.
-        mask_T: [T] bool, false for tokens the policy did not sample (observations): they are skipped, so that the next value and the
-            running sum reach over them, and their own advantage and return are 0. None: all were sampled.
+        mask_T: [T] bool, false for tokens the policy did not sample (observations): they are skipped, so that the next
+            value and the running sum reach over them, and their own advantage and return are 0. None: all were sampled.
 
     Returns:
         [T] advantages, [T] returns; fp32.
@@ -59,10 +61,13 @@ def gae(
     return advantages, advantages + values
 
 
-def _discounted_sums(deltas_T: torch.Tensor, lengths_S: torch.Tensor, ends_S: torch.Tensor, factor: float) -> torch.Tensor:
+def _discounted_sums(
+    deltas_T: torch.Tensor, lengths_S: torch.Tensor, ends_S: torch.Tensor, factor: float
+) -> torch.Tensor:
     """[T] sum over the rest of the row of factor^i deltas[t + i].
 
-    Rows are walked from their ends side by side, longer ones first, so that those that reach one token further back are a prefix.
+    Rows are walked from their ends side by side, longer ones first, so that those that reach one token further back are
+    a prefix.
     """
     longest = int(lengths_S.max()) if len(lengths_S) else 0
     if longest < 2 or factor == 0.0:

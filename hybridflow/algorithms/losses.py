@@ -1,7 +1,8 @@
 """Policy losses and penalties over packed response tokens, and how tokens are aggregated.
 
-Losses return (sum, count): one place scales by the global count over data-parallel ranks and micro-batches, so the gradient does not
-depend on how a batch was cut. T is the number of response tokens of a micro-batch, S the number of its sequences.
+Losses return (sum, count): one place scales by the global count over data-parallel ranks and micro-batches, so the
+gradient does not depend on how a batch was cut. T is the number of response tokens of a micro-batch, S the number of
+its sequences.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def ppo_token_loss(
 def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: str) -> torch.Tensor:
     """[T] estimate of KL(policy || reference) from the sampled tokens alone (Schulman, "Approximating KL divergence").
 
-    k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref, clamped to +-20 and the k3 result to +-10.
+    k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref, clamped to +-20 and the k3 result
+    to +-10.
     """
     difference = (log_probs_T - ref_log_probs_T).clamp(-20.0, 20.0)
     if kind == "k1":

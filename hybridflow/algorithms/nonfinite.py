@@ -1,7 +1,8 @@
-"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch, and makes all ranks agree on it.
+"""Finds a loss or gradient that is NaN or infinite, says on which rank and in which micro-batch, and makes all ranks
+agree on it.
 
-Every micro-batch is watched at its loss and at gradients on the way back; what arises in between shows in the latter. The flags stay on the
-device until the mini-batch is done: one look, one small all-gather.
+Every micro-batch is watched at its loss and at gradients on the way back; what arises in between shows in the latter.
+The flags stay on the device until the mini-batch is done: one look, one small all-gather.
 """
 
 from __future__ import annotations
@@ -53,13 +54,17 @@ class Watch:
 
 
 def describe(found: Sequence[Sequence[int]]) -> str:
-    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is finite; the likeliest causes alone."""
+    """Sentences from each rank's first micro-batch at each place [world][3], -1 where all is finite; the likeliest
+    causes alone."""
     for place, name in enumerate(_PLACES):
         ranks = [(rank, row[place]) for rank, row in enumerate(found) if row[place] >= 0]
         if not ranks:
             continue
         if place == len(_PLACES) - 1:
-            return f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch were: their sum overflowed"
+            return (
+                f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch were: their sum "
+                f"overflowed"
+            )
         shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
         more = f" and {len(ranks) - 4} more ranks" if len(ranks) > 4 else ""
         return f"{name} is not finite: {shown}{more} (counted from 0)"
@@ -76,8 +81,10 @@ def not_applied(
     """
     if on_nonfinite == "stop":
         raise NonFiniteError(
-            f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, sft.optim.lr) and run "
-            "the same command again to resume from the last checkpoint, or leave such updates out with actor.on_nonfinite=skip"
+            f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, "
+            f"sft.optim.lr) and run "
+            "the same command again to resume from the last checkpoint, or leave such updates out with "
+            "actor.on_nonfinite=skip"
         )
     logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
     finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}

@@ -11,7 +11,8 @@ from hybridflow.algorithms.losses import Metrics
 def value_token_loss(
     values_T: torch.Tensor, old_values_T: torch.Tensor, returns_T: torch.Tensor, *, clip: float | None
 ) -> tuple[torch.Tensor, Metrics]:
-    """Half the squared error, the larger of that of the value and of the value clipped to old +- clip (PPO2; arXiv 2005.12729, section 3).
+    """Half the squared error, the larger of that of the value and of the value clipped to old +- clip (PPO2; arXiv
+    2005.12729, section 3).
 
     Returns:
         [T] loss per token, and token sums with counts: critic/vf_clipfrac, critic/vpred_mean.
@@ -23,7 +24,10 @@ def value_token_loss(
         held = clipped > loss
         loss = torch.maximum(loss, clipped)
     count = torch.tensor(loss.numel())
-    return 0.5 * loss, {"critic/vf_clipfrac": (held.sum(), count), "critic/vpred_mean": (values_T.detach().sum(), count)}
+    return 0.5 * loss, {
+        "critic/vf_clipfrac": (held.sum(), count),
+        "critic/vpred_mean": (values_T.detach().sum(), count),
+    }
 
 
 def preference_loss(scores_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
@@ -33,7 +37,8 @@ def preference_loss(scores_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         scores_S: [2 n] scores of pairs one after another: chosen, rejected, chosen, rejected, ...
 
     Returns:
-        [n] loss per pair, and sums with counts: reward/accuracy (chosen is scored higher), reward/margin (mean difference).
+        [n] loss per pair, and sums with counts: reward/accuracy (chosen is scored higher), reward/margin (mean
+        difference).
     """
     chosen, rejected = scores_S.view(-1, 2).unbind(-1)
     difference = chosen - rejected

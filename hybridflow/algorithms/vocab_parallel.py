@@ -1,8 +1,9 @@
-"""Log-probabilities, entropy and the most likely tokens from hidden states, where the output layer's rows are split over tensor ranks.
+"""Log-probabilities, entropy and the most likely tokens from hidden states, where the output layer's rows are split
+over tensor ranks.
 
-Logits exist for one chunk of rows at a time, forward and backward (they are computed again there), so the memory they take is bounded
-by the chunk and not by the batch. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r holds [r v, (r + 1) v), padding
-at the end). All arithmetic on logits in fp32.
+Logits exist for one chunk of rows at a time, forward and backward (they are computed again there), so the memory they
+take is bounded by the chunk and not by the batch. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r
+holds [r v, (r + 1) v), padding at the end). All arithmetic on logits in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 
 
 class SumOverGroup(torch.autograd.Function):
-    """All-reduce (sum) whose backward is the identity: every rank computes the same loss, so each keeps its own share of the gradient."""
+    """All-reduce (sum) whose backward is the identity: every rank computes the same loss, so each keeps its own share
+    of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -55,13 +57,15 @@ def log_probs_and_entropy(
     """log p(target) and, when asked for, the entropy of softmax(hidden weight^T / temperature).
 
     Args:
-        hidden_NH: [n, h], equal on all ranks of `group`; its gradient is this rank's share and must be summed over the group.
+        hidden_NH: [n, h], equal on all ranks of `group`; its gradient is this rank's share and must be summed over the
+            group.
         weight_VH: [v, h], this rank's rows of the output layer.
         targets_N: [n] global token ids.
         group: tensor-parallel group.
 
     Returns:
-        [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal on all ranks of the group.
+        [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal on all ranks of the
+        group.
     """
     log_probs, entropy = _Scores.apply(hidden_NH, weight_VH, targets_N, scoring, group)
     return log_probs, entropy if scoring.with_entropy else None
@@ -71,7 +75,8 @@ def log_probs_and_entropy(
 def top_log_probs(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, k: int, scoring: Scoring, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k most likely tokens of the whole vocabulary for each row: [n, k] log-probs in descending order, [n, k] int64 token ids.
+    """The k most likely tokens of the whole vocabulary for each row: [n, k] log-probs in descending order, [n, k] int64
+    token ids.
 
     Raises:
         ValueError: the vocabulary has fewer than k tokens.
@@ -88,7 +93,10 @@ def top_log_probs(
             values[rows, :mine], tokens[rows, :mine] = found.values, found.indices + shard.first
     log_z = _normaliser(shard, hidden_NH)[0]
     world = dist.get_world_size(group)
-    all_values, all_tokens = [torch.empty_like(values) for _ in range(world)], [torch.empty_like(tokens) for _ in range(world)]
+    all_values, all_tokens = (
+        [torch.empty_like(values) for _ in range(world)],
+        [torch.empty_like(tokens) for _ in range(world)],
+    )
     dist.all_gather(all_values, values, group=group)
     dist.all_gather(all_tokens, tokens, group=group)
     best = torch.cat(all_values, -1).topk(k, dim=-1)
@@ -119,13 +127,15 @@ class _Shard:
 def _normaliser(
     shard: _Shard, hidden: torch.Tensor, targets: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target, [n] entropy (zeros unless asked for).
+    """[n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target, [n] entropy (zeros unless
+    asked for).
 
     Two small all-reduces however many chunks there are: latency is what tensor parallelism costs over gloo.
     """
     entropy = shard.scoring.with_entropy and targets is not None
     tops = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-    sums = tops.new_zeros((3, len(hidden)))  # exponentials, target logits, exponentials times logits: all relative to the local maximum
+    # exponentials, target logits, exponentials times logits: all relative to the local maximum
+    sums = tops.new_zeros((3, len(hidden)))
     for rows, logits in shard.chunks(hidden):
         if not shard.rows:
             continue

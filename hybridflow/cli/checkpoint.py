@@ -15,7 +15,7 @@ examples:
   hybridflow checkpoint inspect runs/tiny-moe-grpo                          the latest checkpoint of a run
   hybridflow checkpoint verify runs/tiny-moe-grpo/checkpoints/global_step_150
   hybridflow checkpoint export runs/tiny-moe-grpo exported --dtype bfloat16  a Hugging Face folder; no GPU, one process
-  hybridflow checkpoint export runs/lora adapter --adapter                  its low-rank adapters alone, for PEFT and SGLang
+  hybridflow checkpoint export runs/lora adapter --adapter         its low-rank adapters alone, for PEFT and SGLang
   hybridflow checkpoint import downloads/Qwen3-30B-A3B models/start          checked weights for model.path
 
 CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.
@@ -26,19 +26,37 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 
 def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put the command and its four actions into the parser."""
-    group = add_command(commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT, lambda args: 0)
+    group = add_command(
+        commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT, lambda args: 0
+    )
     actions = group.add_subparsers(metavar="ACTION", required=True)
     inspect = add_command(actions, "inspect", "print what a checkpoint is and holds", CHECKPOINT, run_inspect)
-    verify = add_command(actions, "verify", "read every file again and compare it with the manifest", CHECKPOINT, run_verify)
-    export = add_command(actions, "export", "write a checkpoint's model as a Hugging Face folder", CHECKPOINT, run_export)
-    bring = add_command(actions, "import", "check a Hugging Face folder and write it for model.path", CHECKPOINT, run_import)
+    verify = add_command(
+        actions, "verify", "read every file again and compare it with the manifest", CHECKPOINT, run_verify
+    )
+    export = add_command(
+        actions, "export", "write a checkpoint's model as a Hugging Face folder", CHECKPOINT, run_export
+    )
+    bring = add_command(
+        actions, "import", "check a Hugging Face folder and write it for model.path", CHECKPOINT, run_import
+    )
     for parser in (inspect, verify, export):
-        parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run, a checkpoint or its policy folder")
+        parser.add_argument(
+            "checkpoint", type=Path, metavar="CHECKPOINT", help="a run, a checkpoint or its policy folder"
+        )
     bring.add_argument("source", type=Path, metavar="HF_FOLDER", help="config.json and safetensors")
     for parser in (export, bring):
         parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
-        parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)")
-        parser.add_argument("--max-shard-size", type=_size, default=4 << 30, metavar="SIZE", help="of one file: 500M, 4Gi (default: 4Gi)")
+        parser.add_argument(
+            "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)"
+        )
+        parser.add_argument(
+            "--max-shard-size",
+            type=_size,
+            default=4 << 30,
+            metavar="SIZE",
+            help="of one file: 500M, 4Gi (default: 4Gi)",
+        )
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them")
     export.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)")
     for parser in (inspect, verify):
@@ -47,7 +65,7 @@ def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> N
 
 def run_inspect(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint inspect`."""
-    from hybridflow.trainer import checkpoint_tools as tools
+    from hybridflow.saving import tools
 
     figures = tools.inspect(tools.locate(args.checkpoint))
     print(json.dumps(figures, indent=2) if args.json else tools.table(figures))
@@ -56,14 +74,19 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint verify`; exit code 1 when a file is not what it should be."""
-    from hybridflow.trainer import checkpoint_tools as tools
+    from hybridflow.saving import tools
 
     reports = []
     for folder in tools.roles(args.checkpoint):
         manifest, problems = tools.verify(folder)
-        reports.append({"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems})
+        reports.append(
+            {"folder": str(folder), "files": len(manifest.files), "bytes": manifest.size, "problems": problems}
+        )
         if not problems and not args.json:
-            print(f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the manifest says (step {manifest.step})")
+            print(
+                f"{folder}: {len(manifest.files)} files, {manifest.size} bytes, all as the manifest says (step "
+                f"{manifest.step})"
+            )
         for problem in problems:
             print(f"hybridflow: {problem}", file=sys.stderr)
     if args.json:
@@ -73,16 +96,18 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_export(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint export`."""
-    from hybridflow.trainer import checkpoint_tools as tools
+    from hybridflow.saving import tools
 
     if args.adapter:
         return _report(tools.export_adapter(tools.locate(args.checkpoint), args.out, args.dtype))
-    return _report(tools.export(tools.locate(args.checkpoint), args.out, args.dtype, args.max_shard_size, args.tokenizer))
+    return _report(
+        tools.export(tools.locate(args.checkpoint), args.out, args.dtype, args.max_shard_size, args.tokenizer)
+    )
 
 
 def run_import(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint import`."""
-    from hybridflow.trainer import checkpoint_tools as tools
+    from hybridflow.saving import tools
 
     return _report(tools.import_(args.source, args.out, args.dtype, args.max_shard_size))
 
@@ -90,7 +115,10 @@ def run_import(args: argparse.Namespace) -> int:
 def _report(written: Any) -> int:
     print(f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} bytes of weights")
     if written.ignored:
-        print(f"not of this family, left out: {', '.join(written.ignored[:6])}{' ...' if len(written.ignored) > 6 else ''}")
+        print(
+            f"not of this family, left out: "
+            f"{', '.join(written.ignored[:6])}{' ...' if len(written.ignored) > 6 else ''}"
+        )
     return 0
 
 

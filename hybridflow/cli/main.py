@@ -1,6 +1,7 @@
 """`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | version`.
 
-Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are broken.
+Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
+broken.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ examples:
   hybridflow {job} --config-name tiny-moe-grpo algorithm=dr-grpo         choose a file of configs/algorithm/
   hybridflow {job} --config-dir my-configs --config-name my-recipe       recipes of your own
 
-Any key of the configuration can be overridden, whether or not the recipe mentions it; lists are written key=[a,b], null is null.
-An interrupted run goes on from its last checkpoint when the same command is given again (trainer.resume=disable starts anew).
+Any key of the configuration can be overridden, whether or not the recipe mentions it; lists are written key=[a,b],
+null is null. An interrupted run goes on from its last checkpoint when the same command is given again
+(trainer.resume=disable starts anew).
 """
 
 PREPARE = """\
@@ -63,11 +65,12 @@ RESHARD = """\
 example:
   hybridflow reshard plan --model kimi-k2 --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2 --engines 32xtp=32,ep=32
 
-Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json, such a file, or
-one of kimi-k2, deepseek-v3, qwen3-235b-a22b, qwen3-30b-a3b, llama-3.1-70b. Sizes of the trainer: ranks, tp, pp, vpp, cp, ep, etp, first
-and last (layers of the first and last pipeline stage). Sizes of an engine: tp, ep, dpa (data-parallel attention), pp, and dense=1
-where dense MLPs and shared experts are whole on every rank (--moe-dense-tp-size 1 and an --moe-a2a-backend); NUMBERx before them is the
-number of such engines, and --engines may be given several times.
+Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json,
+such a file, or one of kimi-k2, deepseek-v3, qwen3-235b-a22b, qwen3-30b-a3b, llama-3.1-70b. Sizes of the trainer:
+ranks, tp, pp, vpp, cp, ep, etp, first and last (layers of the first and last pipeline stage). Sizes of an engine: tp,
+ep, dpa (data-parallel attention), pp, and dense=1 where dense MLPs and shared experts are whole on every rank
+(--moe-dense-tp-size 1 and an --moe-a2a-backend); NUMBERx before them is the number of such engines, and --engines may
+be given several times.
 """
 
 
@@ -106,21 +109,42 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(prog="hybridflow", description=TOP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="hybridflow", description=TOP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"hybridflow {hybridflow.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_job(commands, "train", "train a policy with reinforcement learning", run_train)
     _add_job(commands, "sft", "supervised training alone, on the recipe's sft section", run_sft)
-    _add_job(commands, "train-reward", "train a reward model on pairs, the recipe's reward_training section", run_train_reward)
+    _add_job(
+        commands,
+        "train-reward",
+        "train a reward model on pairs, the recipe's reward_training section",
+        run_train_reward,
+    )
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASKS.items())
-    prepare = _add(commands, "prepare", "make the parquet files and the tokenizer of a task", PREPARE.format(tasks=tasks), run_prepare)
+    prepare = _add(
+        commands,
+        "prepare",
+        "make the parquet files and the tokenizer of a task",
+        PREPARE.format(tasks=tasks),
+        run_prepare,
+    )
     prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASKS))
-    prepare.add_argument("--source", type=Path, metavar="DIR", help="folder with the raw files, for tasks that need one")
+    prepare.add_argument(
+        "--source", type=Path, metavar="DIR", help="folder with the raw files, for tasks that need one"
+    )
     prepare.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)")
     prepare.add_argument("overrides", nargs="*", metavar="key=value", help="options of the task")
 
-    report = _add(commands, "report", "write the HTML report of a run", "example:\n  hybridflow report runs/tiny-moe-grpo\n", run_report)
+    report = _add(
+        commands,
+        "report",
+        "write the HTML report of a run",
+        "example:\n  hybridflow report runs/tiny-moe-grpo\n",
+        run_report,
+    )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
     reshard = _add(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_reshard_plan)
     _add_reshard_plan(reshard)
@@ -180,7 +204,10 @@ def run_reshard_plan(args: argparse.Namespace) -> int:
     from hybridflow.reshard.layout import ParallelShape
     from hybridflow.reshard.simulate import Fabric
 
-    trainer, engines = report.build(ParallelShape, args.trainer), [report.build(EngineShape, text) for text in args.engines]
+    trainer, engines = (
+        report.build(ParallelShape, args.trainer),
+        [report.build(EngineShape, text) for text in args.engines],
+    )
     fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
     engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
     run = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
@@ -214,7 +241,12 @@ def _run_job(args: argparse.Namespace, job: str) -> int:
         from hybridflow.config.explain import Origins, explain
         from hybridflow.config.locate import config_dirs
 
-        print(explain(config, Origins.find(args.config_name.removesuffix(".yaml"), args.overrides, config_dirs(args.config_dir))))
+        print(
+            explain(
+                config,
+                Origins.find(args.config_name.removesuffix(".yaml"), args.overrides, config_dirs(args.config_dir)),
+            )
+        )
         return 0
     from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
 
@@ -246,9 +278,16 @@ def _parse_option(word: str) -> tuple[str, Any]:
         return key, text
 
 
-def _add(commands: Any, name: str, summary: str, epilog: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _add(
+    commands: Any, name: str, summary: str, epilog: str, handler: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     description = summary[0].upper() + summary[1:] + "."
-    kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "help": summary, "description": description, "epilog": epilog}
+    kwargs = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "help": summary,
+        "description": description,
+        "epilog": epilog,
+    }
     parser: argparse.ArgumentParser = commands.add_parser(name, **kwargs)
     parser.set_defaults(handler=handler)
     return parser
@@ -263,18 +302,36 @@ def _add_reshard_plan(reshard: argparse.ArgumentParser) -> None:
         run_reshard_plan,
     )
     plan.add_argument(
-        "--model", required=True, metavar="MODEL", help="a published model's name, or the path of a config.json or its folder"
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="a published model's name, or the path of a config.json or its folder",
     )
     plan.add_argument("--trainer", required=True, metavar="SIZES", help="for example ranks=256,tp=8,pp=8,ep=32")
-    plan.add_argument("--engines", required=True, action="append", metavar="SIZES", help="for example 2xtp=16,ep=16; may be repeated")
-    plan.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights (default: bfloat16)")
+    plan.add_argument(
+        "--engines", required=True, action="append", metavar="SIZES", help="for example 2xtp=16,ep=16; may be repeated"
+    )
+    plan.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights (default: bfloat16)",
+    )
     plan.add_argument(
         "--engine-dtype",
         choices=("bfloat16", "float16", "float32", "fp8"),
         help="of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along",
     )
-    plan.add_argument("--staging-mib", type=int, default=1024, metavar="MIB", help="memory for messages under way, a rank (default: 1024)")
-    plan.add_argument("--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)")
+    plan.add_argument(
+        "--staging-mib",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help="memory for messages under way, a rank (default: 1024)",
+    )
+    plan.add_argument(
+        "--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)"
+    )
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the plan itself as JSON")
 
@@ -282,9 +339,15 @@ def _add_reshard_plan(reshard: argparse.ArgumentParser) -> None:
 def _add_job(commands: Any, name: str, summary: str, handler: Callable[[argparse.Namespace], int]) -> None:
     parser = _add(commands, name, summary, JOB.format(job=name), handler)
     parser.add_argument("--config-name", metavar="NAME", help="a recipe; without it, the recipes are listed")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first")
-    parser.add_argument("--print-config", action="store_true", help="print the whole resolved configuration as YAML and stop")
-    parser.add_argument("--explain", action="store_true", help="print how the batch sizes multiply and where each comes from, and stop")
+    parser.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the whole resolved configuration as YAML and stop"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print how the batch sizes multiply and where each comes from, and stop"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 

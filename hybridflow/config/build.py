@@ -1,6 +1,7 @@
 """Plain mapping -> frozen dataclasses, strictly: every key must exist, every value must have the field's type.
 
-OmegaConf's structured configs would give read-only nodes instead of our dataclasses, and messages without the nearest key (ADR 0004).
+OmegaConf's structured configs would give read-only nodes instead of our dataclasses, and messages without the nearest
+key (ADR 0004).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     """Build the run configuration from a plain nested mapping; what is not given keeps the schema's default.
 
     Raises:
-        ConfigError: unknown key, wrong type or a value outside a field's choices. The message names the full dotted key.
+        ConfigError: unknown key, wrong type or a value outside a field's choices. The message names the full dotted
+        key.
     """
     return cast(RunConfig, _build_group(RunConfig(), values, ""))
 
@@ -38,14 +40,18 @@ def to_plain(value: Any) -> Any:
 
 
 def require_key(dotted: str) -> None:
-    """Raise unless `dotted` names a group or field of the schema, or an entry inside a free mapping (such as `model.hf_config.X`)."""
+    """Raise unless `dotted` names a group or field of the schema, or an entry inside a free mapping (such as
+    `model.hf_config.X`)."""
     annotation: Any = RunConfig
     seen: list[str] = []
     for part in dotted.split("."):
         if not dataclasses.is_dataclass(annotation):
             if _is_mapping(annotation):
                 return
-            raise ConfigError(f"{dotted}: {'.'.join(seen)} is a single value of type {describe(annotation)}, it has no keys of its own")
+            raise ConfigError(
+                f"{dotted}: {'.'.join(seen)} is a single value of type {describe(annotation)}, it has no keys of its "
+                f"own"
+            )
         hints = typing.get_type_hints(annotation)
         if part not in hints:
             raise _unknown_key(part, list(hints), ".".join(seen), dotted)
@@ -75,7 +81,8 @@ def describe(annotation: Any) -> str:
 
 
 def _build_group(defaults: Any, values: Any, prefix: str) -> Any:
-    """Replace what is given in `defaults`: a group may have other defaults than its class (`sft.optim`, `rollout.val_sampling`)."""
+    """Replace what is given in `defaults`: a group may have other defaults than its class (`sft.optim`,
+    `rollout.val_sampling`)."""
     hints = typing.get_type_hints(type(defaults))
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix or 'configuration'}: got {values!r}, expected a group of keys ({', '.join(hints)})")

@@ -1,4 +1,5 @@
-"""Cross-field checks: combinations that each key alone cannot show to be wrong. Pure, no torch; runs before anything is started.
+"""Cross-field checks: combinations that each key alone cannot show to be wrong. Pure, no torch; runs before anything is
+started.
 
 All problems of a configuration are reported at once, each with its keys, their values and what to do.
 """
@@ -10,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridflow.batch.routes import num_experts
 from hybridflow.config import check_backend, check_engines, check_lora, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
-from hybridflow.routes import num_experts
 
 AT_LEAST_ONE = (
     "data.train_batch_size",
@@ -109,13 +110,25 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
     if found:
         return found  # the checks below divide by these numbers
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source, check_engines.shape_problems),
+        *(
+            _layout,
+            _overlap,
+            _sequence_parallel,
+            _batches,
+            _lengths,
+            _rollout,
+            _model_source,
+            check_engines.shape_problems,
+        ),
         *(check_backend.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
     found += roles.problems(config, job)
     found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim)]
-    found += [*_optim("critic.optim", config.critic.optim), *_optim("reward_training.optim", config.reward_training.optim)]
+    found += [
+        *_optim("critic.optim", config.critic.optim),
+        *_optim("reward_training.optim", config.reward_training.optim),
+    ]
     found += [*_files(config, job)]
     if not any(line.startswith("model.") for line in found):
         found += [*_model_sizes(config), *_router_replay(config), *check_lora.target_problems(config)]
@@ -142,9 +155,14 @@ def _numbers(config: RunConfig) -> Iterator[str]:
             if value is not None and not (holds(value) and math.isfinite(value)):
                 yield f"{key}={value} must be {wanted}"
     if config.rollout.mem_fraction_static >= 1:
-        yield f"rollout.mem_fraction_static={config.rollout.mem_fraction_static} is a fraction of the memory: give less than 1"
+        yield (
+            f"rollout.mem_fraction_static={config.rollout.mem_fraction_static} is a fraction of the memory: give "
+            f"less than 1"
+        )
     if config.actor.clip_ratio_c is not None and config.actor.clip_ratio_c <= 1:
-        yield f"actor.clip_ratio_c={config.actor.clip_ratio_c} must be more than 1 (dual clip), or null to switch it off"
+        yield (
+            f"actor.clip_ratio_c={config.actor.clip_ratio_c} must be more than 1 (dual clip), or null to switch it off"
+        )
     yield from _sampling("rollout.sampling", config.rollout.sampling)
     yield from _sampling("rollout.val_sampling", config.rollout.val_sampling)
 
@@ -160,7 +178,9 @@ def _sampling(prefix: str, sampling: SamplingConfig) -> Iterator[str]:
 
 def _names(config: RunConfig) -> Iterator[str]:
     if config.name in ("", ".", "..") or "/" in config.name:
-        yield f"name={config.name!r} names the run folder inside output_dir={config.output_dir}: use a plain folder name"
+        yield (
+            f"name={config.name!r} names the run folder inside output_dir={config.output_dir}: use a plain folder name"
+        )
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
@@ -170,18 +190,23 @@ def _layout(config: RunConfig) -> Iterator[str]:
     dense = derived.model_parallel_size(parallel)
     if world % dense:
         yield (
-            f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context} = {dense} "
+            f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context} = "
+            f"{dense} "
             f"does not divide {processes}; change the parallel sizes or give a multiple of {dense} processes"
         )
     etp, expert = derived.expert_tensor_size(parallel), derived.expert_model_parallel_size(parallel)
     if world % expert and (parallel.expert > 1 or parallel.expert_tensor is not None):
         default = "" if parallel.expert_tensor else " (the default)"
         yield (
-            f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = {expert} "
+            f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = "
+            f"{expert} "
             f"does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} processes"
         )
     if parallel.pipeline == 1 and derived.virtual_pipeline_size(parallel) > 1:
-        yield f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to null"
+        yield (
+            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it "
+            f"to null"
+        )
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:
@@ -189,12 +214,14 @@ def _overlap(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
-            "actor.parallel.overlap_param_gather=true needs actor.parallel.distributed_optimizer=true: without it every rank holds all "
+            "actor.parallel.overlap_param_gather=true needs actor.parallel.distributed_optimizer=true: without it "
+            "every rank holds all "
             "weights and nothing is gathered; set distributed_optimizer to true or overlap_param_gather to false"
         )
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield (
-            "actor.parallel.overlap_param_gather=true needs actor.parallel.overlap_grad_reduce=true: without it all weights are in one "
+            "actor.parallel.overlap_param_gather=true needs actor.parallel.overlap_grad_reduce=true: without it all "
+            "weights are in one "
             "bucket and nothing would overlap; set overlap_grad_reduce to true"
         )
 
@@ -202,7 +229,9 @@ def _overlap(config: RunConfig) -> Iterator[str]:
 def _sequence_parallel(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if parallel.sequence and parallel.tensor == 1:
-        yield "actor.parallel.sequence=true needs actor.parallel.tensor > 1; set sequence to false or tensor to 2 or more"
+        yield (
+            "actor.parallel.sequence=true needs actor.parallel.tensor > 1; set sequence to false or tensor to 2 or more"
+        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -216,16 +245,23 @@ def _batches(config: RunConfig) -> Iterator[str]:
     samples = derived.samples_per_mini_batch(config)
     if dp and samples % dp:
         yield (
-            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do not divide over {dp} data-parallel ranks; "
+            f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do not divide over {dp} "
+            f"data-parallel ranks; "
             f"make it a multiple of {dp}"
         )
     if dp and config.sft.steps and config.sft.batch_size % dp:
-        yield f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel ranks; make it a multiple of {dp}"
+        yield (
+            f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel ranks; make it a "
+            f"multiple of {dp}"
+        )
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
     longest, data = derived.max_sequence_length(config), config.data
-    total = f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = {longest}"
+    total = (
+        f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+        f"{longest}"
+    )
     parallel, budget = config.actor.parallel, config.actor.max_tokens_per_micro_batch
     padded = derived.padded_length(longest, parallel)
     if budget >= longest and budget < padded:
@@ -240,13 +276,17 @@ def _lengths(config: RunConfig) -> Iterator[str]:
     for key, why in limits.items():
         limit = value_at(config, key)
         if limit < longest:
-            yield f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {longest} or shorten the lengths"
+            yield (
+                f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {longest} or shorten the "
+                f"lengths"
+            )
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
     if config.rollout.sync.transport == "shared_memory" and config.cluster.nodes > 1:
         yield (
-            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but cluster.nodes={config.cluster.nodes}; "
+            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but "
+            f"cluster.nodes={config.cluster.nodes}; "
             "use auto, p2p or disk"
         )
     if config.rollout.logprob_diff_bound is None:
@@ -254,7 +294,8 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     sampling = config.rollout.sampling
     if sampling.top_p < 1 or sampling.top_k != -1:
         yield (
-            f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so rollout and trainer "
+            f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so "
+            f"rollout and trainer "
             "log-probabilities differ by design; switch both off, or set rollout.logprob_diff_bound=null"
         )
 
@@ -267,9 +308,15 @@ def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
     if optim.lr_warmup_steps < 0:
         yield f"{prefix}.lr_warmup_steps={optim.lr_warmup_steps} must be 0 or more"
     if optim.lr_decay_style != "constant" and optim.lr_decay_steps is None:
-        yield f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps, counted in optimizer updates"
+        yield (
+            f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps, counted in optimizer "
+            f"updates"
+        )
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
-        yield f"{prefix}.lr_decay_steps={optim.lr_decay_steps} must be more than {prefix}.lr_warmup_steps={optim.lr_warmup_steps}"
+        yield (
+            f"{prefix}.lr_decay_steps={optim.lr_decay_steps} must be more than "
+            f"{prefix}.lr_warmup_steps={optim.lr_warmup_steps}"
+        )
     if optim.clip_grad < 0:
         yield f"{prefix}.clip_grad={optim.clip_grad} must be 0 (off) or more"
     for name in ("adam_beta1", "adam_beta2"):
@@ -280,9 +327,15 @@ def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
 def _model_source(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.path is None and not model.hf_config:
-        yield "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config for random ones"
+        yield (
+            "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config "
+            "for random ones"
+        )
     if model.path is not None and model.hf_config:
-        yield f"model.path={model.path} and model.hf_config are both given; remove one (on the command line: ~model.hf_config)"
+        yield (
+            f"model.path={model.path} and model.hf_config are both given; remove one (on the command line: "
+            f"~model.hf_config)"
+        )
     if model.path is not None and not Path(model.path).is_dir():
         yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
     if model.hf_config and "model_type" not in model.hf_config:
@@ -304,7 +357,10 @@ def _model_sizes(config: RunConfig) -> list[str]:
     stage_text = f"actor.parallel.pipeline={parallel.pipeline}" + (
         f" x virtual_pipeline={parallel.virtual_pipeline}" if parallel.virtual_pipeline else ""
     )
-    cuts = [("num_hidden_layers", stages, stage_text), ("num_attention_heads", tensor, f"actor.parallel.tensor={tensor}")]
+    cuts = [
+        ("num_hidden_layers", stages, stage_text),
+        ("num_attention_heads", tensor, f"actor.parallel.tensor={tensor}"),
+    ]
     experts = derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]
     if experts:
@@ -315,7 +371,8 @@ def _model_sizes(config: RunConfig) -> list[str]:
         cuts.append(("shared_expert_intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
         if tensor > 1 and not parallel.sequence:
             found.append(
-                f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs actor.parallel.sequence=true: "
+                f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs "
+                f"actor.parallel.sequence=true: "
                 "Megatron refuses to train a mixture of experts under tensor parallelism without it"
             )
     else:
@@ -342,10 +399,13 @@ def _kv_heads(sizes: Any, key: str, parts: int) -> Iterator[str]:
 def _dense_problems(config: RunConfig) -> Iterator[str]:
     parallel = config.actor.parallel
     if (expert := parallel.expert) > 1:
-        yield f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no num_experts; set it to 1"
+        yield (
+            f"actor.parallel.expert={expert} needs a mixture of experts, but the model has no num_experts; set it to 1"
+        )
     if parallel.expert_tensor not in (None, parallel.tensor):
         yield (
-            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no num_experts; "
+            f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no "
+            f"num_experts; "
             "set it to null"
         )
 
@@ -354,7 +414,8 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
     limit, longest = sizes.get("max_position_embeddings"), derived.max_sequence_length(config)
     if isinstance(limit, int) and limit < longest:
         yield (
-            f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + data.max_response_length = {longest}; "
+            f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
+            f"data.max_response_length = {longest}; "
             "shorten the lengths"
         )
 
@@ -370,7 +431,8 @@ def _router_replay(config: RunConfig) -> Iterator[str]:
     given = {name.replace("_", "-"): value for name, value in config.rollout.extra_args.items()}
     if derived.needs_engine_routes(config) and given.get("enable-return-routed-experts", True) is not True:
         yield (
-            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and rollout.extra_args switches it off; "
+            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and "
+            f"rollout.extra_args switches it off; "
             "remove it there"
         )
 
@@ -389,7 +451,10 @@ def _files(config: RunConfig, job: str) -> Iterator[str]:
         if not config.reward_training.steps:
             yield "reward_training.steps=0: nothing to train; give reward_training.steps=N"
         if not config.reward_training.train_files:
-            yield "reward_training.train_files is empty; give files of pairs, for example reward_training.train_files=[pairs.parquet]"
+            yield (
+                "reward_training.train_files is empty; give files of pairs, for example "
+                "reward_training.train_files=[pairs.parquet]"
+            )
     if job == "sft" and not config.sft.steps:
         yield "sft.steps=0: nothing to train; give sft.steps=N"
     if config.sft.steps:
@@ -415,7 +480,9 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
             f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
             "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
         )
-    pairs = [file for file in config.reward_training.train_files if _available(config, file) and not Path(file).exists()]
+    pairs = [
+        file for file in config.reward_training.train_files if _available(config, file) and not Path(file).exists()
+    ]
     if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
         yield (
             f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
@@ -424,7 +491,8 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
     missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
     if prepare.task == "gsm8k" and prepare.source is None and missing:
         yield (
-            f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the raw files, "
+            f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the "
+            f"raw files, "
             f"or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
         )
 
@@ -432,4 +500,6 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
 def _available(config: RunConfig, path: str) -> bool:
     if Path(path).exists():
         return True
-    return config.data.prepare.task is not None and Path(path).resolve().is_relative_to(Path(config.data.prepare.out).resolve())
+    return config.data.prepare.task is not None and Path(path).resolve().is_relative_to(
+        Path(config.data.prepare.out).resolve()
+    )

@@ -31,7 +31,10 @@ def problems(config: RunConfig) -> Iterator[str]:
     wanted_roles["teacher"] = derived.has_teacher(config)
     for role, is_wanted in wanted_roles.items():
         if is_wanted and derived.is_colocated(config, role):
-            yield f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has none; set {role}.placement=own"
+            yield (
+                f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has none; set "
+                f"{role}.placement=own"
+            )
     yield from _family(config)
 
 
@@ -39,13 +42,19 @@ def _layout(parallel: ParallelConfig) -> Iterator[str]:
     plain = ParallelConfig()
     for key in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(parallel, key)) != 1:
-            yield f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, or {_MEGATRON}"
+            yield (
+                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, "
+                f"or {_MEGATRON}"
+            )
     for key in ("virtual_pipeline", "expert_tensor"):
         if (size := getattr(parallel, key)) not in (None, 1):
             yield f"actor.parallel.{key}={size}: {_FSDP} has no such cut; set it to null, or {_MEGATRON}"
     for key in ("sequence", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         if (value := getattr(parallel, key)) != (default := getattr(plain, key)):
-            yield f"actor.parallel.{key}={str(value).lower()} is Megatron's; with {_FSDP} leave it at {str(default).lower()}"
+            yield (
+                f"actor.parallel.{key}={str(value).lower()} is Megatron's; with {_FSDP} leave it at "
+                f"{str(default).lower()}"
+            )
 
 
 def _family(config: RunConfig) -> Iterator[str]:

@@ -15,19 +15,23 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
     for key in ("expert", "data_parallel_attention"):
         if rollout.tensor % (size := getattr(rollout, key)):
             yield (
-                f"rollout.{key}={size} does not divide rollout.tensor={rollout.tensor}: it groups an engine's tensor-parallel ranks; "
+                f"rollout.{key}={size} does not divide rollout.tensor={rollout.tensor}: it groups an engine's "
+                f"tensor-parallel ranks; "
                 f"choose a divisor of {rollout.tensor}, or raise rollout.tensor"
             )
     yield from _node_problems(config)
     if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
         yield (
-            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: SGLang's fp8 layers take no other activations "
+            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: SGLang's fp8 layers take "
+            f"no other activations "
             "(sglang/srt/layers/quantization/fp8.py:326)"
         )
     if rollout.pipeline > 1 and rollout.sync.pause != "abort":
         yield (
-            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: SGLang's pipeline loop does "
-            "not look at a pause (sglang/srt/managers/scheduler_pp_mixin.py:129), so requests that only wait would go on amid new weights"
+            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: SGLang's "
+            f"pipeline loop does "
+            "not look at a pause (sglang/srt/managers/scheduler_pp_mixin.py:129), so requests that only wait would go "
+            "on amid new weights"
         )
 
 
@@ -39,21 +43,26 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
         yield f"rollout.nodes_per_engine={nodes} does not divide {product} of an engine; choose a divisor of {ranks}"
     elif nodes % rollout.pipeline and rollout.pipeline % nodes:
         yield (
-            f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must divide the other, because a node holds "
+            f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must divide the other, "
+            f"because a node holds "
             "whole stages or a stage whole nodes"
         )
     if nodes > 1 and config.cluster.address is not None and rollout.sync.transport == "shared_memory":
         yield (
-            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but rollout.nodes_per_engine={nodes} in the "
+            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but "
+            f"rollout.nodes_per_engine={nodes} in the "
             f"cluster at {config.cluster.address}; use auto, p2p or disk"
         )
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes of the model (its HF config) that the engine's ranks cannot cut evenly. The vocabulary is padded, so it is free."""
+    """Sizes of the model (its HF config) that the engine's ranks cannot cut evenly. The vocabulary is padded, so it is
+    free."""
     tensor, expert, experts = rollout.tensor, rollout.expert, derived.num_experts(sizes)
     attention, text = tensor // rollout.data_parallel_attention, f"rollout.tensor={tensor}"
-    copies = f" / data_parallel_attention={rollout.data_parallel_attention}" if rollout.data_parallel_attention > 1 else ""
+    copies = (
+        f" / data_parallel_attention={rollout.data_parallel_attention}" if rollout.data_parallel_attention > 1 else ""
+    )
     cuts = [
         ("num_hidden_layers", rollout.pipeline, f"rollout.pipeline={rollout.pipeline}"),
         ("num_attention_heads", attention, text + copies),
@@ -63,9 +72,15 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
         width = "intermediate_size" if sizes.get("num_local_experts") else "moe_intermediate_size"
         cuts.append((width, tensor // expert, per_expert))
         if experts % expert:
-            yield f"the model's {experts} experts cannot be divided evenly by rollout.expert={expert}; choose a divisor of {experts}"
+            yield (
+                f"the model's {experts} experts cannot be divided evenly by rollout.expert={expert}; choose a "
+                f"divisor of {experts}"
+            )
         if (shared := derived.shared_expert_size(sizes)) % tensor:
-            yield f"the model's shared experts have {shared} columns, which {text} does not divide; choose a divisor of {shared}"
+            yield (
+                f"the model's shared experts have {shared} columns, which {text} does not divide; choose a divisor "
+                f"of {shared}"
+            )
     elif expert > 1:
         yield f"rollout.expert={expert} needs a mixture of experts, but the model has none; set it to 1"
     if not experts or sizes.get("first_k_dense_replace"):

@@ -1,4 +1,5 @@
-"""The values a choice field may take. Data only, so that the loader, the command line and the tests read the same list."""
+"""The values a choice field may take. Data only, so that the loader, the command line and the tests read the same
+list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Numbers that follow from a configuration. Nothing here is stored back: the configuration stays as the user wrote it."""
+"""Numbers that follow from a configuration. Nothing here is stored back: the configuration stays as the user wrote
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig, RunConfig, TeacherConfig
+from hybridflow.config.schema import (
+    CriticConfig,
+    ModelConfig,
+    ParallelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RunConfig,
+    TeacherConfig,
+)
 from hybridflow.errors import ConfigError
 
 Role = CriticConfig | ReferenceConfig | RewardModelConfig | TeacherConfig
@@ -29,7 +38,8 @@ def virtual_pipeline_size(parallel: ParallelConfig) -> int:
 
 
 def tokens_multiple(parallel: ParallelConfig) -> int:
-    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x context chunks (zigzag)."""
+    """Every sequence is padded to a multiple of it: context parallelism cuts a sequence into 2 x context chunks
+    (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
 
 
@@ -214,7 +224,9 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     try:
         values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging Face folder") from error
+        raise ConfigError(
+            f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging Face folder"
+        ) from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"model.path={model.path}: {file} is not JSON: {error}") from error
     return values

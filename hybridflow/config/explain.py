@@ -1,4 +1,5 @@
-"""`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply, and where each number comes from."""
+"""`--explain`: how prompts, samples, mini-batches, micro-batches, ranks and accumulation multiply, and where each
+number comes from."""
 
 from __future__ import annotations
 
@@ -99,24 +100,34 @@ def _engine_shape(config: RunConfig) -> str:
 
 def _actor(config: RunConfig) -> list[str]:
     actor, parallel = config.actor, config.actor.parallel
-    samples, mini, dp = derived.samples_per_step(config), derived.samples_per_mini_batch(config), derived.data_parallel_size(config)
+    samples, mini, dp = (
+        derived.samples_per_step(config),
+        derived.samples_per_mini_batch(config),
+        derived.data_parallel_size(config),
+    )
     model, world = derived.model_parallel_size(parallel), derived.world_size(config)
     longest, share = derived.max_sequence_length(config), _up(mini, dp)
     most = _up(share * longest, actor.max_tokens_per_micro_batch)
     return [
         "Actor (one step)",
-        f"  processes          = cluster.nodes x cluster.procs_per_node = {config.cluster.nodes} x {config.cluster.procs_per_node} "
+        f"  processes          = cluster.nodes x cluster.procs_per_node = {config.cluster.nodes} x "
+        f"{config.cluster.procs_per_node} "
         f"= {world}",
-        f"  one model          = tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x {parallel.context} "
+        f"  one model          = tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x "
+        f"{parallel.context} "
         f"= {model} processes",
-        f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} of the {samples} samples, of equal cost",
-        f"  mini-batch         = actor.ppo_mini_batch_size x rollout.n = {actor.ppo_mini_batch_size} x {config.rollout.n} "
+        f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} of the {samples} "
+        f"samples, of equal cost",
+        f"  mini-batch         = actor.ppo_mini_batch_size x rollout.n = {actor.ppo_mini_batch_size} x "
+        f"{config.rollout.n} "
         f"= {mini} samples an optimizer update",
         f"  updates            = data.train_batch_size / actor.ppo_mini_batch_size x actor.ppo_epochs = "
-        f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = {derived.updates_per_step(config)} a step, "
+        f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = "
+        f"{derived.updates_per_step(config)} a step, "
         f"{derived.total_updates(config)} in all ({config.trainer.total_steps} steps)",
         f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
-        f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} tokens; the longest "
+        f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} "
+        f"tokens; the longest "
         f"sample has {longest}, so between 1 and about {min(share, most)} an update, the same number on every rank",
         "  accumulation       = gradients of all micro-batches of an update are added up before its one optimizer step",
     ]
@@ -128,23 +139,32 @@ def _reference(config: RunConfig) -> list[str]:
     if derived.has_own_reference(config):
         model = config.reference.path or "the policy as reinforcement learning begins"
         return [f"Reference: {model}; one forward pass over the samples of a step, in {_place(config, 'reference')}"]
-    return ["Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same size"]
+    return [
+        "Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the "
+        "same size"
+    ]
 
 
 def _teacher(config: RunConfig) -> list[str]:
     if not derived.has_teacher(config):
         return ["Teacher: none (teacher.path is null)"]
     teacher = config.teacher
-    return [f"Teacher: {teacher.path}; its {teacher.top_k} most likely tokens at every response token, {_place(config, 'teacher')}"]
+    return [
+        f"Teacher: {teacher.path}; its {teacher.top_k} most likely tokens at every response token, "
+        f"{_place(config, 'teacher')}"
+    ]
 
 
 def _sync(config: RunConfig) -> list[str]:
     sync, engines = config.rollout.sync, config.rollout.num_engines
     return [
         "Weight sync (one step)",
-        f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x {engines}) "
-        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two of them, or up to eight parts, on the way to each engine",
-        f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more attempts in the same "
+        f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x "
+        f"{engines}) "
+        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two of them, or up to eight parts, on the way to "
+        f"each engine",
+        f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more "
+        f"attempts in the same "
         "sync, then the engine is left out until the next",
     ]
 
@@ -153,16 +173,23 @@ def _critic(config: RunConfig) -> list[str]:
     model = "Reward model: none (reward_model.path is null)"
     if derived.has_reward_model(config):
         model = (
-            f"Reward model: {config.reward_model.path}, {_place(config, 'reward_model')}; reward = reward.weight {config.reward.weight:g} "
+            f"Reward model: {config.reward_model.path}, {_place(config, 'reward_model')}; reward = reward.weight "
+            f"{config.reward.weight:g} "
             f"x score + reward_model.weight {config.reward_model.weight:g} x its score"
         )
     if not derived.has_critic(config):
         return ["Critic: none (algorithm.adv_estimator is not gae)", model]
-    mini, n, dp = derived.critic_mini_batch_size(config), config.rollout.n, derived.role_data_parallel_size(config, "critic")
+    mini, n, dp = (
+        derived.critic_mini_batch_size(config),
+        config.rollout.n,
+        derived.role_data_parallel_size(config, "critic"),
+    )
     return [
         f"Critic: {_place(config, 'critic')}",
-        f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} samples an optimizer update",
-        f"  updates            = data.train_batch_size / critic.ppo_mini_batch_size x critic.ppo_epochs = {config.data.train_batch_size} / "
+        f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} samples an "
+        f"optimizer update",
+        f"  updates            = data.train_batch_size / critic.ppo_mini_batch_size x critic.ppo_epochs = "
+        f"{config.data.train_batch_size} / "
         f"{mini} x {config.critic.ppo_epochs} = {derived.critic_updates_per_step(config)} a step; alone for the first "
         f"trainer.critic_warmup = {config.trainer.critic_warmup} steps",
         f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} samples an update",
@@ -211,7 +238,8 @@ def _groups() -> frozenset[str]:
 
 
 def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: str) -> Iterator[tuple[Path, str]]:
-    """The files behind a recipe or a group choice, each with the key under which its content goes, in the order of composition."""
+    """The files behind a recipe or a group choice, each with the key under which its content goes, in the order of
+    composition."""
     file = next((folder / f"{name}.yaml" for folder in dirs if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         return

@@ -1,7 +1,7 @@
 """Recipe + command-line overrides -> `RunConfig`.
 
-Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked against the schema by `build`.
-Hydra is used through its compose API only: it neither changes the working directory nor writes a folder.
+Hydra composes the YAML groups and parses the overrides; everything it accepts is then checked against the schema by
+`build`. Hydra is used through its compose API only: it neither changes the working directory nor writes a folder.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def load_yaml(path: Path) -> RunConfig:
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
     """Make one override acceptable to Hydra whether or not a YAML mentions its key.
 
-    Hydra refuses keys that no YAML mentions unless they carry `+`; our schema knows all keys, so we check the key ourselves and then
-    force it. Group choices (`algorithm=grpo`) are left to Hydra.
+    Hydra refuses keys that no YAML mentions unless they carry `+`; our schema knows all keys, so we check the key
+    ourselves and then force it. Group choices (`algorithm=grpo`) are left to Hydra.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -79,7 +79,9 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
     require_key(key)
     value, choices = parsed.value(), _group_choices(key, dirs)
     if choices and not isinstance(value, (str, dict)) and not (value is None and parsed.is_delete()):
-        raise ConfigError(f"override {text!r}: {key} is a group; choose one of: {', '.join(choices)}, or override a key inside it")
+        raise ConfigError(
+            f"override {text!r}: {key} is a group; choose one of: {', '.join(choices)}, or override a key inside it"
+        )
     if parsed.is_delete() or (choices and isinstance(value, str)):
         return text
     return "++" + text.lstrip("+")
@@ -109,17 +111,22 @@ def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
 
-    # Hydra finds its primary config in one folder only. An entry in memory that names the recipe lets all folders count alike,
-    # so that a group file of the user's own also replaces the shipped one under a shipped recipe.
+    # Hydra finds its primary config in one folder only. An entry in memory that names the recipe lets all folders count
+    # alike, so that a group file of the user's own also replaces the shipped one under a shipped recipe.
     search = {"searchpath": [f"file://{folder}" for folder in dirs]}
     ConfigStore.instance().store(_ENTRY, {"defaults": [recipe, "_self_"], "hydra": search})
     with warnings.catch_warnings(), initialize(config_path=None, job_name="hybridflow", version_base="1.3"):
-        warnings.filterwarnings("ignore", message=".*missing `_self_`")  # its place at the end is what one expects of a recipe
+        # its place at the end is what one expects of a recipe
+        warnings.filterwarnings("ignore", message=".*missing `_self_`")
         try:
             return compose(_ENTRY, overrides=overrides)
         except ConfigCompositionException as error:
-            # A group that the recipe's defaults list leaves out must be added, not replaced; for a user both are `group=choice`.
-            group = next((item for item in overrides if str(error).startswith(f"Could not override '{item.split('=')[0]}'")), None)
+            # A group that the recipe's defaults list leaves out must be added, not replaced; for a user both are
+            # `group=choice`.
+            group = next(
+                (item for item in overrides if str(error).startswith(f"Could not override '{item.split('=')[0]}'")),
+                None,
+            )
             if group is None:
                 raise
             rest = [item for item in overrides if item != group]
@@ -145,7 +152,8 @@ def _missing(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _reason(error: Exception) -> str:
-    """The message without Hydra's trailers, with the innermost cause where the outer one only says that something failed."""
+    """The message without Hydra's trailers, with the innermost cause where the outer one only says that something
+    failed."""
     lines = [line.strip() for line in str(error).split("Config search path")[0].splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith("object_type"))
     cause = str(error.__cause__ or "").strip()
@@ -155,4 +163,8 @@ def _reason(error: Exception) -> str:
 def _describe_yaml_error(error: Any) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
-    return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {what}" if mark else f"not valid YAML: {what}"
+    return (
+        f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {what}"
+        if mark
+        else f"not valid YAML: {what}"
+    )

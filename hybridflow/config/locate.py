@@ -32,7 +32,9 @@ def shipped_config_dir() -> Path:
     installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / "configs"
     if installed.is_dir():
         return installed
-    raise ConfigError(f"no recipes found, neither in {checkout} nor in {installed}: reinstall the package or give --config-dir")
+    raise ConfigError(
+        f"no recipes found, neither in {checkout} nor in {installed}: reinstall the package or give --config-dir"
+    )
 
 
 def config_dirs(extra: Path | None) -> list[Path]:

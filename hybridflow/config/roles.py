@@ -1,4 +1,5 @@
-"""Cross-field checks of the roles beside the policy: critic, reference, reward model, teacher. Part of `config.check`."""
+"""Cross-field checks of the roles beside the policy: critic, reference, reward model, teacher. Part of
+`config.check`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def problems(config: RunConfig, job: str) -> list[str]:
             found += [*_role(config, "critic"), *_critic_batches(config)]
         elif config.trainer.critic_warmup:
             found.append(
-                f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set algorithm.adv_estimator=gae or critic_warmup=0"
+                f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set "
+                f"algorithm.adv_estimator=gae or critic_warmup=0"
             )
         if derived.needs_reference(config):
             found += [*_role(config, "reference"), *_other_model(config)]
@@ -39,10 +41,14 @@ def _steering(config: RunConfig) -> Iterator[str]:
         if not 0 <= getattr(algorithm, name) <= 1:
             yield f"algorithm.{name}={getattr(algorithm, name)} must lie between 0 and 1"
     if algorithm.kl_target is not None and not algorithm.kl_coef:
-        yield f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or set kl_target=null"
+        yield (
+            f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or "
+            f"set kl_target=null"
+        )
     if trainer.critic_warmup >= trainer.total_steps and derived.has_critic(config):
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={trainer.total_steps} to the policy; "
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={trainer.total_steps} "
+            f"to the policy; "
             "lower it"
         )
 
@@ -52,11 +58,15 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     longest = derived.max_sequence_length(config)
     if section.max_tokens_per_micro_batch < longest:
         yield (
-            f"{role}.max_tokens_per_micro_batch={section.max_tokens_per_micro_batch} is less than the longest sample, {longest} tokens; "
+            f"{role}.max_tokens_per_micro_batch={section.max_tokens_per_micro_batch} is less than the longest sample, "
+            f"{longest} tokens; "
             f"raise it to at least {longest}"
         )
     if with_path and section.path is not None and not (Path(section.path) / "config.json").is_file():
-        yield f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); see `hybridflow train-reward --help`"
+        yield (
+            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); see `hybridflow "
+            f"train-reward --help`"
+        )
     yield from _layout(section, role)
 
 
@@ -65,17 +75,27 @@ def _layout(section: Role, role: str) -> Iterator[str]:
     if section.placement == "colocated":
         if parallel != ParallelConfig():
             yield (
-                f"{role}.parallel is given, but with {role}.placement=colocated the actor.parallel layout counts; remove it, or set "
+                f"{role}.parallel is given, but with {role}.placement=colocated the actor.parallel layout counts; "
+                f"remove it, or set "
                 f"{role}.placement=own"
             )
         return
     size, expert = derived.model_parallel_size(parallel), derived.expert_model_parallel_size(parallel)
     cut_experts = parallel.expert > 1 or parallel.expert_tensor is not None
-    for what, parts, counts in (("tensor x pipeline x context", size, True), ("expert x expert_tensor x pipeline", expert, cut_experts)):
+    for what, parts, counts in (
+        ("tensor x pipeline x context", size, True),
+        ("expert x expert_tensor x pipeline", expert, cut_experts),
+    ):
         if counts and section.procs % parts:
-            yield f"{role}.parallel {what} = {parts} does not divide {role}.procs={section.procs}; give a multiple of {parts}"
+            yield (
+                f"{role}.parallel {what} = {parts} does not divide {role}.procs={section.procs}; give a multiple of "
+                f"{parts}"
+            )
     if parallel.context > 1 or parallel.virtual_pipeline is not None:
-        yield f"{role}.parallel: context={parallel.context} and virtual_pipeline={parallel.virtual_pipeline} are not supported here"
+        yield (
+            f"{role}.parallel: context={parallel.context} and virtual_pipeline={parallel.virtual_pipeline} are not "
+            f"supported here"
+        )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{role}.parallel.sequence=true needs {role}.parallel.tensor > 1"
 
@@ -84,7 +104,8 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
     context = config.actor.parallel.context
     if config.reward_model.placement == "colocated" and context > 1:
         yield (
-            f"reward_model.placement=colocated with actor.parallel.context={context}: no rank holds a sample's last token for sure; set "
+            f"reward_model.placement=colocated with actor.parallel.context={context}: no rank holds a sample's last "
+            f"token for sure; set "
             "reward_model.placement=own"
         )
 
@@ -92,7 +113,8 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
 def _other_model(config: RunConfig) -> Iterator[str]:
     if config.reference.path is not None and config.reference.placement == "colocated":
         yield (
-            f"reference.path={config.reference.path} with reference.placement=colocated: another model needs processes of its own; set "
+            f"reference.path={config.reference.path} with reference.placement=colocated: another model needs "
+            f"processes of its own; set "
             "reference.placement=own"
         )
 
@@ -106,9 +128,15 @@ def _vocabulary(config: RunConfig) -> Iterator[str]:
         return  # reported as a missing folder
     teacher, policy = sizes
     if isinstance(teacher, int) and top_k > teacher:
-        yield f"teacher.top_k={top_k} is more than the {teacher} tokens of the vocabulary of teacher.path={path}; lower it"
+        yield (
+            f"teacher.top_k={top_k} is more than the {teacher} tokens of the vocabulary of teacher.path={path}; "
+            f"lower it"
+        )
     if isinstance(teacher, int) and isinstance(policy, int) and teacher != policy:
-        yield f"teacher.path={path} has vocab_size={teacher}, the policy {policy}: their tokens must be the same; give another teacher"
+        yield (
+            f"teacher.path={path} has vocab_size={teacher}, the policy {policy}: their tokens must be the same; "
+            f"give another teacher"
+        )
 
 
 def _critic_batches(config: RunConfig) -> Iterator[str]:
@@ -117,16 +145,23 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
         yield f"data.train_batch_size={batch} is no multiple of critic.ppo_mini_batch_size={mini} (both count prompts)"
     dp, samples = derived.role_data_parallel_size(config, "critic"), derived.critic_samples_per_mini_batch(config)
     if dp and samples % dp:
-        yield f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples do not divide over {dp} ranks"
+        yield (
+            f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples do not divide "
+            f"over {dp} ranks"
+        )
 
 
 def _pairs(config: RunConfig) -> Iterator[str]:
     longest = derived.max_sequence_length(config)
     if config.reward_model.max_tokens_per_micro_batch < 2 * longest:
         yield (
-            f"reward_model.max_tokens_per_micro_batch={config.reward_model.max_tokens_per_micro_batch} is less than two samples of "
+            f"reward_model.max_tokens_per_micro_batch={config.reward_model.max_tokens_per_micro_batch} is less than "
+            f"two samples of "
             f"{longest} tokens; the answers of a pair share a micro-batch: raise it to at least {2 * longest}"
         )
     dp = derived.role_data_parallel_size(config, "reward_model")
     if dp and config.reward_training.batch_size % dp:
-        yield f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide over {dp} data-parallel ranks"
+        yield (
+            f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide over {dp} "
+            f"data-parallel ranks"
+        )

@@ -1,7 +1,7 @@
 """Every configuration key, its type, default and meaning. Frozen: nothing rewrites a configuration once it is built.
 
-Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or said in the comment. "prompts" counts rows of the dataset,
-"samples" counts generated responses: samples = prompts x `rollout.n`.
+Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or said in the comment. "prompts" counts rows of the
+dataset, "samples" counts generated responses: samples = prompts x `rollout.n`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ class DataConfig:
     filter_overlong_prompts: bool = False  # drop prompts longer than max_prompt_length instead of refusing to start
     truncation: str = "error"  # error | left | right | middle, when a prompt is too long and not filtered
     shuffle: bool = True
-    weight_key: str | None = None  # key of extra_info: how often a row comes, relative to others; None: every row once an epoch
-    difficulty_key: str | None = None  # key of extra_info: each epoch goes from small values to large ones; None: no curriculum
+    weight_key: str | None = (
+        None  # key of extra_info: how often a row comes, relative to others; None: every row once an epoch
+    )
+    difficulty_key: str | None = (
+        None  # key of extra_info: each epoch goes from small values to large ones; None: no curriculum
+    )
     dataset_class: DatasetClassConfig = field(default_factory=DatasetClassConfig)
 
 
@@ -71,7 +75,9 @@ class ParallelConfig:
     sequence: bool = False  # sequence parallelism; needs tensor > 1
     distributed_optimizer: bool = True  # main weights and moments are split over data-parallel ranks
     overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks during the backward pass
-    overlap_param_gather: bool = False  # gather updated weights during the next forward pass; needs distributed_optimizer
+    overlap_param_gather: bool = (
+        False  # gather updated weights during the next forward pass; needs distributed_optimizer
+    )
     moe_dispatcher: str = "alltoall"  # alltoall | allgather: how tokens reach their experts
 
 
@@ -95,7 +101,8 @@ class OptimConfig:
 class OffloadConfig:
     """What leaves the device (on CPU: this process's memory) while it is not needed, and comes back byte for byte."""
 
-    weights: bool = False  # while the engines generate (critic, reward model: whenever idle); the reference's whenever it does not compute
+    # while the engines generate (critic, reward model: whenever idle); the reference's whenever it does not compute
+    weights: bool = False
     gradients: bool = False  # outside of updates
     optimizer: bool = False  # outside of updates
 
@@ -106,7 +113,9 @@ class LoraConfig:
 
     rank: int = 0  # 0: off, all weights are trained
     alpha: float = 32.0  # strength: adapters count alpha / rank
-    targets: tuple[str, ...] = ()  # Megatron's names of the adapted linears, e.g. [linear_qkv, linear_proj]; empty: all but routed experts
+    targets: tuple[
+        str, ...
+    ] = ()  # Megatron's names of the adapted linears, e.g. [linear_qkv, linear_proj]; empty: all but routed experts
     dropout: float = 0.0  # must be 0: with it an update would train another policy than the one that was scored
 
 
@@ -114,22 +123,29 @@ class LoraConfig:
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
-    backend: str = "megatron"  # megatron | fsdp: FSDP2 over transformers' dense models, every process a data-parallel rank
+    backend: str = (
+        "megatron"  # megatron | fsdp: FSDP2 over transformers' dense models, every process a data-parallel rank
+    )
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     ppo_mini_batch_size: int = 64  # prompts an optimizer update (x rollout.n samples)
     ppo_epochs: int = 1
-    max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank (all its context ranks together)
+    max_tokens_per_micro_batch: int = (
+        4096  # packed tokens in one forward pass of a data-parallel rank (all its context ranks together)
+    )
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time, forward and backward
-    recompute: str = "none"  # none | selective | full: activations computed again in the backward pass (attention's core, or whole layers)
+    # none | selective | full: activations computed again in the backward pass (attention's core, or whole layers)
+    recompute: str = "none"
     on_nonfinite: str = "stop"  # stop | skip: what to do with an update whose loss or gradient is NaN or infinite
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float | None = 3.0  # dual clip; None switches it off
     loss_agg_mode: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean
     entropy_coef: float = 0.0
-    expert_bias_update_rate: float = 0.0  # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
+    expert_bias_update_rate: float = (
+        0.0  # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
+    )
     kl_loss_coef: float = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
     kl_loss_type: str = "k3"  # k1 | abs | k2 | k3
     router_replay: str = "none"  # none | compare | r2 | r3: which experts the tokens of an update go through
@@ -141,7 +157,9 @@ class ReferenceConfig:
     """The model that KL terms compare the policy with, where one of them is in use."""
 
     placement: str = "colocated"  # colocated: the actor's processes, weights swapped in | own: processes of its own
-    path: str | None = None  # own: HF folder of another model of the same vocabulary (a teacher); None: the policy as RL begins
+    path: str | None = (
+        None  # own: HF folder of another model of the same vocabulary (a teacher); None: the policy as RL begins
+    )
     procs: int = 1  # own: processes, in all
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: int = 4096
@@ -164,12 +182,16 @@ class TeacherConfig:
 class CriticConfig:
     """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
 
-    path: str | None = None  # HF folder (*ForTokenClassification, or a causal model: fresh head); None: the policy as RL begins
+    path: str | None = (
+        None  # HF folder (*ForTokenClassification, or a causal model: fresh head); None: the policy as RL begins
+    )
     placement: str = "colocated"  # colocated: in the actor's processes, in its layout | own: processes of its own
     procs: int = 1  # own: processes, in all
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    ppo_mini_batch_size: int | None = None  # prompts an optimizer update (x rollout.n samples); None: actor.ppo_mini_batch_size
+    ppo_mini_batch_size: int | None = (
+        None  # prompts an optimizer update (x rollout.n samples); None: actor.ppo_mini_batch_size
+    )
     ppo_epochs: int = 1
     max_tokens_per_micro_batch: int = 4096  # packed tokens in one forward pass of a data-parallel rank
     cliprange_value: float | None = 0.5  # how far an update may move a value; None: anywhere
@@ -187,7 +209,8 @@ class RewardModelConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: int = 4096
     weight: float = 1.0  # of its score in the reward
-    squash: str = "none"  # none | sigmoid | standard (over their spread in the run so far): what is done to scores before they are weighted
+    # none | sigmoid | standard (over their spread in the run so far): what is done to scores before they are weighted
+    squash: str = "none"
     clip: float | None = 5.0  # standard: no score counts more than so many standard deviations; None: no bound
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
@@ -230,14 +253,21 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one transaction an engine."""
+    """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one
+    transaction an engine."""
 
-    transport: str = "auto"  # auto (p2p with GPUs, else tcp) | p2p | tcp (no GPUs) | shared_memory (one machine, no GPUs) | disk
-    commit: str = "staged"  # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
-    pause: str = "retract"  # requests under way: retract (wait, KV cache made anew) | abort (end) | in_place (wait, keep the old KV cache)
+    transport: str = (
+        "auto"  # auto (p2p with GPUs, else tcp) | p2p | tcp (no GPUs) | shared_memory (one machine, no GPUs) | disk
+    )
+    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
+    commit: str = "staged"
+    # requests under way: retract (wait, KV cache made anew) | abort (end) | in_place (wait, keep the old KV cache)
+    pause: str = "retract"
     staging_bytes: int = 256 << 20  # memory of a rank for messages under way, shared by the engines it serves
     timeout_s: float = 120.0  # deadline of any one wait: for a peer, a message, an answer of an engine
-    max_retries: int = 1  # further attempts within one sync at an engine whose transfer failed; 0: none until the next sync
+    max_retries: int = (
+        1  # further attempts within one sync at an engine whose transfer failed; 0: none until the next sync
+    )
 
 
 @dataclass(frozen=True)
@@ -249,8 +279,12 @@ class RolloutConfig:
     pipeline: int = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
     expert: int = 1  # groups into which an engine's tensor ranks divide the experts; divides tensor
     data_parallel_attention: int = 1  # copies of the attention that an engine's tensor ranks hold; divides tensor
-    nodes_per_engine: int = 1  # nodes that an engine's ranks are divided over, a server each; in a local cluster all on this machine
-    quantization: str | None = None  # null: weights in model.dtype | fp8: block-wise, made by the trainer (GPUs of capability 8.9 or later)
+    nodes_per_engine: int = (
+        1  # nodes that an engine's ranks are divided over, a server each; in a local cluster all on this machine
+    )
+    quantization: str | None = (
+        None  # null: weights in model.dtype | fp8: block-wise, made by the trainer (GPUs of capability 8.9 or later)
+    )
     n: int = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
@@ -260,9 +294,14 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
     sync: SyncConfig = field(default_factory=SyncConfig)
-    logprob_diff_bound: float | None = 0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
-    sleep_while_training: bool = False  # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
-    extra_args: dict[str, Any] = field(default_factory=dict)  # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
+    logprob_diff_bound: float | None = (
+        0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
+    )
+    sleep_while_training: bool = (
+        False  # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
+    )
+    # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
+    extra_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -270,7 +309,9 @@ class RewardConfig:
     """Where the score of a response comes from: a built-in verifier by data_source, or a function of yours."""
 
     path: str | None = None  # python file; None: built-in verifiers
-    name: str = "compute_score"  # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict
+    name: str = (
+        "compute_score"  # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict
+    )
     kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0  # of this score in the reward; validation counts the score itself
 
@@ -311,8 +352,8 @@ class TrainerConfig:
     async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
     checkpoint_timeout_s: float = 1800.0  # a save in the background must be on the disk by then
     resume: str = "auto"  # auto | disable
-    # of the policy's ranks when one is lost in the loop, which then goes on from the last checkpoint; and as often of the engines when none
-    # is left that could answer: the step goes on. 0: the job ends
+    # of the policy's ranks when one is lost in the loop, which then goes on from the last checkpoint; and as often of
+    # the engines when none is left that could answer: the step goes on. 0: the job ends
     max_restarts: int = 1
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")

@@ -1,7 +1,7 @@
 """Spreading items over ranks by cost, and what a sequence costs. Pure numpy.
 
-A greedy start (longest processing time first) is improved by exchanges between a dear and a cheap rank. An exchange is only made when
-the dearer of the two gets cheaper, so the bounds of the greedy start hold for the result.
+A greedy start (longest processing time first) is improved by exchanges between a dear and a cheap rank. An exchange is
+only made when the dearer of the two gets cheaper, so the bounds of the greedy start hold for the result.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ _ENOUGH = 2e-4  # of the mean: a spread below it is not worth another round
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What a forward pass over one sequence costs: `per_token` for each token and `per_pair` for each pair of tokens (attention)."""
+    """What a forward pass over one sequence costs: `per_token` for each token and `per_pair` for each pair of tokens
+    (attention)."""
 
     per_token: float
     per_pair: float
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> SequenceCost:
-        """Multiplications, from the shape in a Hugging Face config: matrices per token; scores and values per causal pair.
+        """Multiplications, from the shape in a Hugging Face config: matrices per token; scores and values per causal
+        pair.
 
         Fields that are missing count as in a plain dense model; a config without any shape costs by tokens alone.
         """
@@ -41,10 +43,14 @@ class SequenceCost:
         kv_heads = int(hf_config.get("num_key_value_heads") or heads)
         attention = 2 * hidden * head_dim * (heads + kv_heads)
         experts = int(hf_config.get("num_experts_per_tok") or 0)
-        width = experts * int(hf_config.get("moe_intermediate_size") or 0) or int(hf_config.get("intermediate_size") or 4 * hidden)
+        width = experts * int(hf_config.get("moe_intermediate_size") or 0) or int(
+            hf_config.get("intermediate_size") or 4 * hidden
+        )
         router = hidden * int(hf_config.get("num_experts") or 0)
         head = hidden * int(hf_config.get("vocab_size") or 0)
-        return cls(float(layers * (attention + 3 * hidden * width + router) + head), float(layers * 2 * heads * head_dim) / 2)
+        return cls(
+            float(layers * (attention + 3 * hidden * width + router) + head), float(layers * 2 * heads * head_dim) / 2
+        )
 
     def __call__(self, lengths: np.ndarray) -> np.ndarray:
         """Cost of each sequence [B] f64, in tokens of a short sequence: `lengths` plus the quadratic share."""
@@ -63,8 +69,9 @@ def checked_costs(costs: Costs) -> np.ndarray:
 def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list[np.ndarray]:
     """Spreads items over ranks so that the largest sum of costs is small.
 
-    Longest processing time first, then exchanges. The largest sum is at most the mean plus the dearest item; without `equal_counts` it
-    is at most 4/3 - 1/(3 num_ranks) of the optimum too. Deterministic; ties go to the lower rank and the lower index.
+    Longest processing time first, then exchanges. The largest sum is at most the mean plus the dearest item; without
+    `equal_counts` it is at most 4/3 - 1/(3 num_ranks) of the optimum too. Deterministic; ties go to the lower rank and
+    the lower index.
 
     Args:
         costs: cost of each item [B], finite and not negative; any unit.
@@ -72,14 +79,18 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
         equal_counts: every rank gets the same number of items (they must divide).
 
     Returns:
-        One ascending int64 index array a rank; every index once. Empty arrays only when there are fewer items than ranks.
+        One ascending int64 index array a rank; every index once. Empty arrays only when there are fewer items than
+        ranks.
 
     Raises:
         ValueError: num_ranks is not positive, a cost is negative or not finite, or the items do not divide.
     """
     weights = checked_costs(costs)
     if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
-        raise ValueError(f"num_ranks must be positive, and divide the items for equal counts, got {len(weights)} items, {num_ranks} ranks")
+        raise ValueError(
+            f"num_ranks must be positive, and divide the items for equal counts, got {len(weights)} items, "
+            f"{num_ranks} ranks"
+        )
     # Everything below sees the costs in descending order, so that the same costs in another order are grouped alike.
     order = np.argsort(-weights, kind="stable")
     sorted_costs, owner = weights[order], np.empty(len(weights), dtype=np.int64)
@@ -92,7 +103,8 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
 
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B]: the next item (they descend) goes to the cheapest rank (ties: fewer items, then lower rank)."""
+    """Rank of each item [B]: the next item (they descend) goes to the cheapest rank (ties: fewer items, then lower
+    rank)."""
     owner = []
     heap = [(0.0, 0, rank) for rank in range(num_ranks)]
     for cost in weights.tolist():
@@ -103,7 +115,8 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the dearest goes to the cheapest rank."""
+    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the dearest goes to the
+    cheapest rank."""
     loads, rows = np.zeros(num_ranks), []
     for costs in weights.reshape(-1, num_ranks):
         rows.append(np.argsort(loads, kind="stable"))
@@ -112,7 +125,8 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
-    """Improve `owner` in place: in each round the dearest rank trades with the cheapest, the second with the second, and so on."""
+    """Improve `owner` in place: in each round the dearest rank trades with the cheapest, the second with the second,
+    and so on."""
     loads = np.bincount(owner, weights, num_ranks)
     fruitless, accepted = 0, loads.mean() * (1 + _ENOUGH)
     for turn in range(_MAX_ROUNDS):
@@ -127,8 +141,11 @@ def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: 
         fruitless = 0 if done else fruitless + 1
 
 
-def _trade(weights: np.ndarray, owner: np.ndarray, loads: np.ndarray, high: np.ndarray, low: np.ndarray, moves: bool) -> int:
-    """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of `low[i]`; how many were made."""
+def _trade(
+    weights: np.ndarray, owner: np.ndarray, loads: np.ndarray, high: np.ndarray, low: np.ndarray, moves: bool
+) -> int:
+    """In each pair i the best exchange of one item of `high[i]` for one (or, with `moves`, none) of `low[i]`; how many
+    were made."""
     pair_of, is_low = np.full(len(loads), -1), np.zeros(len(loads), dtype=bool)
     pair_of[high], pair_of[low], is_low[low] = np.arange(len(high)), np.arange(len(low)), True
     mine = pair_of[owner]

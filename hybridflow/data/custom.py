@@ -12,12 +12,12 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from hybridflow.batch import DataProto
 from hybridflow.config.schema import DataConfig
 from hybridflow.data.dataset import PromptDataset
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.protocol import DataProto
 
 COLUMNS = ("prompt_ids", "data_source", "ground_truth", "extra_info", "index")
 _METHODS = ("__len__", "batch", "data_sources")
@@ -38,7 +38,9 @@ class Prompts(Protocol):
         ...
 
 
-def open_prompts(files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_rows: int | None = None) -> Prompts:
+def open_prompts(
+    files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_rows: int | None = None
+) -> Prompts:
     """`data.dataset_class`, else `PromptDataset`, constructed as `cls(files, tokenizer, config, max_rows=...)`.
 
     Raises:
@@ -50,7 +52,9 @@ def open_prompts(files: Sequence[str | Path], tokenizer: Tokenizer, config: Data
     made = _load(Path(wanted.path), wanted.name)(files, tokenizer, config, max_rows=max_rows)
     missing = [name for name in COLUMNS if len(made) and name not in made.batch(np.zeros(1, np.int64))]
     if missing:
-        raise ConfigError(f"{wanted.path}: {wanted.name}.batch() lacks column {missing[0]!r}; it needs {', '.join(COLUMNS)}")
+        raise ConfigError(
+            f"{wanted.path}: {wanted.name}.batch() lacks column {missing[0]!r}; it needs {', '.join(COLUMNS)}"
+        )
     return cast(Prompts, made)
 
 
@@ -62,9 +66,13 @@ def open_sampler(config: DataConfig, dataset: Prompts, seed: int) -> ResumableSa
     """
     weights, difficulty = (_numbers(dataset, key) for key in (config.weight_key, config.difficulty_key))
     try:
-        return ResumableSampler(len(dataset), config.train_batch_size, config.shuffle, seed, weights=weights, difficulty=difficulty)
+        return ResumableSampler(
+            len(dataset), config.train_batch_size, config.shuffle, seed, weights=weights, difficulty=difficulty
+        )
     except ValueError as error:
-        raise ConfigError(f"data.weight_key={config.weight_key} data.difficulty_key={config.difficulty_key}: {error}") from error
+        raise ConfigError(
+            f"data.weight_key={config.weight_key} data.difficulty_key={config.difficulty_key}: {error}"
+        ) from error
 
 
 def _numbers(dataset: Prompts, key: str | None) -> np.ndarray | None:
@@ -73,7 +81,9 @@ def _numbers(dataset: Prompts, key: str | None) -> np.ndarray | None:
     infos = dataset.batch(np.arange(len(dataset))).dense("extra_info")
     for row, info in enumerate(infos):
         if not isinstance((info or {}).get(key), (int, float)):
-            raise ConfigError(f"row {row}: extra_info has no number {key!r}, which data.weight_key or data.difficulty_key asks for")
+            raise ConfigError(
+                f"row {row}: extra_info has no number {key!r}, which data.weight_key or data.difficulty_key asks for"
+            )
     return np.array([info[key] for info in infos], dtype=np.float64)
 
 
@@ -89,12 +99,21 @@ def _load(path: Path, name: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         sys.modules.pop(module_name, None)
-        raise ConfigError(f"{path} (data.dataset_class.path) cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{path} (data.dataset_class.path) cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, name, None)
-    classes = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name)
+    classes = sorted(
+        key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
+    )
     if not inspect.isclass(found):
-        raise ConfigError(f"{path} has no class {name!r} (data.dataset_class.name); it has: {', '.join(classes) or 'none'}")
+        raise ConfigError(
+            f"{path} has no class {name!r} (data.dataset_class.name); it has: {', '.join(classes) or 'none'}"
+        )
     missing = [method for method in _METHODS if not hasattr(found, method)]
     if missing:
-        raise ConfigError(f"{path}: class {name} lacks {', '.join(missing)}; subclass hybridflow.data.dataset.PromptDataset, or add them")
+        raise ConfigError(
+            f"{path}: class {name} lacks {', '.join(missing)}; subclass hybridflow.data.dataset.PromptDataset, or add "
+            f"them"
+        )
     return found

@@ -1,4 +1,5 @@
-"""Datasets in memory: parquet rows checked and tokenized once when the job starts, handed out as `DataProto` batches."""
+"""Datasets in memory: parquet rows checked and tokenized once when the job starts, handed out as `DataProto`
+batches."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig
 from hybridflow.data.parquet import Row, read_rows
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.protocol import DataProto, Jagged
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +24,10 @@ _TRUNCATIONS = ("error", "left", "right", "middle")
 class PromptDataset:
     """Prompts to sample responses for.
 
-    Required columns: `data.prompt_key` (chat messages), data_source (string), reward_model (struct with ground_truth). Optional:
-    extra_info (struct). A prompt of more than `data.max_prompt_length` tokens (chat template included) is dropped with
-    `filter_overlong_prompts`, else refused or cut as `data.truncation` says; `left` and `right` name the end that is cut off.
+    Required columns: `data.prompt_key` (chat messages), data_source (string), reward_model (struct with ground_truth).
+    Optional: extra_info (struct). A prompt of more than `data.max_prompt_length` tokens (chat template included) is
+    dropped with `filter_overlong_prompts`, else refused or cut as `data.truncation` says; `left` and `right` name the
+    end that is cut off.
 
     Args:
         files: parquet files, read in order.
@@ -41,10 +43,14 @@ class PromptDataset:
         ConfigError: `data.truncation` is unknown.
     """
 
-    def __init__(self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, *, max_rows: int | None = None) -> None:
+    def __init__(
+        self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, *, max_rows: int | None = None
+    ) -> None:
         _check_truncation(config)
         self.num_filtered = self.num_truncated = 0
-        columns: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "data_source", "ground_truth", "extra_info")}
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("prompt_ids", "data_source", "ground_truth", "extra_info")
+        }
         for row in _rows(files, (config.prompt_key, "data_source", "reward_model"), ("extra_info",)):
             if max_rows is not None and len(columns["prompt_ids"]) >= max_rows:
                 break
@@ -73,7 +79,8 @@ class PromptDataset:
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
         """The rows at `indices` [B], in that order; an index may repeat.
 
-        Columns: prompt_ids (jagged int64), data_source, ground_truth, extra_info (objects [B]), index (int64 [B], row of this dataset).
+        Columns: prompt_ids (jagged int64), data_source, ground_truth, extra_info (objects [B]), index (int64 [B], row
+        of this dataset).
 
         Raises:
             IndexError: an index is negative or beyond the dataset.
@@ -84,9 +91,9 @@ class PromptDataset:
 class SftDataset:
     """Demonstrations: rows {prompt: chat messages, response: string} as prompt ids and response ids that end with eos.
 
-    A prompt beyond `data.max_prompt_length` or a response (eos included) beyond `data.max_response_length` is dropped with
-    `filter_overlong_prompts` and refused with `truncation: error`. With another truncation the prompt is cut as for prompts and the
-    response on the right, so that a cut response does not end with eos.
+    A prompt beyond `data.max_prompt_length` or a response (eos included) beyond `data.max_response_length` is dropped
+    with `filter_overlong_prompts` and refused with `truncation: error`. With another truncation the prompt is cut as
+    for prompts and the response on the right, so that a cut response does not end with eos.
 
     Args:
         files: parquet files, read in order.
@@ -101,7 +108,9 @@ class SftDataset:
         DataError, ConfigError: as for `PromptDataset`.
     """
 
-    def __init__(self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, response_key: str = "response") -> None:
+    def __init__(
+        self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, response_key: str = "response"
+    ) -> None:
         _check_truncation(config)
         self.num_filtered = self.num_truncated = 0
         columns: dict[str, list[Any]] = {"prompt_ids": [], "response_ids": []}
@@ -124,12 +133,14 @@ class SftDataset:
         return len(self._rows)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
-        """The rows at `indices` [B]: prompt_ids and response_ids (jagged int64), index (int64 [B]). IndexError as `PromptDataset.batch`."""
+        """The rows at `indices` [B]: prompt_ids and response_ids (jagged int64), index (int64 [B]). IndexError as
+        `PromptDataset.batch`."""
         return _take(self._rows, indices)
 
 
 class PreferenceDataset:
-    """Pairs of answers to one prompt: rows {prompt: chat messages, chosen: string, rejected: string}, as ids that end with eos.
+    """Pairs of answers to one prompt: rows {prompt: chat messages, chosen: string, rejected: string}, as ids that end
+    with eos.
 
     Lengths are treated as by `SftDataset`, each answer as a response there.
 
@@ -140,7 +151,8 @@ class PreferenceDataset:
         chosen_key, rejected_key: columns of the better and the worse answer.
 
     Raises:
-        DataError: a file, column or row is missing or malformed, the two answers of a row are equal (also: after they were cut), or no
+        DataError: a file, column or row is missing or malformed, the two answers of a row are equal (also: after they
+        were cut), or no
             row is left.
         ConfigError: `data.truncation` is unknown.
     """
@@ -159,16 +171,22 @@ class PreferenceDataset:
         for row in _rows(files, (config.prompt_key, chosen_key, rejected_key)):
             ids = {name: [*tokenizer.encode(row.text(key)), tokenizer.eos_id] for name, key in keys.items()}
             ids["prompt_ids"] = _prompt_ids(row, tokenizer, config)
-            if len(ids["prompt_ids"]) > config.max_prompt_length or any(len(ids[name]) > config.max_response_length for name in keys):
+            if len(ids["prompt_ids"]) > config.max_prompt_length or any(
+                len(ids[name]) > config.max_response_length for name in keys
+            ):
                 if config.filter_overlong_prompts:
                     filtered += 1
                     continue
-                ids = {name: (_shorten_response if name in keys else _shorten)(found, row, config) for name, found in ids.items()}
+                ids = {
+                    name: (_shorten_response if name in keys else _shorten)(found, row, config)
+                    for name, found in ids.items()
+                }
                 truncated += 1
             if ids["chosen_ids"] == ids["rejected_ids"]:
                 raise DataError(
                     f"{row.path}, row {row.number}: columns {chosen_key!r} and {rejected_key!r} hold the same answer "
-                    f"{row.text(chosen_key)[:60]!r}{' (after cutting it)' if truncated else ''}; a pair must differ: remove the row"
+                    f"{row.text(chosen_key)[:60]!r}{' (after cutting it)' if truncated else ''}; a pair must differ: "
+                    f"remove the row"
                 )
             for name, found in ids.items():
                 columns[name].append(found)
@@ -179,13 +197,16 @@ class PreferenceDataset:
         return len(self._rows)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
-        """The rows at `indices` [B]: prompt_ids, chosen_ids, rejected_ids (jagged int64), index (int64 [B]). IndexError as above."""
+        """The rows at `indices` [B]: prompt_ids, chosen_ids, rejected_ids (jagged int64), index (int64 [B]). IndexError
+        as above."""
         return _take(self._rows, indices)
 
 
 def _rows(files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     if not files:
-        raise DataError("no dataset files are given: set data.train_files, data.val_files or sft.train_files, or data.prepare.task")
+        raise DataError(
+            "no dataset files are given: set data.train_files, data.val_files or sft.train_files, or data.prepare.task"
+        )
     for path in files:
         yield from read_rows(path, required, optional)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hybridflow.protocol import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +39,16 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def unpack(values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[Packed], num_samples: int, dtype: type = np.float32) -> Jagged:
+def unpack(
+    values_per_micro: Sequence[np.ndarray], micro_batches: Sequence[Packed], num_samples: int, dtype: type = np.float32
+) -> Jagged:
     """Per-response-token results [n, ...] of all micro-batches as one jagged column in the order of the batch."""
     tail = values_per_micro[0].shape[1:]
     rows: list[np.ndarray] = [np.zeros((0, *tail), dtype)] * num_samples
     for values, micro in zip(values_per_micro, micro_batches, strict=True):
-        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy()))[:-1]  # cut at the end too: a micro-batch may hold no sample
+        parts = np.split(values, np.cumsum(micro.lengths.cpu().numpy()))[
+            :-1
+        ]  # cut at the end too: a micro-batch may hold no sample
         for sample, part in zip(micro.samples.tolist(), parts, strict=True):
             rows[sample] = part
     return Jagged.from_rows(rows, dtype)

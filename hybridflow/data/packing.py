@@ -1,6 +1,8 @@
-"""Plans that decide which sequences share a micro-batch and which rank gets which sequence. Pure numpy: lengths in, index arrays out.
+"""Plans that decide which sequences share a micro-batch and which rank gets which sequence. Pure numpy: lengths in,
+index arrays out.
 
-Every plan depends on the lengths (or costs) and their positions alone: not on a dictionary's order, nor on which rank asks.
+Every plan depends on the lengths (or costs) and their positions alone: not on a dictionary's order, nor on which rank
+asks.
 """
 
 from __future__ import annotations
@@ -21,19 +23,23 @@ Lengths = np.ndarray | Sequence[int]
 def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: int = 1) -> list[np.ndarray]:
     """Groups sequences into micro-batches of at most `max_tokens` tokens.
 
-    Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit decreasing decides how many bins are
-    needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, then to a multiple of `multiple_of`, as far as
-    there are sequences to fill the bins. Lengths are evened out over the bins when that stays within the budget. Deterministic.
+    Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit decreasing decides how
+    many bins are
+    needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, then to a multiple of
+        `multiple_of`, as far as
+    there are sequences to fill the bins. Lengths are evened out over the bins when that stays within the budget.
+    Deterministic.
 
     Args:
         lengths: tokens of each sequence [B], positive.
         max_tokens: budget of one bin.
         min_bins: fewest bins wanted. With fewer than `min_bins` sequences there is one bin a sequence.
-        multiple_of: the number of bins is made a multiple of this; when the B sequences are too few for the next multiple it stays what
-            the budget and `min_bins` ask for.
+        multiple_of: the number of bins is made a multiple of this; when the B sequences are too few for the next
+            multiple it stays what the budget and `min_bins` ask for.
 
     Returns:
-        Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty when there are no sequences.
+        Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty when there are no
+        sequences.
 
     Raises:
         ConfigError: one sequence alone exceeds the budget.
@@ -41,7 +47,10 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if max_tokens < 1 or min_bins < 1 or multiple_of < 1 or (sizes < 1).any():
-        raise ValueError(f"lengths, max_tokens, min_bins and multiple_of must be positive, got {max_tokens}, {min_bins}, {multiple_of}")
+        raise ValueError(
+            f"lengths, max_tokens, min_bins and multiple_of must be positive, got {max_tokens}, {min_bins}, "
+            f"{multiple_of}"
+        )
     if len(sizes) == 0:
         return []
     longest = int(sizes.argmax())
@@ -60,10 +69,11 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
 
 
 def pack_alike(lengths: Lengths, max_tokens: int, largest: Callable[[int], int]) -> list[np.ndarray]:
-    """`pack` on one of several ranks, with the same number of micro-batches on each: the largest that any of them needs.
+    """`pack` on one of several ranks, with the same number of micro-batches on each: the largest that any of them
+    needs.
 
-    A rank with fewer sequences than that gets empty micro-batches at the end, so that it still takes part in every collective. Ranks
-    settle the number among themselves, because only they know what their mini-batches hold.
+    A rank with fewer sequences than that gets empty micro-batches at the end, so that it still takes part in every
+    collective. Ranks settle the number among themselves, because only they know what their mini-batches hold.
 
     Args:
         lengths, max_tokens: as for `pack`, of this rank.
@@ -77,10 +87,12 @@ def pack_alike(lengths: Lengths, max_tokens: int, largest: Callable[[int], int])
 
 
 def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
-    """The order [B] of rows in which the consecutive pieces that `num_ranks` ranks get (`Dispatch.DP`) cost about the same.
+    """The order [B] of rows in which the consecutive pieces that `num_ranks` ranks get (`Dispatch.DP`) cost about the
+    same.
 
-    Pieces hold B / num_ranks rows, rounded up; where that does not divide, the cheapest rows fill the short piece after the whole ones.
-    A whole piece costs at most the mean of the whole pieces plus the dearest row. Inside a piece rows keep their order.
+    Pieces hold B / num_ranks rows, rounded up; where that does not divide, the cheapest rows fill the short piece after
+    the whole ones. A whole piece costs at most the mean of the whole pieces plus the dearest row. Inside a piece rows
+    keep their order.
     """
     weights = checked_costs(costs)
     size = -(-len(weights) // num_ranks)

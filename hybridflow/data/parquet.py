@@ -43,7 +43,9 @@ class Row:
         if not isinstance(value, list) or not value:
             raise self.malformed(column, expected)
         for message in value:
-            if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            if not isinstance(message, dict) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
                 raise self.malformed(column, expected)
         return [{key: item for key, item in message.items() if item is not None} for message in value]
 
@@ -69,7 +71,8 @@ def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]
             missing = [name for name in required if name not in present]
             if missing:
                 raise DataError(
-                    f"{path}: column {', '.join(map(repr, missing))} is missing; the file has {', '.join(present) or 'no columns'}"
+                    f"{path}: column {', '.join(map(repr, missing))} is missing; the file has "
+                    f"{', '.join(present) or 'no columns'}"
                 )
             columns = [*required, *(name for name in optional if name in present)]
             number = 0
@@ -80,4 +83,6 @@ def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable parquet file ({error}); it may be truncated: write it again") from error
+        raise DataError(
+            f"{path}: not a readable parquet file ({error}); it may be truncated: write it again"
+        ) from error

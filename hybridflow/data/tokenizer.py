@@ -1,4 +1,5 @@
-"""The tokenizer as the rest of the system sees it: text and chat messages in, token ids out. Reads local folders only."""
+"""The tokenizer as the rest of the system sees it: text and chat messages in, token ids out. Reads local folders
+only."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Tokenizer:
         self.stop_ids = stop_ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>") becomes that token."""
+        """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
+        becomes that token."""
         return list(self._hf.encode(text, add_special_tokens=False))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -45,9 +47,13 @@ class Tokenizer:
         if not self._hf.chat_template:
             raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
         try:
-            return str(self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+            return str(
+                self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+            )
         except Exception as error:  # templates are programs of the model's author and raise what they like
-            raise DataError(f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}") from error
+            raise DataError(
+                f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"
+            ) from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of chat messages, ending where the assistant's answer starts. Raises as `render_chat` does."""
@@ -56,8 +62,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; stop and pad ids at the end are left out.
 
-        Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a response with rubbish between the
-        right characters does not read like a right one.
+        Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a response with rubbish
+        between the right characters does not read like a right one.
         """
         kept = [int(i) for i in ids]
         while kept and (kept[-1] in self.stop_ids or kept[-1] == self.pad_id):
@@ -90,7 +96,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(
-            f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer (nothing is downloaded)"
+            f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer "
+            f"(nothing is downloaded)"
         )
     # Read when huggingface_hub is first imported; `local_files_only` below holds in any case.
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -98,7 +105,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # depending on what is broken: OSError, ValueError, KeyError, or the bare Exception of the Rust side
+    except (
+        Exception
+    ) as error:  # depending on what is broken: OSError, ValueError, KeyError, or the bare Exception of the Rust side
         raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
     if hf.eos_token_id is None:
         raise DataError(f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json")

@@ -1,1 +1,2 @@
-"""The only room that uses `torch.distributed.fsdp` and transformers' modelling classes: dense families, sharded over all ranks."""
+"""The only room that uses `torch.distributed.fsdp` and transformers' modelling classes: dense families, sharded over
+all ranks."""

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import CheckpointError
-from hybridflow.exchange import Exchange, shared_exchange
-from hybridflow.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
-from hybridflow.models.checkpoint_source import CheckpointFolder
+from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.reshard.fsdp_layout import shard_rows
+from hybridflow.saving.checkpoint_source import CheckpointFolder
 from hybridflow.saving.files import Chunk, HfSlice, Rectangle, check_cover
+from hybridflow.saving.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
 from hybridflow.saving.saver import Job, checked_manifest, manifest_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class ShardedState:
             self.tensors += self._rectangles("reference.", policy.reference_state())
         self.contains.append("rng")
         state = torch.get_rng_state()
-        self.random = Rectangle(_RANDOM, state, (dist.get_world_size(), len(state)), (dist.get_rank(), 0), prepend_axis_num=1)
+        self.random = Rectangle(
+            _RANDOM, state, (dist.get_world_size(), len(state)), (dist.get_rank(), 0), prepend_axis_num=1
+        )
 
     def owned(self) -> Sequence[Rectangle]:
         """What this rank writes: all that it holds, since nothing is replicated."""
@@ -84,7 +86,8 @@ def load(policy: FsdpPolicy, folder: Path) -> None:
     The random state comes back where the number of ranks is the same.
 
     Raises:
-        CheckpointError: the folder is missing, torn, foreign, of another backend, or of another model; nothing has been loaded then.
+        CheckpointError: the folder is missing, torn, foreign, of another backend, or of another model; nothing has been
+        loaded then.
     """
     manifest = checked_manifest(policy, folder, shared_exchange(), TRAINING)
     source, state = CheckpointFolder(folder), ShardedState(policy)

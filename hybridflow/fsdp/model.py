@@ -22,7 +22,8 @@ _PREFIX = "causal."
 
 
 class ScoringModel(nn.Module):
-    """The causal model with the scoring inside its forward pass, so that FSDP2 has the output layer at hand there and nowhere else."""
+    """The causal model with the scoring inside its forward pass, so that FSDP2 has the output layer at hand there and
+    nowhere else."""
 
     def __init__(self, causal: Any, alone: Any) -> None:
         """`alone`: a process group of this rank only; no rank holds a part of the gathered output layer."""
@@ -50,9 +51,14 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone"))
     causal = _on_meta(family)
     model = ScoringModel(causal, mesh["alone"].get_group())
-    precision = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    precision = (
+        MixedPrecisionPolicy()
+        if dtype is torch.float32
+        else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    )
     for part in (*causal.model.layers, model):
-        # reshard the root too: it would otherwise keep the weights of the last pass, whatever is written to the shards meanwhile
+        # reshard the root too: it would otherwise keep the weights of the last pass, whatever is written to the shards
+        # meanwhile
         fully_shard(part, mesh=mesh["data"], mp_policy=precision, reshard_after_forward=True)
         assert isinstance(part, FSDPModule)
         # sums, not means: what they are divided by is the global count of tokens (and gloo cannot average)
@@ -65,7 +71,11 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
 
 def shards(model: ScoringModel) -> dict[str, DTensor]:
     """The parameters by Hugging Face name."""
-    return {name.removeprefix(_PREFIX): parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    return {
+        name.removeprefix(_PREFIX): parameter
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
 
 
 def _on_meta(family: Family) -> Any:
@@ -89,8 +99,13 @@ def _allocate(causal: Any, device: torch.device) -> None:
 def _fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
     tensors, held = family.tensors(), shards(model)
     if {name: tuple(shard.shape) for name, shard in held.items()} != tensors:
-        wrong = sorted(held.keys() ^ tensors.keys()) or [name for name in tensors if tuple(held[name].shape) != tensors[name]]
-        raise ModelError(f"transformers' {type(model.causal).__name__} and the family's map differ: {wrong[:4]}; train it with Megatron")
+        wrong = sorted(held.keys() ^ tensors.keys()) or [
+            name for name in tensors if tuple(held[name].shape) != tensors[name]
+        ]
+        raise ModelError(
+            f"transformers' {type(model.causal).__name__} and the family's map differ: {wrong[:4]}; train it with "
+            f"Megatron"
+        )
     for name, shape in tensors.items():
         start, rows = shard_rows(shape[0], dist.get_rank(), dist.get_world_size())
         local = held[name].to_local()

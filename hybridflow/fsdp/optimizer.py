@@ -37,19 +37,29 @@ class Optimizer:
         self.shards, self.config, self.updates = dict(shards), config, 0
         # no decay of norms and biases, as in Megatron (optimizer/__init__.py, `_get_param_groups`)
         groups = [
-            {"params": [shard for shard in shards.values() if (shard.ndim > 1) is decays], "weight_decay": config.weight_decay * decays}
+            {
+                "params": [shard for shard in shards.values() if (shard.ndim > 1) is decays],
+                "weight_decay": config.weight_decay * decays,
+            }
             for decays in (True, False)
         ]
-        self.inner = torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        self.inner = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+        )
         for shard in shards.values():  # now, so that a fresh optimizer can be loaded into
-            self.inner.state[shard] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
+            self.inner.state[shard] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
 
     def zero_grad(self) -> None:
         """Before each mini-batch."""
         self.inner.zero_grad()
 
     def step(self) -> tuple[float, float]:
-        """Clip and apply. Returns (gradient norm before clipping, learning rate used). Collective; gradients are finite."""
+        """Clip and apply. Returns (gradient norm before clipping, learning rate used). Collective; gradients are
+        finite."""
         norm = self._clip()
         self.updates += 1
         rate = self.learning_rate()
@@ -69,7 +79,10 @@ class Optimizer:
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """{exp_avg, exp_avg_sq: {Hugging Face name: this rank's shard}}."""
         kinds = ("exp_avg", "exp_avg_sq")
-        return {kind: {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()} for kind in kinds}
+        return {
+            kind: {name: self.inner.state[shard][kind].to_local() for name, shard in self.shards.items()}
+            for kind in kinds
+        }
 
     def resume(self, updates: int) -> None:
         """Go on counting from so many updates."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hybridflow.batch import DataProto
 from hybridflow.data.micro_batches import ranges, sequence_lengths
-from hybridflow.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class MicroBatch:
         return same.tril()[None, None]
 
 
-def build_micro_batches(batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], device: torch.device) -> list[MicroBatch]:
+def build_micro_batches(
+    batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], device: torch.device
+) -> list[MicroBatch]:
     """Pack the samples of each bin.
 
     Args:

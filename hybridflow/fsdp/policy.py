@@ -1,4 +1,5 @@
-"""A trainable causal language model whose parameters are sharded over all ranks: the second backend behind `workers.backend.Backend`."""
+"""A trainable causal language model whose parameters are sharded over all ranks: the second backend behind
+`workers.backend.Backend`."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from hybridflow.algorithms.losses import LossFunction, Metrics
 from hybridflow.algorithms.nonfinite import Watch, not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
+from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
 from hybridflow.fsdp.model import build_model, shards
@@ -26,11 +29,9 @@ from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.weights import WeightSource
-from hybridflow.protocol import DataProto, Jagged
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners
-from hybridflow.reshard.hf_export import Held, export_held
 from hybridflow.reshard.layout import Catalog, Layout
-from hybridflow.residency import Part
+from hybridflow.saving.hf_export import Held, export_held
 from hybridflow.saving.reference import HoldsReference
 from hybridflow.saving.saver import Saver
 
@@ -40,7 +41,9 @@ class DenseReplay:
 
     def during(self, action: str) -> AbstractContextManager[None]:
         """ModelError: there is nothing to record or replay."""
-        raise ModelError(f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does not train")
+        raise ModelError(
+            f"router replay ({action}) needs a mixture of experts, which actor.backend=fsdp does not train"
+        )
 
     def recorded(self) -> Jagged:
         """ModelError, as `during`."""
@@ -55,7 +58,14 @@ class FsdpPolicy(HoldsReference):
     """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
 
     def __init__(
-        self, family: Family, dtype: str, source: WeightSource, device: torch.device, *, logits_chunk_tokens: int, on_nonfinite: str
+        self,
+        family: Family,
+        dtype: str,
+        source: WeightSource,
+        device: torch.device,
+        *,
+        logits_chunk_tokens: int,
+        on_nonfinite: str,
     ) -> None:
         """Shard the model over the world (`rendezvous.join_world`) and fill it from `source`.
 
@@ -69,12 +79,17 @@ class FsdpPolicy(HoldsReference):
         self.optimizer: Optimizer | None = None
         self.replay = DenseReplay()
         # FSDP2 pads uneven shards, and so moves them, in the first forward pass: from here on they stay where they are
-        nothing = DataProto.from_columns({name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")})
+        nothing = DataProto.from_columns(
+            {name: Jagged.from_rows([], np.int64) for name in ("prompt_ids", "response_ids")}
+        )
         self._forward(build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device), self._scoring(1.0, False))
 
-    # ---- passes -----------------------------------------------------------------------------------------------------------------------
+    # ---- passes
+    # --------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool) -> tuple[Jagged, Jagged] | None:
+    def log_probs(
+        self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[Jagged, Jagged] | None:
         """(log-probs, entropies) of every response token of this rank's rows, in their order.
 
         Without `with_entropy` the second is the log-probs again.
@@ -85,7 +100,14 @@ class FsdpPolicy(HoldsReference):
         return log_probs, unpack(entropies, micro_batches, len(batch)) if with_entropy else log_probs
 
     def train_mini_batch(
-        self, batch: DataProto, loss: LossFunction, *, columns: Sequence[str], max_tokens: int, temperature: float, with_entropy: bool
+        self,
+        batch: DataProto,
+        loss: LossFunction,
+        *,
+        columns: Sequence[str],
+        max_tokens: int,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """One optimizer update on `batch` (this rank's share of the mini-batch).
 
@@ -93,7 +115,8 @@ class FsdpPolicy(HoldsReference):
             Metric (sum, count) pairs, and {grad_norm, lr, applied}.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight was changed.
+            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
+            was changed.
         """
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
@@ -107,8 +130,11 @@ class FsdpPolicy(HoldsReference):
         norm, rate = self.optimizer.step()
         return metrics, {"grad_norm": norm, "lr": rate, "applied": 1.0}
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, scoring: Scoring, watch: Watch) -> Metrics:
-        """Forward and backward of one mini-batch; gradients are left summed over ranks and divided by the global count in the shards.
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, scoring: Scoring, watch: Watch
+    ) -> Metrics:
+        """Forward and backward of one mini-batch; gradients are left summed over ranks and divided by the global count
+        in the shards.
 
         Returns:
             Metric sums and counts over this rank's micro-batches.
@@ -141,9 +167,13 @@ class FsdpPolicy(HoldsReference):
         return Scoring(self.family.vocab_size, temperature, with_entropy, self.logits_chunk_tokens)
 
     @torch.no_grad()
-    def _forward(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _forward(
+        self, micro_batches: Sequence[MicroBatch], scoring: Scoring
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         found = [self.model(micro, scoring) for micro in micro_batches]
-        return [values.cpu().numpy() for values, _ in found], [spread.cpu().numpy() for _, spread in found if spread is not None]
+        return [values.cpu().numpy() for values, _ in found], [
+            spread.cpu().numpy() for _, spread in found if spread is not None
+        ]
 
     @contextmanager
     def _watched(self, watch: Watch, number: int) -> Iterator[None]:
@@ -164,7 +194,8 @@ class FsdpPolicy(HoldsReference):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return int(tensor)
 
-    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # --------------------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, Any]:
         """The sharded parameters by Hugging Face name."""
@@ -202,10 +233,15 @@ class FsdpPolicy(HoldsReference):
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """For `Residency`; listed anew at each call, since an optimizer may be replaced and a reference appear."""
         return {
-            "weights": lambda: [*(shard.detach().to_local() for shard in self.shards().values()), *self.model.buffers()],
+            "weights": lambda: [
+                *(shard.detach().to_local() for shard in self.shards().values()),
+                *self.model.buffers(),
+            ],
             "gradients": lambda: self.optimizer.gradients() if self.optimizer else (),
             "optimizer": lambda: (
-                [rows for moment in self.optimizer.moments().values() for rows in moment.values()] if self.optimizer else ()
+                [rows for moment in self.optimizer.moments().values() for rows in moment.values()]
+                if self.optimizer
+                else ()
             ),
             "reference": lambda: self.reference_state().values() if self.has_reference else (),
         }
@@ -214,7 +250,8 @@ class FsdpPolicy(HoldsReference):
         moments = self.optimizer.moments() if self.optimizer else {}
         return [rows for kind in moments.values() for rows in kind.values()]
 
-    # ---- process and disk -------------------------------------------------------------------------------------------------------------
+    # ---- process and disk
+    # --------------------------------------------------------------------------------------------------------
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """Every rank is a data-parallel rank of its own."""
@@ -224,14 +261,21 @@ class FsdpPolicy(HoldsReference):
         """What computes here, for the run's record."""
         import transformers
 
-        return {"backend": f"fsdp2 ({self.device.type})", "torch": torch.__version__, "transformers": transformers.__version__}
+        return {
+            "backend": f"fsdp2 ({self.device.type})",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
 
     def saver(self, timeout_s: float) -> Saver:
         """Saves of this policy; see `saving.saver.Saver`."""
-        return Saver(lambda folder, phase, step, exchange: checkpoint.job(self, folder, phase, step, exchange), timeout_s)
+        return Saver(
+            lambda folder, phase, step, exchange: checkpoint.job(self, folder, phase, step, exchange), timeout_s
+        )
 
     def load(self, folder: Path) -> None:
-        """Restore what was saved, in place, whatever the number of ranks was then. CheckpointError: see `checkpoint.load`."""
+        """Restore what was saved, in place, whatever the number of ranks was then. CheckpointError: see
+        `checkpoint.load`."""
         checkpoint.load(self, folder)
 
     def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:

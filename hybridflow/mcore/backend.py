@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from hybridflow.device.residency import Part
 from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
 from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
 from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
-from hybridflow.residency import Part
 
 
 class MegatronPolicy(Policy):

@@ -1,6 +1,7 @@
 """Import this before any `megatron` import: it makes Megatron importable on the device at hand.
 
-On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core 0.16.1 calls unconditionally.
+On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core 0.16.1 calls
+unconditionally.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if not torch.cuda.is_available():
 
     cpu_compat.install()
 
-# megatron warns from five modules that these are absent; we say ourselves, once, what is used instead (see `backend_name`)
+# megatron warns from five modules that these are absent; we say ourselves, once, what is used instead (see
+# `backend_name`)
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
 import megatron.core  # noqa: E402
 

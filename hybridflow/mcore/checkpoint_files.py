@@ -20,15 +20,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hybridflow.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
 from hybridflow.saving.files import Chunk, check_cover, write_bytes
+from hybridflow.saving.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
 
 COMMON = "common.pt"
 
 
-def write_index(folder: Path, chunks: Sequence[Chunk], hf: Sequence[Any], common: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """What one rank writes for all: torch's `.metadata`, Megatron's `common.pt` and `metadata.json`, and `index.json`, which says the
-    same as `.metadata` (and where the Hugging Face tensors lie) without a pickle.
+def write_index(
+    folder: Path, chunks: Sequence[Chunk], hf: Sequence[Any], common: Mapping[str, Any]
+) -> dict[str, FileRecord]:
+    """What one rank writes for all: torch's `.metadata`, Megatron's `common.pt` and `metadata.json`, and `index.json`,
+    which says the same as `.metadata` (and where the Hugging Face tensors lie) without a pickle.
 
     Raises:
         CheckpointError: the rectangles do not cover a tensor exactly.
@@ -55,5 +57,9 @@ def _metadata(chunks: Sequence[Chunk]) -> Metadata:
         tensors[key].chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(chunk["size"])))
         storage[MetadataIndex(key, start)] = _StorageInfo(chunk["file"], chunk["offset"], chunk["length"])
     return Metadata(
-        state_dict_metadata=tensors, planner_data={}, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
+        state_dict_metadata=tensors,
+        planner_data={},
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
     )

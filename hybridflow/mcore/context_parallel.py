@@ -1,7 +1,8 @@
 """Zigzag: which rows of a packed micro-batch each context-parallel rank holds.
 
-Every segment is cut into 2 c chunks of equal length (c ranks); rank r has chunks r and 2 c - 1 - r, so that under a causal mask all ranks
-have equally much to attend to. Megatron's rotary embedding (rope_utils.py:130) and Transformer Engine take this layout for granted.
+Every segment is cut into 2 c chunks of equal length (c ranks); rank r has chunks r and 2 c - 1 - r, so that under a
+causal mask all ranks have equally much to attend to. Megatron's rotary embedding (rope_utils.py:130) and Transformer
+Engine take this layout for granted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class ZigZag:
 
     @classmethod
     def of(cls, bounds: np.ndarray, size: int) -> ZigZag:
-        """`bounds` [s + 1] segment bounds; every segment's length is a multiple of 2 x `size` (of 1 when `size` is 1)."""
+        """`bounds` [s + 1] segment bounds; every segment's length is a multiple of 2 x `size` (of 1 when `size` is
+        1)."""
         lengths = np.diff(bounds)
         starts, total = np.repeat(bounds[:-1], lengths), int(bounds[-1])
         step = np.arange(total) - starts
@@ -48,18 +50,20 @@ class ZigZag:
 def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int) -> torch.Tensor:
     """Every response token's value [..., total] on all context-parallel ranks, from what each computed [..., n].
 
-    `places` [n] says which tokens this rank has; None: all of them (no context parallelism). All ranks then compute the same loss, so
-    the backward keeps each rank's own share.
+    `places` [n] says which tokens this rank has; None: all of them (no context parallelism). All ranks then compute the
+    same loss, so the backward keeps each rank's own share.
     """
     if places is None:
         return values
     group = parallel_state.get_context_parallel_group()
-    whole: torch.Tensor = SumOverGroup.apply(values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group)
+    whole: torch.Tensor = SumOverGroup.apply(
+        values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group
+    )
     return whole
 
 
 def counts_tokens() -> bool:
-    """Whether this rank reports the loss's count: every context-parallel rank computes the same loss, and Megatron adds up their counts
-    (finalize_model_grads.py:493).
+    """Whether this rank reports the loss's count: every context-parallel rank computes the same loss, and Megatron adds
+    up their counts (finalize_model_grads.py:493).
     """
     return bool(parallel_state.get_context_parallel_rank() == 0)

@@ -1,7 +1,9 @@
-"""Makes Megatron-Core 0.16.1 run where there is no CUDA. Installed by `bootstrap` before megatron is imported; a no-op with CUDA.
+"""Makes Megatron-Core 0.16.1 run where there is no CUDA. Installed by `bootstrap` before megatron is imported; a no-op
+with CUDA.
 
-Megatron asks torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors with
-`device="cuda"`, and compares type strings. Each replacement below says who needs it. Gloo's own gaps are in `gloo_guards`.
+Megatron asks torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
+with `device="cuda"`, and compares type strings. Each replacement below says who needs it. Gloo's own gaps are in
+`gloo_guards`.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class _Event:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`: every index is the CPU generator (tensor_parallel/random.py keeps its states there)."""
+    """`torch.cuda.default_generators`: every index is the CPU generator (tensor_parallel/random.py keeps its states
+    there)."""
 
     class _Default:
         def get_state(self) -> torch.Tensor:
@@ -117,8 +120,8 @@ def _replace_cuda_state() -> None:
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
     cuda.default_generators = _Generators()
-    # tensor_parallel/random.py:113 defers the rng switch through _lazy_call; without CUDA the call would be queued for ever,
-    # which makes the rng fork a silent no-op
+    # tensor_parallel/random.py:113 defers the rng switch through _lazy_call; without CUDA the call would be queued for
+    # ever, which makes the rng fork a silent no-op
     cuda._lazy_call = lambda callback, **k: callback()
     cuda._lazy_init = lambda: None
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
@@ -143,8 +146,9 @@ def _replace_factories() -> None:
 
         return wrapper
 
-    # `with torch.device("meta")` looks a factory up in this set, made at its first use (torch/utils/_device.py:13): made after the exchange
-    # it would hold our wrappers and know none of the functions inside them; transformers then leaves rotary tables uninitialised
+    # `with torch.device("meta")` looks a factory up in this set, made at its first use (torch/utils/_device.py:13):
+    # made after the exchange it would hold our wrappers and know none of the functions inside them; transformers then
+    # leaves rotary tables uninitialised
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -168,15 +172,20 @@ def _replace_moves() -> None:
 
 
 def _replace_type_names() -> None:
-    """Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167, distrib_optimizer.py:361, 420, 582,
-    optimizer.py:671, 690): callers inside megatron see the CUDA name, everybody else the true one.
+    """Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
+    distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690): callers inside megatron see the CUDA name, everybody
+    else the true one.
     """
     tensor: Any = torch.Tensor
     original_type = tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original_type(self, *args, **kwargs)
-        if isinstance(result, str) and not result.startswith("torch.cuda.") and _MEGATRON in sys._getframe(1).f_code.co_filename:
+        if (
+            isinstance(result, str)
+            and not result.startswith("torch.cuda.")
+            and _MEGATRON in sys._getframe(1).f_code.co_filename
+        ):
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 

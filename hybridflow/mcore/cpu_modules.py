@@ -1,7 +1,8 @@
 """Torch modules with Transformer Engine's parameter names, for machines without Transformer Engine.
 
-Megatron's stock TE layer spec is built from these instead of TE's classes, so parameter names (`linear_qkv.layer_norm_weight`,
-`mlp.experts.linear_fc1.weight3`) and checkpoints are the same with and without TE, and one HF map serves both.
+Megatron's stock TE layer spec is built from these instead of TE's classes, so parameter names
+(`linear_qkv.layer_norm_weight`, `mlp.experts.linear_fc1.weight3`) and checkpoints are the same with and without TE, and
+one HF map serves both.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -26,7 +31,8 @@ from hybridflow.mcore.packed_attention import PackedAttention
 class RMSNorm(nn.Module):
     """RMS norm whose weight carries the `sequence_parallel` mark.
 
-    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:32), which tensor-parallel MoE training requires.
+    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:32), which tensor-parallel MoE training
+    requires.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -50,18 +56,25 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers it."""
-        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.norm_eps), *args, **kwargs)
+        """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers
+        it."""
+        return super().forward(
+            F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.norm_eps), *args, **kwargs
+        )
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear that every tensor-parallel rank holds whole (TELinear with parallel_mode "duplicated"): latent attention's down projections.
+    """A linear that every tensor-parallel rank holds whole (TELinear with parallel_mode "duplicated"): latent
+    attention's down projections.
 
-    Under sequence parallelism each rank applies it to its share of the sequence, so its gradient is summed over the tensor-parallel
+    Under sequence parallelism each rank applies it to its share of the sequence, so its gradient is summed over the
+    tensor-parallel
     ranks: that is what the `sequence_parallel` mark asks for.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False, **_: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False, **_: Any
+    ) -> None:
         super().__init__()
         if bias:
             raise ValueError("duplicated linears with bias need Transformer Engine")
@@ -79,12 +92,23 @@ class DuplicatedLinear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One weight per local expert, applied to consecutive runs of rows (TEGroupedLinear's names: weight0, weight1, ...)."""
+    """One weight per local expert, applied to consecutive runs of rows (TEGroupedLinear's names: weight0, weight1,
+    ...)."""
 
     split_dim = 0  # the weight's dimension that expert tensor parallelism cuts
 
-    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool = False,
-                 pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool = False,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         if bias:
             raise ValueError("experts with bias need Transformer Engine")
@@ -112,10 +136,13 @@ class GroupedLinear(nn.Module):
         state, sharded = self.state_dict(prefix="", keep_vars=True), {}
         for i in range(self.num_gemms):
             tensors = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": state[f"weight{i}"]}, "", {f"{i}.weight": self.split_dim},
+                {f"{i}.weight": state[f"weight{i}"]},
+                "",
+                {f"{i}.weight": self.split_dim},
                 (*sharded_offsets, (len(sharded_offsets), first + i, experts)),
-                tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
-            )  # fmt: skip
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
             replace_prefix_for_sharding(tensors, f"{i}.", prefix)
             sharded[f"{prefix}weight{i}"] = tensors[f"{i}.weight"]
         for tensor in sharded.values():
@@ -166,7 +193,9 @@ class TorchSpecProvider(BackendSpecProvider):
         """See BackendSpecProvider."""
         return PackedAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> tuple[type, MLPSubmodules]:
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> tuple[type, MLPSubmodules]:
         """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
         return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
 
@@ -185,7 +214,8 @@ def install() -> None:
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
     layer_specs.TENorm = RMSNorm
     transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
-    # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without TE
+    # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without
+    # TE
     multi_latent_attention.TELinear = DuplicatedLinear
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
@@ -194,7 +224,8 @@ def install() -> None:
 
 
 def _to_host(original: Any) -> Any:
-    """moe_utils.py:1092 converts the all-to-all's split sizes to numpy only for CUDA tensors; gloo's all_to_all_single wants a list."""
+    """moe_utils.py:1092 converts the all-to-all's split sizes to numpy only for CUDA tensors; gloo's all_to_all_single
+    wants a list."""
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = original(tensor, as_numpy, record_stream)

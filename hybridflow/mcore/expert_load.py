@@ -1,8 +1,10 @@
-"""The load that moves expert biases counts real tokens: Megatron's router counts the padding of packed micro-batches, too.
+"""The load that moves expert biases counts real tokens: Megatron's router counts the padding of packed micro-batches,
+too.
 
-Megatron-Core 0.16.1 has a padding mask for that, which reaches no later pipeline stage (gpt_model.py:308) and has the wrong shape where it
-is used (router.py:542: [t] against a routing map [t, experts]). So each router's count is corrected after the fact, on the routing map that
-it returns. Which rows are padding hangs on the micro-batch's `PackedSeqParams`; `underway` says which micro-batch that is.
+Megatron-Core 0.16.1 has a padding mask for that, which reaches no later pipeline stage (gpt_model.py:308) and has the
+wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]). So each router's count is
+corrected after the fact, on the routing map that it returns. Which rows are padding hangs on the micro-batch's
+`PackedSeqParams`; `underway` says which micro-batch that is.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ class ExpertLoad:
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages`: the rank's model chunks, not yet wrapped."""
-        found = [module for stage in stages for module in stage.modules() if isinstance(module, TopKRouter) and module.enable_expert_bias]
+        found = [
+            module
+            for stage in stages
+            for module in stage.modules()
+            if isinstance(module, TopKRouter) and module.enable_expert_bias
+        ]
         underway = Underway(stages if found else (), "real")
         self._routers = [_Corrected(underway, router) for router in found]
 
@@ -45,6 +52,9 @@ class _Corrected:
         if real is None or not torch.is_grad_enabled():  # without gradient nothing was counted (router.py:539)
             return
         if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens
-            size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+            size, rank = (
+                parallel_state.get_tensor_model_parallel_world_size(),
+                parallel_state.get_tensor_model_parallel_rank(),
+            )
             real = real.view(size, -1)[rank]
         router.local_tokens_per_expert -= output[1][~real].sum(dim=0)

@@ -1,7 +1,8 @@
 """Where gloo (torch 2.13) refuses or, worse, silently computes something else than NCCL would.
 
-`scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between different memory layouts read and write
-the storage as if it were contiguous. `all_gather` of unequal sizes is refused (expert tensor parallelism with expert parallelism needs
+`scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between different memory layouts
+read and write the storage as if it were contiguous. `all_gather` of unequal sizes is refused (expert tensor parallelism
+with expert parallelism needs
 it: tensor_parallel/mappings.py:150).
 """
 
@@ -16,7 +17,12 @@ from torch.distributed import distributed_c10d
 
 def install() -> None:
     """Wrap the collectives named above. Only called where gloo is the backend."""
-    for name, make in (("all_gather", _all_gather), ("scatter", _scatter), ("all_reduce", _all_reduce), ("broadcast", _broadcast)):
+    for name, make in (
+        ("all_gather", _all_gather),
+        ("scatter", _scatter),
+        ("all_reduce", _all_reduce),
+        ("broadcast", _broadcast),
+    ):
         guarded = make(getattr(dist, name))
         setattr(dist, name, guarded)
         setattr(distributed_c10d, name, guarded)
@@ -68,5 +74,6 @@ def _broadcast(original: Any) -> Any:
 def _require_contiguous(tensor: Any, collective: str) -> None:
     if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
         raise RuntimeError(
-            f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give wrong data"
+            f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give "
+            f"wrong data"
         )

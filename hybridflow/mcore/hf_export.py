@@ -8,12 +8,16 @@ from typing import Any
 
 from hybridflow.mcore.parallel import all_coordinates
 from hybridflow.mcore.policy import Policy
-from hybridflow.reshard.hf_export import MAX_SHARD_BYTES, Held, export_held
 from hybridflow.reshard.plan import OwnedPiece, plan_stages
+from hybridflow.saving.hf_export import MAX_SHARD_BYTES, Held, export_held
 
 
 def export(
-    policy: Policy, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, max_shard_bytes: int = MAX_SHARD_BYTES
+    policy: Policy,
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    tokenizer: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """See `export_held`. Collective."""
     held = Held(policy.family, policy.dtype, _owners(policy), policy.parameters())

@@ -1,13 +1,18 @@
-"""Low-rank adapters beside Megatron's linears: the base frozen, two small factors trained, merged copies for whoever reads the weights.
+"""Low-rank adapters beside Megatron's linears: the base frozen, two small factors trained, merged copies for whoever
+reads the weights.
 
-The linears keep their classes, names and weights; a forward hook adds the adapter's output. So families' maps, checkpoints and the plan of
-the weight transfer stay what they are. How ranks cut the factors is data (`models.lora`); what they must tell each other follows from it:
+The linears keep their classes, names and weights; a forward hook adds the adapter's output. So families' maps,
+checkpoints and the plan of the weight transfer stay what they are. How ranks cut the factors is data (`models.lora`);
+what they must tell each other follows from it:
 
     weight cut by   A [r, in]        B [out, r]       forward, between A and B          gradients
-    rows            whole            own rows         copy; sequence parallel: gather   A: summed by the copy's backward pass; sequence
-                                                                                        parallel: over ranks, as a norm's
-    columns         own columns      whole            sum; sequence parallel: scatter   B: whole on each rank; sequence parallel: over ranks
-    nothing         whole            whole            nothing                           whole; sequence parallel: over ranks
+    rows            whole            own rows         copy; sequence parallel: gather   A: summed by the copy's backward
+    pass; sequence
+                                                                                        parallel: over ranks, as a
+                                                                                            norm's
+    columns         own columns      whole            sum; sequence parallel: scatter   B: whole on each rank; sequence
+    parallel: over ranks nothing         whole            whole            nothing                           whole;
+    sequence parallel: over ranks
 
 What travels is [tokens, r], never [tokens, hidden].
 """
@@ -44,18 +49,26 @@ class Adapter(torch.nn.Module):
     def __init__(self, linear: Any, described: AdaptedWeight, scale: float, config: Any) -> None:
         """`linear`: what it stands beside; `config`: its TransformerConfig."""
         super().__init__()
-        weight, self.cut, self.scale, self.sequence_parallel = linear.weight, described.cut, scale, config.sequence_parallel
+        weight, self.cut, self.scale, self.sequence_parallel = (
+            linear.weight,
+            described.cut,
+            scale,
+            config.sequence_parallel,
+        )
         self.A = torch.nn.Parameter(torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device))
         self.B = torch.nn.Parameter(torch.empty(described.b.shape, dtype=weight.dtype, device=weight.device))
-        # TE's and our fused linears hold the norm before them; its output is not kept but computed again. In a tuple: no child of this
-        # module, whose parent the linear is
+        # TE's and our fused linears hold the norm before them; its output is not kept but computed again. In a tuple:
+        # no child of this module, whose parent the linear is
         self._norm = (linear, config.layernorm_epsilon) if hasattr(linear, "layer_norm_weight") else None
         if self.cut == "rows":
-            set_tensor_model_parallel_attributes(self.B, True, 0, 1)  # or the gradient's norm would count one rank's rows alone
+            # or the gradient's norm would count one rank's rows alone
+            set_tensor_model_parallel_attributes(self.B, True, 0, 1)
         if self.cut == "columns":
             set_tensor_model_parallel_attributes(self.A, True, 1, 1)
         if self.sequence_parallel:
-            _mark_sequence_parallel([factor for factor, cut in ((self.A, "columns"), (self.B, "rows")) if self.cut != cut])
+            _mark_sequence_parallel(
+                [factor for factor, cut in ((self.A, "columns"), (self.B, "rows")) if self.cut != cut]
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: the linear's input, [s, b, in] as it gets it. Returns what is added to its output."""
@@ -87,14 +100,18 @@ class Adapters:
 
     def __init__(self, described: AdapterMap, models: Sequence[torch.nn.Module], family: Family) -> None:
         self.map = described
-        modules = {prefix + name: module for prefix, model in by_chunk(models) for name, module in model.named_modules()}
+        modules = {
+            prefix + name: module for prefix, model in by_chunk(models) for name, module in model.named_modules()
+        }
         self._linears = [(modules[one.module], one) for one in described.local(rank_tensors(family, coordinates()))]
         self._merged: dict[str, torch.Tensor] = {}
         for prefix, model in by_chunk(models):
             model.requires_grad_(False)
             if not any(one.module.startswith(prefix) for _, one in self._linears):
                 stage, targets = coordinates().pp_rank, ", ".join(self.facts()["targets"])
-                raise ModelError(f"actor.lora.targets: no layer of pipeline stage {stage} has one of {targets}; add another target")
+                raise ModelError(
+                    f"actor.lora.targets: no layer of pipeline stage {stage} has one of {targets}; add another target"
+                )
             if model.pre_process:
                 model.embedding.register_forward_hook(_start_gradient)
         for linear, one in self._linears:
@@ -113,8 +130,9 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self) -> dict[str, torch.Tensor]:
-        """W + scale * B A of every adapted weight, by the weight's name, in memory of their own that is used again each time: valid until
-        the next call or `release`. This rank's rectangle of W needs this rank's rectangles of B and A alone.
+        """W + scale * B A of every adapted weight, by the weight's name, in memory of their own that is used again each
+        time: valid until the next call or `release`. This rank's rectangle of W needs this rank's rectangles of B and A
+        alone.
         """
         for linear, one in self._linears:
             weight, name = linear.weight.detach(), one.weight.name
@@ -134,7 +152,8 @@ class Adapters:
         return any(tensor.untyped_storage().nbytes() for tensor in self._merged.values())
 
     def release(self) -> None:
-        """Give the merged copies' memory back; the tensors (senders keep views of them) are empty until they are made anew."""
+        """Give the merged copies' memory back; the tensors (senders keep views of them) are empty until they are made
+        anew."""
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)
 
@@ -142,7 +161,9 @@ class Adapters:
     def _fill(self) -> None:
         for parameter, local in self.parameters().values():
             for piece in local.pieces:
-                parameter[piece.slices()] = self.map.read(piece.source, piece.source_start, piece.shape).to(parameter.dtype)
+                parameter[piece.slices()] = self.map.read(piece.source, piece.source_start, piece.shape).to(
+                    parameter.dtype
+                )
 
 
 def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
@@ -156,5 +177,6 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Nothing before the first adapter requires a gradient, and a recomputed layer has one only if its input has (random.py:564)."""
+    """Nothing before the first adapter requires a gradient, and a recomputed layer has one only if its input has
+    (random.py:564)."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

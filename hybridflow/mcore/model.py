@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
@@ -38,13 +41,16 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """How pipeline stages talk. Interleaved over two stages, a rank's previous and next neighbour are one rank: batched operations
-    (p2p_communication.py:27-46, no tags) then match "to the previous" with "from the previous", and the gradients are silently wrong.
+    """How pipeline stages talk. Interleaved over two stages, a rank's previous and next neighbour are one rank: batched
+    operations (p2p_communication.py:27-46, no tags) then match "to the previous" with "from the previous", and the
+    gradients are silently wrong.
     """
     return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline_size(parallel) > 1 else {}
 
 
-def transformer_config(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> TransformerConfig:
+def transformer_config(
+    family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none"
+) -> TransformerConfig:
     """Megatron's config: what the family says, the layout, and no fusion that needs a CUDA extension."""
     is_cuda, params_dtype = torch.cuda.is_available(), DTYPES[dtype]
     settings: dict[str, Any] = {
@@ -57,13 +63,15 @@ def transformer_config(family: Family, parallel: ParallelConfig, dtype: str, rec
         "bf16": params_dtype is torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if virtual_pipeline_size(parallel) > 1 else None,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline
+        if virtual_pipeline_size(parallel) > 1
+        else None,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "sequence_parallel": parallel.sequence,
-        # the values are overwritten from the HF side, but without initialisation Megatron does not mark its parameters as
-        # tensor-parallel (tensor_parallel/layers.py), and the gradient norm then misses the other ranks' shares
+        # the values are overwritten from the HF side, but without initialisation Megatron does not mark its parameters
+        # as tensor-parallel (tensor_parallel/layers.py), and the gradient norm then misses the other ranks' shares
         "perform_initialization": True,
         "use_cpu_initialization": not is_cuda,
         "gradient_accumulation_fusion": False,
@@ -110,24 +118,31 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
-        # `vocab_parallel` applies the output layer chunk by chunk; called as a module still, so that hooks on its weight run
+        # `vocab_parallel` applies the output layer chunk by chunk; called as a module still, so that hooks on its
+        # weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
 
 
-def _hidden_states(layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
-    """What stands before the matrix product of a ColumnParallelLinear: hidden [s, b, h] of all tokens; in the backward pass the tensor
-    ranks' shares of its gradient are summed.
+def _hidden_states(
+    layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
+) -> tuple[torch.Tensor, None]:
+    """What stands before the matrix product of a ColumnParallelLinear: hidden [s, b, h] of all tokens; in the backward
+    pass the tensor ranks' shares of its gradient are summed.
     """
     if layer.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group), None
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+        ), None
     return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
 
 
 def output_weight(model: GPTModel) -> torch.Tensor:
     """[v, h] this rank's rows of the output layer of a last stage; tied to the embedding or not."""
     weight: torch.Tensor = (
-        model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
     )
     return weight
 
@@ -142,7 +157,10 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
         overlap_param_gather=parallel.overlap_param_gather,
         check_for_nan_in_grad=False,
     )
-    wrapped = [DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0) for chunk, model in enumerate(models)]
+    wrapped = [
+        DistributedDataParallel(model.config, config, model, disable_bucketing=chunk > 0)
+        for chunk, model in enumerate(models)
+    ]
     settings = models[0].config  # one object for all virtual stages
     settings.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:  # nothing is reduced before the last micro-batch
@@ -151,9 +169,9 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
 
 
 def mark_experts(models: Sequence[torch.nn.Module]) -> None:
-    """Experts' gradients are reduced over the experts' data-parallel group. tensor_parallel/layers.py:829, 1149 mark them so only when
-    EP > 1: with ETP != TP and EP = 1 they would be reduced over the dense group, which is silently wrong. It also makes the optimizer's
-    parts, and so its checkpoints, the same at every EP.
+    """Experts' gradients are reduced over the experts' data-parallel group. tensor_parallel/layers.py:829, 1149 mark
+    them so only when EP > 1: with ETP != TP and EP = 1 they would be reduced over the dense group, which is silently
+    wrong. It also makes the optimizer's parts, and so its checkpoints, the same at every EP.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -162,7 +180,8 @@ def mark_experts(models: Sequence[torch.nn.Module]) -> None:
 
 
 def by_chunk(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """(prefix of its tensors' names, model): `chunk0.`, `chunk1.`, ... with virtual stages (as `rank_tensors` has them), else nothing."""
+    """(prefix of its tensors' names, model): `chunk0.`, `chunk1.`, ... with virtual stages (as `rank_tensors` has
+    them), else nothing."""
     for chunk, model in enumerate(models):
         yield f"chunk{chunk}." if len(models) > 1 else "", model
 
@@ -177,8 +196,8 @@ def held_weights(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
-    """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by the family. Adapters
-    have descriptions of their own (`mcore.lora`).
+    """Every parameter of this rank (and every buffer that a checkpoint holds: expert biases) with its description by
+    the family. Adapters have descriptions of their own (`mcore.lora`).
 
     Raises:
         ModelError: the model and the family's map disagree on a name or a shape.
@@ -189,10 +208,15 @@ def local_parameters(models: Sequence[torch.nn.Module], family: Family) -> dict[
     actual = {name: tensor for name, tensor in held.items() if name not in buffers or name in described}
     if described.keys() != actual.keys():
         extra, missing = sorted(actual.keys() - described.keys()), sorted(described.keys() - actual.keys())
-        raise ModelError(f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in the model {missing[:4]}")
+        raise ModelError(
+            f"the family's map and the Megatron model disagree: not in the map {extra[:4]}, not in the model "
+            f"{missing[:4]}"
+        )
     for name, local in described.items():
         if tuple(actual[name].shape) != local.shape:
-            raise ModelError(f"{name} has shape {tuple(actual[name].shape)} in the model, {local.shape} in the family's map")
+            raise ModelError(
+                f"{name} has shape {tuple(actual[name].shape)} in the model, {local.shape} in the family's map"
+            )
     return {name: (actual[name], local) for name, local in described.items()}
 
 

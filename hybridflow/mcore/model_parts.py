@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from hybridflow.device.residency import Part
 from hybridflow.mcore.optimizer import inner_optimizers
 from hybridflow.mcore.policy import Policy
-from hybridflow.residency import Part
 
 
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:

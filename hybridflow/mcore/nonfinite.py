@@ -1,4 +1,5 @@
-"""`algorithms.nonfinite` over Megatron's stages: the gradient that enters a stage, the one that leaves it, and the flat buffers."""
+"""`algorithms.nonfinite` over Megatron's stages: the gradient that enters a stage, the one that leaves it, and the flat
+buffers."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ class Watch(nonfinite.Watch):
 
     @contextlib.contextmanager
     def stage(self, model: Any, micro_batch: int) -> Iterator[None]:
-        """Around a stage's forward pass: watch the gradient that will leave it (of the embedding's output, or of what it received)."""
+        """Around a stage's forward pass: watch the gradient that will leave it (of the embedding's output, or of what
+        it received)."""
         if not model.pre_process:
             self.gradient_of(model.decoder.input_tensor, micro_batch)
             yield
             return
-        handle = model.embedding.register_forward_hook(lambda module, inputs, output: self.gradient_of(output, micro_batch))
+        handle = model.embedding.register_forward_hook(
+            lambda module, inputs, output: self.gradient_of(output, micro_batch)
+        )
         try:
             yield
         finally:
@@ -32,4 +36,6 @@ class Watch(nonfinite.Watch):
 
     def report(self, chunks: Sequence[Any]) -> str:
         """`report_of` the buffers of `chunks`, which hold the reduced gradients. Collective over the world."""
-        return self.report_of(buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        return self.report_of(
+            buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        )

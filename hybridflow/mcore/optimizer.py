@@ -1,4 +1,5 @@
-"""Megatron's optimizer with torch AdamW where neither Transformer Engine nor Apex is installed, and what that combination gets wrong."""
+"""Megatron's optimizer with torch AdamW where neither Transformer Engine nor Apex is installed, and what that
+combination gets wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from hybridflow.config.schema import OptimConfig, ParallelConfig
 class Optimizer:
     """The optimizer and its learning-rate schedule, stepped together."""
 
-    def __init__(self, chunks: Sequence[Any], config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype
+    ) -> None:
         """`chunks` are wrapped for training (`model.wrap_for_training`)."""
         self.chunks, self.config = chunks, config
         self.inner = get_megatron_optimizer(
@@ -78,7 +81,11 @@ class Optimizer:
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Dense and expert parameters have an optimizer each; ranks without parameters of a kind have a stub."""
-    return [inner for inner in getattr(optimizer, "chained_optimizers", [optimizer]) if not getattr(inner, "is_stub_optimizer", False)]
+    return [
+        inner
+        for inner in getattr(optimizer, "chained_optimizers", [optimizer])
+        if not getattr(inner, "is_stub_optimizer", False)
+    ]
 
 
 def prime_adam_state(optimizer: Any) -> None:
@@ -90,21 +97,31 @@ def prime_adam_state(optimizer: Any) -> None:
             for parameter in group["params"]:
                 if not inner.optimizer.state.get(parameter):
                     zeros = torch.zeros_like(parameter)
-                    inner.optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                    inner.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": zeros,
+                        "exp_avg_sq": zeros.clone(),
+                    }
 
 
 def adam_step(optimizer: Any) -> int:
-    """Updates so far. torch's AdamW counts in the state of each parameter, Transformer Engine's and Apex's in the group."""
+    """Updates so far. torch's AdamW counts in the state of each parameter, Transformer Engine's and Apex's in the
+    group."""
     for inner in inner_optimizers(optimizer):
-        counts = [holder["step"] for holder in (*inner.optimizer.state.values(), *inner.optimizer.param_groups) if "step" in holder]
+        counts = [
+            holder["step"]
+            for holder in (*inner.optimizer.state.values(), *inner.optimizer.param_groups)
+            if "step" in holder
+        ]
         if counts:
             return int(counts[0])
     return 0
 
 
 def set_adam_step(optimizer: Any, step: int) -> None:
-    """Go on counting from `step`. Every parameter gets a tensor of its own: distrib_optimizer.py:785 puts one tensor into the state of
-    all, and torch's AdamW then increments it once per parameter, which is silently wrong (5e-4 after a resume).
+    """Go on counting from `step`. Every parameter gets a tensor of its own: distrib_optimizer.py:785 puts one tensor
+    into the state of all, and torch's AdamW then increments it once per parameter, which is silently wrong (5e-4 after
+    a resume).
     """
     for inner in inner_optimizers(optimizer):
         for state in inner.optimizer.state.values():

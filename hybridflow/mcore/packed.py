@@ -1,4 +1,5 @@
-"""Micro-batches of packed sequences: prompt and response of each sample one after another, no padding between samples."""
+"""Micro-batches of packed sequences: prompt and response of each sample one after another, no padding between
+samples."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.batch import DataProto
 from hybridflow.data.micro_batches import ranges, sequence_lengths
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.parallel import device
-from hybridflow.protocol import DataProto
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Cut:
 
     Attributes:
         segment_multiple: each sequence is padded to a multiple of it (2 x context ranks).
-        multiple: the length of a micro-batch is a multiple of it (sequence parallelism cuts a rank's share by the tensor ranks).
+        multiple: the length of a micro-batch is a multiple of it (sequence parallelism cuts a rank's share by the
+            tensor ranks).
         rank, size: of the context-parallel group.
     """
 
@@ -43,14 +45,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens, s samples; t' tokens and n' predictions of this context rank.
+    """One packed forward pass. t packed tokens, n response tokens, s samples; t' tokens and n' predictions of this
+    context rank.
 
     Attributes:
         samples: rows of the batch, in packed order.
         length: t, the same for all micro-batches, so pipeline stages know the shape of what they receive.
         tokens, positions: [1, t'].
-        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own. `packed.real` [t'] says which of
-            this rank's tokens are no padding (`expert_load`).
+        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own. `packed.real` [t']
+            says which of this rank's tokens are no padding (`expert_load`).
         predict_rows: [n'] this rank's row whose output predicts a response token.
         targets: [n'] those tokens.
         places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
@@ -90,7 +93,9 @@ def build_micro_batches(
     return [_pack(batch, np.asarray(rows, dtype=np.int64), cut.padded(lengths), columns, cut, length) for rows in bins]
 
 
-def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Sequence[str], cut: Cut, total: int) -> MicroBatch:
+def _pack(
+    batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Sequence[str], cut: Cut, total: int
+) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
     bounds = np.concatenate([[0], np.cumsum(padded[rows])]).astype(np.int64)
     tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
@@ -117,13 +122,17 @@ def _pack(batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Seque
         targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)[places]).to(here),
         places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
         lengths=torch.from_numpy(np.array(responses.lengths)).to(here),
-        columns={name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values, dtype=np.float32)).to(here) for name in columns},
+        columns={
+            name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values, dtype=np.float32)).to(here)
+            for name in columns
+        },
     )
 
 
 def _segments(bounds: np.ndarray, real: np.ndarray, here: torch.device) -> PackedSeqParams:
     cu_seqlens, longest = torch.from_numpy(bounds.astype(np.int32)).to(here), int(np.diff(bounds).max())
-    # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each segment
+    # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each
+    # segment
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -1,8 +1,8 @@
 """Core attention over packed sequences with torch's SDPA, for machines without Transformer Engine.
 
-Megatron's DotProductAttention takes no packed sequences (dot_product_attention.py:59, 154). Segments are grouped by length class
-(powers of two), each class runs as one padded causal batch: a padded key lies behind every real query, so the causal mask alone hides it.
-Under context parallelism every rank gathers all keys and values and masks by position.
+Megatron's DotProductAttention takes no packed sequences (dot_product_attention.py:59, 154). Segments are grouped by
+length class (powers of two), each class runs as one padded causal batch: a padded key lies behind every real query, so
+the causal mask alone hides it. Under context parallelism every rank gathers all keys and values and masks by position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hybridflow.mcore.context_parallel import ZigZag
 
 
 class SegmentClasses:
-    """For each length class: `gather` [n, longest] row numbers (clamped inside the segment), `real` [n, longest] true where not padding."""
+    """For each length class: `gather` [n, longest] row numbers (clamped inside the segment), `real` [n, longest] true
+    where not padding."""
 
     def __init__(self, cu_seqlens: torch.Tensor) -> None:
         bounds = cu_seqlens.to(torch.int64)
@@ -43,9 +44,10 @@ class SegmentClasses:
 class ContextClasses:
     """The same for one context-parallel rank: its queries against all keys, which arrive rank after rank.
 
-    `groups`: `queries` [n, longest query] rows here, `real` [n, longest query], `keys` [n, longest key] rows of the concatenated ranks,
-    `mask` [n, 1, longest query, longest key] true where a query may attend. No padded key needs hiding: those repeat the last key of the
-    segment with a position behind every query's.
+    `groups`: `queries` [n, longest query] rows here, `real` [n, longest query], `keys` [n, longest key] rows of the
+        concatenated ranks,
+    `mask` [n, 1, longest query, longest key] true where a query may attend. No padded key needs hiding: those repeat
+    the last key of the segment with a position behind every query's.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor, rank: int, size: int) -> None:
@@ -84,7 +86,8 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, 1, heads*v]. sbhd: [s, b, ...] -> [s, b, heads*v].
+        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, 1, heads*v]. sbhd: [s, b, ...] -> [s, b,
+        heads*v].
 
         v may differ from d (latent attention).
         """
@@ -106,14 +109,18 @@ class PackedAttention(MegatronModule):
         packed = torch.cat(outs)[classes.restore]
         return packed.reshape(packed.shape[0], 1, -1)
 
-    def _context_parallel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
-        """This rank's queries against the keys and values of all context-parallel ranks (all-gather; the backward reduce-scatters)."""
+    def _context_parallel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
+    ) -> torch.Tensor:
+        """This rank's queries against the keys and values of all context-parallel ranks (all-gather; the backward
+        reduce-scatters)."""
         group = parallel_state.get_context_parallel_group()
         classes = getattr(params, "context_classes", None)
         if classes is None:
             classes = params.context_classes = ContextClasses(params.cu_seqlens_q, group.rank(), group.size())
         key, value = (
-            gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group) for part in (key, value)
+            gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group)
+            for part in (key, value)
         )
         gqa, outs = key.shape[1] != query.shape[1], []
         for queries, real, keys, mask in classes.groups:

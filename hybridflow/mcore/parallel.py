@@ -12,7 +12,7 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.models.layout import Coordinates
-from hybridflow.rendezvous import join_world
+from hybridflow.process.rendezvous import join_world
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
@@ -24,7 +24,9 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config) if virtual_pipeline_size(config) > 1 else None,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config)
+        if virtual_pipeline_size(config) > 1
+        else None,
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=expert_tensor_size(config),
@@ -72,11 +74,14 @@ def context_rank() -> int:
 
 
 def data_parallel_position() -> tuple[int, int, bool]:
-    """(data-parallel rank, size, whether this rank returns its group's results: last stage, tensor and context rank 0)."""
+    """(data-parallel rank, size, whether this rank returns its group's results: last stage, tensor and context rank
+    0)."""
     return (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
-        is_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0,
+        is_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hybridflow.algorithms.nonfinite import not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
@@ -23,12 +24,19 @@ from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
 from hybridflow.mcore.router_replay import RouterReplay
-from hybridflow.mcore.step import LossFunction, Metrics, all_ranks_max, backward, forward, forward_top, metrics_to_floats
+from hybridflow.mcore.step import (
+    LossFunction,
+    Metrics,
+    all_ranks_max,
+    backward,
+    forward,
+    forward_top,
+    metrics_to_floats,
+)
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import WeightSource
-from hybridflow.protocol import DataProto, Jagged
 from hybridflow.saving.reference import HoldsReference
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
@@ -53,7 +61,8 @@ class Policy(HoldsReference):
         """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`).
 
         Args:
-            expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0: not at all.
+            expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0:
+                not at all.
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train in place of the weights.
         """
@@ -68,10 +77,14 @@ class Policy(HoldsReference):
         self.chunks = wrap_for_training(self.stages, parallel_config)
         self.optimizer: Optimizer | None = None
 
-    # ---- passes -----------------------------------------------------------------------------------------------------------------------
+    # ---- passes
+    # --------------------------------------------------------------------------------------------------------
 
-    def log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool) -> tuple[Jagged, Jagged] | None:
-        """(log-probs, entropies) of every response token, in the order of the batch; None on ranks that are not on the last stage.
+    def log_probs(
+        self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[Jagged, Jagged] | None:
+        """(log-probs, entropies) of every response token, in the order of the batch; None on ranks that are not on the
+        last stage.
 
         Without `with_entropy` the second is the log-probs again.
         """
@@ -83,9 +96,12 @@ class Policy(HoldsReference):
         log_probs = unpack(values, micro_batches, len(batch))
         return log_probs, unpack(entropies, micro_batches, len(batch)) if with_entropy else log_probs
 
-    def top_log_probs(self, batch: DataProto, *, k: int, max_tokens: int, temperature: float) -> tuple[Jagged, Jagged] | None:
-        """The k most likely tokens at every response token, for distillation: jagged [t, k] fp32 log-probs in descending order and
-        [t, k] int64 token ids, over the whole vocabulary; None on ranks that are not on the last stage.
+    def top_log_probs(
+        self, batch: DataProto, *, k: int, max_tokens: int, temperature: float
+    ) -> tuple[Jagged, Jagged] | None:
+        """The k most likely tokens at every response token, for distillation: jagged [t, k] fp32 log-probs in
+        descending order and [t, k] int64 token ids, over the whole vocabulary; None on ranks that are not on the last
+        stage.
         """
         micro_batches = self._micro_batches(batch, max_tokens, ())
         with self._evaluating():
@@ -95,7 +111,14 @@ class Policy(HoldsReference):
         return unpack(values, micro_batches, len(batch)), unpack(tokens, micro_batches, len(batch), np.int64)
 
     def train_mini_batch(
-        self, batch: DataProto, loss: LossFunction, *, columns: Sequence[str], max_tokens: int, temperature: float, with_entropy: bool
+        self,
+        batch: DataProto,
+        loss: LossFunction,
+        *,
+        columns: Sequence[str],
+        max_tokens: int,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[Sums, dict[str, float]]:
         """One optimizer update on `batch` (this data-parallel rank's share of the mini-batch).
 
@@ -103,10 +126,16 @@ class Policy(HoldsReference):
             Metric (sum, count) pairs (empty off the last stage), and {grad_norm, lr, applied}.
 
         Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight was changed.
+            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
+            was changed.
         """
-        micro_batches, scoring = self._micro_batches(batch, max_tokens, columns), self._scoring(temperature, with_entropy)
-        return self._update(len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch))
+        micro_batches, scoring = (
+            self._micro_batches(batch, max_tokens, columns),
+            self._scoring(temperature, with_entropy),
+        )
+        return self._update(
+            len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch)
+        )
 
     def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
         """One optimizer update on the gradients that `accumulate` leaves in the buffers; see `train_mini_batch`."""
@@ -124,8 +153,13 @@ class Policy(HoldsReference):
         return metrics, {"grad_norm": grad_norm, "lr": rate, "applied": float(applied)}
 
     def _expert_biases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(live, copy) of what the end of a backward pass moves before the optimizer runs (finalize_model_grads.py:476)."""
-        return [(tensor, tensor.clone()) for name, tensor in held_weights(self.stages).items() if name.endswith(".expert_bias")]
+        """(live, copy) of what the end of a backward pass moves before the optimizer runs
+        (finalize_model_grads.py:476)."""
+        return [
+            (tensor, tensor.clone())
+            for name, tensor in held_weights(self.stages).items()
+            if name.endswith(".expert_bias")
+        ]
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """A fresh optimizer (moments zero) over the present weights."""
@@ -142,7 +176,9 @@ class Policy(HoldsReference):
         for chunk in self.chunks:
             chunk.train()
 
-    def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str], together: int = 1) -> list[MicroBatch]:
+    def _micro_batches(
+        self, batch: DataProto, max_tokens: int, columns: Sequence[str], together: int = 1
+    ) -> list[MicroBatch]:
         """`together`: so many rows in turn stay in one micro-batch, in their order."""
         cut, lengths = self._cut(), sequence_lengths(batch)
         # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
@@ -151,7 +187,8 @@ class Policy(HoldsReference):
         bins = pack_alike(costs, max_tokens, lambda bins: -(-all_ranks_max(max(bins, 1)) // group) * group)
         bins = [(rows[:, None] * together + np.arange(together)).reshape(-1) for rows in bins]
         total = cut.total(lengths, bins)
-        if self.config.moe_dispatcher == "allgather":  # it gathers equally many tokens from every rank (token_dispatcher.py:264)
+        # it gathers equally many tokens from every rank (token_dispatcher.py:264)
+        if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
         return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total))
 
@@ -161,12 +198,15 @@ class Policy(HoldsReference):
         multiple = segment * (config.tensor if config.sequence else 1)
         return Cut(segment, multiple, parallel.context_rank(), config.context)
 
-    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # --------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's map.
+        """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's
+        map.
 
-        Adapters are merged into copies of the weights that they belong to, valid until the next call or `release_copies`.
+        Adapters are merged into copies of the weights that they belong to, valid until the next call or
+        `release_copies`.
         """
         self.settle()
         held = {name: parameter.detach() for name, (parameter, _) in local_parameters(self.stages, self.family).items()}
@@ -195,8 +235,8 @@ class Policy(HoldsReference):
         return self.adapters.map.num_parameters() if self.adapters else num_parameters(self.family)
 
     def settle(self) -> None:
-        """Wait for weights that the next forward pass would have gathered (`overlap_param_gather`): until then other ranks' shares of
-        the weights here are those before the last update.
+        """Wait for weights that the next forward pass would have gathered (`overlap_param_gather`): until then other
+        ranks' shares of the weights here are those before the last update.
         """
         if self.config.overlap_param_gather:
             for chunk in self.chunks:

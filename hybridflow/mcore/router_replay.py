@@ -1,18 +1,23 @@
-"""Router replay: the experts that a mixture of experts uses in training are those of an earlier pass over the same tokens.
+"""Router replay: the experts that a mixture of experts uses in training are those of an earlier pass over the same
+tokens.
 
-A router that computes with slightly other numbers (another kernel, bfloat16) chooses other experts for some tokens, and the log-probability
-of such a token jumps. Replay takes the *choice* from the earlier pass, the engine's (R3) or the trainer's own old-log-prob pass (R2), while
-the probabilities of the chosen experts still come from the live logits, with their gradient.
+A router that computes with slightly other numbers (another kernel, bfloat16) chooses other experts for some tokens, and
+the log-probability of such a token jumps. Replay takes the *choice* from the earlier pass, the engine's (R3) or the
+trainer's own old-log-prob pass (R2), while the probabilities of the chosen experts still come from the live logits,
+with their gradient.
 
-How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose `get_replay_topk` is asked for the
-choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at a time and takes a recomputation for a second list that
-somebody must switch to; under 1F1B, forwards of later micro-batches and recomputations of earlier ones alternate. Ours finds the routes
-through the micro-batch itself: they hang on its `PackedSeqParams`, and `underway` says which is being computed or recomputed.
+How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose
+`get_replay_topk` is asked for the choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at
+a time and takes a recomputation for a second list that somebody must switch to; under 1F1B, forwards of later
+micro-batches and recomputations of earlier ones alternate. Ours finds the routes through the micro-batch itself: they
+hang on its `PackedSeqParams`, and `underway` says which is being computed or recomputed.
 
-What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias (`local_tokens_per_expert`). What keeps
-to the live choice: the auxiliary balancing losses (moe_utils.py:788), since they teach the router itself.
+What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias
+(`local_tokens_per_expert`). What keeps to the live choice: the auxiliary balancing losses (moe_utils.py:788), since
+they teach the router itself.
 
-Replay is proven, not assumed: a hook on each router's *output* compares the routing map with the routes sent, token by token.
+Replay is proven, not assumed: a hook on each router's *output* compares the routing map with the routes sent, token by
+token.
 """
 
 from __future__ import annotations
@@ -29,13 +34,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch.routes import FREE, ROUTES
 from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.underway import Turns, Underway
-from hybridflow.protocol import DataProto, Jagged
-from hybridflow.routes import FREE, ROUTES
 
 Action = Literal["replay", "record", "compare"]
 
@@ -45,7 +50,8 @@ class MicroRoutes:
     """What one micro-batch brings to, or takes from, this rank's routers.
 
     Attributes:
-        given: [t, layers, k] expert ids of this rank's share of the packed tokens, `FREE` where the router decides; None when recording.
+        given: [t, layers, k] expert ids of this rank's share of the packed tokens, `FREE` where the router decides;
+            None when recording.
         recorded: [t, k] by layer (counted from 0), filled in by the pass.
     """
 
@@ -60,7 +66,12 @@ class RouterReplay:
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages`: the rank's model chunks, not yet wrapped. A dense model has no routers; `during` then refuses."""
         self.config: Any = stages[0].config
-        found = [(name, module) for stage in stages for name, module in stage.named_modules() if isinstance(module, TopKRouter)]
+        found = [
+            (name, module)
+            for stage in stages
+            for name, module in stage.named_modules()
+            if isinstance(module, TopKRouter)
+        ]
         # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
         routers = [router for name, router in found if "mtp." not in name]
         self.underway = Underway(stages if routers else (), "routes")
@@ -70,7 +81,8 @@ class RouterReplay:
         self.tally = _Tally()
         self._taken = dict.fromkeys(_Tally.NAMES, 0)
 
-    # ---- one pass ---------------------------------------------------------------------------------------------------------------------
+    # ---- one pass
+    # --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -91,7 +103,8 @@ class RouterReplay:
                 router.turns.forget()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Hang each micro-batch's routes (rows of the column `routed_experts` of `batch`) on it. Does nothing outside `during`.
+        """Hang each micro-batch's routes (rows of the column `routed_experts` of `batch`) on it. Does nothing outside
+        `during`.
 
         Raises:
             RouterReplayError: the column does not fit the batch or the model.
@@ -109,7 +122,8 @@ class RouterReplay:
         return micro_batches
 
     def recorded(self) -> Jagged:
-        """The routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. A collective over the model's ranks.
+        """The routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. A collective over
+        the model's ranks.
 
         Layers without experts hold `FREE`.
         """
@@ -121,23 +135,32 @@ class RouterReplay:
         return Jagged.from_rows(rows, np.int16)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was raised);
-        those whose live choice was another: differing in passes without gradient, drifted in training passes, where earlier updates
-        have moved the weights; `routers` of this rank. Zeros on ranks that repeat another rank's tokens.
+        """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was
+        raised); those whose live choice was another: differing in passes without gradient, drifted in training passes,
+        where earlier updates have moved the weights; `routers` of this rank. Zeros on ranks that repeat another rank's
+        tokens.
         """
         once = self.config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         taken = {name: count * once for name, count in self._taken.items()}
-        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        first = (
+            parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            == 0
+        )
         self._taken = dict.fromkeys(self._taken, 0)
         return taken | {"routers": len(self._routers) if first else 0}
 
-    # ---- checks -----------------------------------------------------------------------------------------------------------------------
+    # ---- checks
+    # --------------------------------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
         if not self.config.num_moe_experts:
             raise ModelError("actor.router_replay needs a mixture of experts; this model is dense: set it to none")
         if self.config.moe_router_fusion:
-            raise ModelError("router replay and Megatron's fused router (moe_router_fusion) exclude each other: the fused one asks nobody")
+            raise ModelError(
+                "router replay and Megatron's fused router (moe_router_fusion) exclude each other: the fused one asks "
+                "nobody"
+            )
 
     def _checked(self, batch: DataProto) -> Jagged:
         if ROUTES not in batch:
@@ -146,13 +169,20 @@ class RouterReplay:
         wanted = (self.config.num_layers, self.config.moe_router_topk)
         if routes.values.shape[1:] != wanted:
             found = list(routes.values.shape[1:])
-            raise RouterReplayError(f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and {wanted[1]} experts a token")
+            raise RouterReplayError(
+                f"{ROUTES} has shape {found} a token; the model has {wanted[0]} layers and {wanted[1]} experts a token"
+            )
         if not np.array_equal(routes.lengths, lengths):
             row = int(np.argmax(routes.lengths != lengths))
-            raise RouterReplayError(f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have {lengths[row]}")
-        if routes.values.size and not (routes.values.min() >= FREE and routes.values.max() < self.config.num_moe_experts):
             raise RouterReplayError(
-                f"{ROUTES} names expert {routes.values.max()} (smallest {routes.values.min()}); the model has {self.config.num_moe_experts}"
+                f"{ROUTES} of row {row} has {routes.lengths[row]} tokens; prompt and response have {lengths[row]}"
+            )
+        if routes.values.size and not (
+            routes.values.min() >= FREE and routes.values.max() < self.config.num_moe_experts
+        ):
+            raise RouterReplayError(
+                f"{ROUTES} names expert {routes.values.max()} (smallest {routes.values.min()}); the model has "
+                f"{self.config.num_moe_experts}"
             )
         return routes
 
@@ -162,22 +192,29 @@ class RouterReplay:
         waiting = sum(router.turns.waiting() for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
-                f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given experts {used} were "
-                f"routed, {mismatched} of them to other experts; {waiting} recomputations did not happen. This pass computed another "
+                f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given "
+                f"experts {used} were "
+                f"routed, {mismatched} of them to other experts; {waiting} recomputations did not happen. This pass "
+                f"computed another "
                 "function than the one that was sampled from. Set actor.router_replay=none to train without replay."
             )
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 
-    # ---- which tokens are this rank's -------------------------------------------------------------------------------------------------
+    # ---- which tokens are this rank's
+    # -------------------------------------------------------------------------------------------------
 
     def _rows(self, micro: MicroBatch) -> np.ndarray:
-        """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence parallelism."""
+        """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence
+        parallelism."""
         rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
             parallel_state.get_context_parallel_rank()
         )
         if not self.config.sequence_parallel:
             return rows
-        size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        size, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
         return rows.reshape(size, -1)[rank]
 
     def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
@@ -190,7 +227,8 @@ class RouterReplay:
         return torch.from_numpy(whole[self._rows(micro)]).to(micro.tokens.device)
 
     def _gathered(self, micro: MicroBatch) -> np.ndarray:
-        """[t, layers, k] of all stages and token shards. Summed: each (token, layer) is on one rank, the others hold zero."""
+        """[t, layers, k] of all stages and token shards. Summed: each (token, layer) is on one rank, the others hold
+        zero."""
         shape = (int(_segment_bounds(micro)[-1]), self.config.num_layers, self.config.moe_router_topk)
         # int32: NCCL has no int16
         whole = torch.zeros(shape, dtype=torch.int32, device=micro.tokens.device)
@@ -262,7 +300,9 @@ class _RouterHook:
         if routes.action == "compare":
             tally.add(used=wanted, differing=wanted & ~same)
         elif not self._recomputed:
-            other = (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
+            other = (
+                (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
+            )
             tally.add(used=wanted, mismatched=wanted & ~same)
             tally.add(**{"drifted" if self.replay.underway.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
@@ -285,7 +325,9 @@ class _Tally:
 
     def numbers(self) -> dict[str, int]:
         """Every count by name."""
-        return {name: self.sent if name == "sent" else int(self._sums.get(name, torch.zeros(()))) for name in self.NAMES}
+        return {
+            name: self.sent if name == "sent" else int(self._sums.get(name, torch.zeros(()))) for name in self.NAMES
+        }
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:

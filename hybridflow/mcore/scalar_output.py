@@ -13,11 +13,13 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 
 
 class ScalarOutput(torch.nn.Module):
-    """Every tensor-parallel rank holds the whole head and computes all values (of its own part of the sequence, under sequence
-    parallelism); called like the ColumnParallelLinear it replaces.
+    """Every tensor-parallel rank holds the whole head and computes all values (of its own part of the sequence, under
+    sequence parallelism); called like the ColumnParallelLinear it replaces.
     """
 
-    def __init__(self, hidden: int, bias: bool, dtype: torch.dtype, device: torch.device, sequence_parallel: bool) -> None:
+    def __init__(
+        self, hidden: int, bias: bool, dtype: torch.dtype, device: torch.device, sequence_parallel: bool
+    ) -> None:
         super().__init__()
         self.sequence_parallel = sequence_parallel
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype, device=device))
@@ -26,11 +28,15 @@ class ScalarOutput(torch.nn.Module):
             # each rank sees its part of the sequence alone: finalize_model_grads.py:354 then adds the gradients up
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden_states: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
-        """[s (over ranks), b, hidden] -> [s, b, 1] fp32, equal on all tensor-parallel ranks. The other arguments are Megatron's, unused."""
+    def forward(
+        self, hidden_states: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[torch.Tensor, None]:
+        """[s (over ranks), b, hidden] -> [s, b, 1] fp32, equal on all tensor-parallel ranks. The other arguments are
+        Megatron's, unused."""
         values = F.linear(hidden_states, self.weight, self.bias).float()
         if self.sequence_parallel:
-            # all ranks compute the same loss from the gathered values: each takes its own part of the gradient, undivided and unsummed
+            # all ranks compute the same loss from the gathered values: each takes its own part of the gradient,
+            # undivided and unsummed
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 

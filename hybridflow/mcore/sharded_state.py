@@ -1,9 +1,11 @@
-"""Everything a checkpoint holds of this rank, as rectangles of global tensors over the live memory: no copies, no communication.
+"""Everything a checkpoint holds of this rank, as rectangles of global tensors over the live memory: no copies, no
+communication.
 
-Model and reference are cut as Megatron describes them. The distributed optimizer holds a flat range of each parameter; such a range is a
-few rectangles of the parameter, each contiguous in the flat shard, so that every rank writes and reads exactly what it owns.
-(Megatron's `fully_reshardable` format gathers the whole optimizer state on every data-parallel rank first, distrib_optimizer.py:1430;
-its successor-less predecessor needs `flattened_range`, which mapping.py:134 refuses. The keys and the global tensors are the same.)
+Model and reference are cut as Megatron describes them. The distributed optimizer holds a flat range of each parameter;
+such a range is a few rectangles of the parameter, each contiguous in the flat shard, so that every rank writes and
+reads exactly what it owns. (Megatron's `fully_reshardable` format gathers the whole optimizer state on every
+data-parallel rank first, distrib_optimizer.py:1430; its successor-less predecessor needs `flattened_range`, which
+mapping.py:134 refuses. The keys and the global tensors are the same.)
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _OPTIMIZER = "optimizer.state."
 
 
 class ShardedState:
-    """The rectangles of one policy: `tensors` (replicas included) over its live memory, and `hf`, where the model's HF tensors lie."""
+    """The rectangles of one policy: `tensors` (replicas included) over its live memory, and `hf`, where the model's HF
+    tensors lie."""
 
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
         policy.settle()
@@ -58,15 +61,17 @@ class ShardedState:
             self.contains.append("rng")
             self.random_state = torch.get_rng_state()
             place = (0, dist.get_rank(), dist.get_world_size())
-            self.tensors.append(ShardedTensor.from_rank_offsets("rng_state", self.random_state, place, prepend_axis_num=1))
+            self.tensors.append(
+                ShardedTensor.from_rank_offsets("rng_state", self.random_state, place, prepend_axis_num=1)
+            )
 
     def owned(self) -> list[ShardedTensor]:
         """What this rank writes: of every replicated rectangle one rank is the main replica."""
         return [tensor for tensor in self.tensors if is_main_replica(tensor.replica_id)]
 
     def hf(self) -> Iterator[HfSlice]:
-        """Where the HF regions of this rank's model weights lie in the checkpoint; replicas are left to their main rank. Adapters come
-        under PEFT's names, with those that share an A.
+        """Where the HF regions of this rank's model weights lie in the checkpoint; replicas are left to their main
+        rank. Adapters come under PEFT's names, with those that share an A.
         """
         if self.policy.adapters:
             yield from _adapter_slices(self.policy.adapters, self._shards)
@@ -80,7 +85,9 @@ class ShardedState:
                     low, high = max(piece.local_start[0], row), min(piece.local_start[0] + piece.shape[0], row + rows)
                     if low < high:
                         local_start = (low - row, *piece.local_start[1:])
-                        inside = tuple(base + start for base, start in zip(shard.global_offset[lead:], local_start, strict=True))
+                        inside = tuple(
+                            base + start for base, start in zip(shard.global_offset[lead:], local_start, strict=True)
+                        )
                         yield HfSlice(
                             piece.source,
                             (piece.source_start[0] + low - piece.local_start[0], *piece.source_start[1:]),
@@ -90,7 +97,8 @@ class ShardedState:
                         )
 
 
-# ---- model and reference --------------------------------------------------------------------------------------------------------------
+# ---- model and reference
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
@@ -113,7 +121,8 @@ def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
 
 
 def _adapter_shards(adapters: Adapters) -> dict[str, list[ShardedTensor]]:
-    """By local parameter name, the rectangles it consists of (one for each HF linear whose rows of B it holds): global under PEFT's names.
+    """By local parameter name, the rectangles it consists of (one for each HF linear whose rows of B it holds): global
+    under PEFT's names.
 
     Megatron knows nothing of these parameters: it would take each for one that all tensor-parallel ranks hold alike.
     """
@@ -172,7 +181,8 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
     return _flat_start(shard, parameter) // max(1, prod(parameter.shape[1:])), shard.local_shape[0]
 
 
-# ---- optimizer ------------------------------------------------------------------------------------------------------------------------
+# ---- optimizer
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _optimizer_shards(inner: Any, model: Mapping[str, list[ShardedTensor]]) -> list[ShardedTensor]:
@@ -189,11 +199,13 @@ def _optimizer_shards(inner: Any, model: Mapping[str, list[ShardedTensor]]) -> l
 def _cut(
     name: str, flat: torch.Tensor, held: tuple[int, int], shard: ShardedTensor, start: int, owned_once: bool
 ) -> Iterator[ShardedTensor]:
-    """The rectangles of `shard`'s global tensor that the elements [held) of the parameter fill; `flat` are those elements."""
+    """The rectangles of `shard`'s global tensor that the elements [held) of the parameter fill; `flat` are those
+    elements."""
     lead, end = shard.prepend_axis_num, start + shard.data.numel()
     low, high = max(held[0], start), min(held[1], end)
     position = low - held[0]
-    # the distributed optimizer has each element on one data-parallel rank: what is a replica among the weights is none here
+    # the distributed optimizer has each element on one data-parallel rank: what is a replica among the weights is none
+    # here
     replica = (*shard.replica_id[:-1], 0) if owned_once else shard.replica_id
     for offset, size in boxes(shard.local_shape, low - start, high - start):
         inside = tuple(base + step for base, step in zip(shard.global_offset[lead:], offset, strict=True))
@@ -217,7 +229,12 @@ def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torc
     if isinstance(inner, DistributedOptimizer):
         for parameter in inner.model_param_gbuf_map:
             held = inner._get_model_param_range_map(parameter)["param"]
-            yield parameter, held.start, held.end, _flat(parameter, inner._get_main_param_and_optimizer_states(parameter))
+            yield (
+                parameter,
+                held.start,
+                held.end,
+                _flat(parameter, inner._get_main_param_and_optimizer_states(parameter)),
+            )
         return
     main_of = _main_parameters(inner)
     for group in inner.optimizer.param_groups:

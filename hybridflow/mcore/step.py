@@ -27,7 +27,9 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[t
 OutputLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
-def forward(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def forward(
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Log-probs (and entropies) of every response token, without gradient. On the last stage; empty lists elsewhere."""
 
     def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +44,8 @@ def forward(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring:
 def forward_top(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], scoring: Scoring, k: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """[n, k] log-probs and token ids of the k most likely tokens at every response token. On the last stage; empty lists elsewhere."""
+    """[n, k] log-probs and token ids of the k most likely tokens at every response token. On the last stage; empty
+    lists elsewhere."""
 
     def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
@@ -56,9 +59,14 @@ def forward_top(
 
 
 def backward(
-    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: LossFunction, scoring: Scoring, watch: Watch
+    chunks: Sequence[Any],
+    micro_batches: Sequence[MicroBatch],
+    loss_function: LossFunction,
+    scoring: Scoring,
+    watch: Watch,
 ) -> Metrics:
-    """Forward and backward of one mini-batch; gradients are left reduced and divided by the global count in the model's buffers.
+    """Forward and backward of one mini-batch; gradients are left reduced and divided by the global count in the model's
+    buffers.
 
     Returns:
         Metric sums and counts over this data-parallel rank's micro-batches, on the last stage; empty elsewhere.
@@ -74,12 +82,15 @@ def backward(
 def forward_outputs(
     chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], collect: Callable[[MicroBatch, torch.Tensor], Any]
 ) -> list[Any]:
-    """What `collect` makes of the model's output [1, t', ...] for each micro-batch, without gradient, on the last stage; else empty."""
+    """What `collect` makes of the model's output [1, t', ...] for each micro-batch, without gradient, on the last
+    stage; else empty."""
     with torch.no_grad():
         return run(chunks, micro_batches, lambda _, micro, output: collect(micro, output))
 
 
-def backward_outputs(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: OutputLoss, watch: Watch) -> Metrics:
+def backward_outputs(
+    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], loss_function: OutputLoss, watch: Watch
+) -> Metrics:
     """`backward` for a loss of the model's whole output."""
 
     def loss(number: int, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
@@ -102,7 +113,8 @@ def backward_outputs(chunks: Sequence[Any], micro_batches: Sequence[MicroBatch],
 def response_log_probs(
     chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context rank of the last stage.
+    """[n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context rank of the
+    last stage.
 
     `hidden` [1, t', h] is what the last chunk returned.
     """
@@ -114,17 +126,22 @@ def response_log_probs(
     return both[0], both[1]
 
 
-def _predicting(chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _predicting(
+    chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """[n', h] states that predict this rank's response tokens, [v, h] output weight, tensor-parallel group."""
     rows = hidden[0].index_select(0, micro.predict_rows)
     return rows, output_weight(chunks[-1].module), parallel_state.get_tensor_model_parallel_group()
 
 
 def run(
-    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
+    chunks: Sequence[Any],
+    micro_batches: Sequence[MicroBatch],
+    on_output: Callable[[int, MicroBatch, torch.Tensor], Any],
     watch: Watch | None = None,
-) -> list[Any]:  # fmt: skip
-    """Run Megatron's schedule; what `on_output(number, micro-batch, output)` returns comes back on the last stage, in order.
+) -> list[Any]:
+    """Run Megatron's schedule; what `on_output(number, micro-batch, output)` returns comes back on the last stage, in
+    order.
 
     With `watch` a backward pass follows each forward pass: `on_output` returns (loss, count, anything).
     """
@@ -152,7 +169,8 @@ def run(
 
 
 def all_ranks_max(value: int) -> int:
-    """The largest value over the world: ranks must run equally many micro-batches, since experts' collectives span data-parallel ranks."""
+    """The largest value over the world: ranks must run equally many micro-batches, since experts' collectives span
+    data-parallel ranks."""
     tensor = torch.tensor([value], dtype=torch.int64, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)

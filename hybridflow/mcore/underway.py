@@ -1,8 +1,10 @@
-"""Which micro-batch a router is computing: Megatron tells a router nothing of the batch, and computes some micro-batches twice.
+"""Which micro-batch a router is computing: Megatron tells a router nothing of the batch, and computes some
+micro-batches twice.
 
-A forward hook of the model notes what the micro-batch brings with its `PackedSeqParams`. A router that is called outside any forward
-recomputes activations for the backward pass. Under 1F1B, forwards of later micro-batches and recomputations of earlier ones alternate, but
-backward passes come in the order of the forwards: the recomputation is of the oldest micro-batch that this router has run without gradient.
+A forward hook of the model notes what the micro-batch brings with its `PackedSeqParams`. A router that is called
+outside any forward recomputes activations for the backward pass. Under 1F1B, forwards of later micro-batches and
+recomputations of earlier ones alternate, but backward passes come in the order of the forwards: the recomputation is of
+the oldest micro-batch that this router has run without gradient.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ class Underway:
 
 
 class Turns:
-    """Whose turn it is at one router. Each router has its own: a pipeline stage recomputes its layers one after another."""
+    """Whose turn it is at one router. Each router has its own: a pipeline stage recomputes its layers one after
+    another."""
 
     def __init__(self, underway: Underway) -> None:
         self._underway = underway
         self._pending: deque[Any] = deque()
 
     def take(self) -> tuple[Any, bool]:
-        """(what the micro-batch brings or None, whether this is a recomputation). To be asked once in each call of the router."""
+        """(what the micro-batch brings or None, whether this is a recomputation). To be asked once in each call of the
+        router."""
         underway = self._underway
         if not underway.computing:
             return (self._pending.popleft() if self._pending else None), True

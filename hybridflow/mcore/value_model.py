@@ -1,4 +1,5 @@
-"""A trainable model with a scalar head on this rank: values of response tokens (critic), scores of sequences (reward model)."""
+"""A trainable model with a scalar head on this rank: values of response tokens (critic), scores of sequences (reward
+model)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.data.micro_batches import unpack
 from hybridflow.mcore import parallel
 from hybridflow.mcore.context_parallel import gather_tokens
@@ -16,7 +18,6 @@ from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.step import Metrics, backward_outputs, forward_outputs
 from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import WeightSource
-from hybridflow.protocol import DataProto, Jagged
 
 # (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with counts)
 ScalarLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
@@ -87,7 +88,9 @@ class ValueModel(Policy):
         def of_output(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
             return loss(pick(micro, output), micro)
 
-        return self._update(len(micro_batches), lambda watch: backward_outputs(self.chunks, micro_batches, of_output, watch))
+        return self._update(
+            len(micro_batches), lambda watch: backward_outputs(self.chunks, micro_batches, of_output, watch)
+        )
 
 
 def _chosen(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Building blocks of decoder layers: what tensors a block has in a Hugging Face checkpoint and how Megatron's ranks cut them.
+"""Building blocks of decoder layers: what tensors a block has in a Hugging Face checkpoint and how Megatron's ranks cut
+them.
 
-Every block has three methods. `tensors(source)` names the HF tensors below the layer's prefix with their shapes, `local(source, target,
-at)` the parameters of a rank, `divisions(at)` what must divide. Megatron names are those of the Transformer Engine layer specification
-(`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense linear is a parameter of that linear.
+Every block has three methods. `tensors(source)` names the HF tensors below the layer's prefix with their shapes,
+`local(source, target, at)` the parameters of a rank, `divisions(at)` what must divide. Megatron names are those of the
+Transformer Engine layer specification (`models/gpt/gpt_layer_specs.py` of Megatron-Core 0.16): the norm before a dense
+linear is a parameter of that linear.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class Block(Protocol):
 class GroupedAttention:
     """Grouped-query attention behind `input_layernorm`.
 
-    `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and ranks take equal shares of these
-    rows. With fewer groups than ranks the cut goes through a group, as Megatron cuts it (`get_query_key_value_tensors`).
+    `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and ranks take equal
+        shares of these
+    rows. With fewer groups than ranks the cut goes through a group, as Megatron cuts it
+    (`get_query_key_value_tensors`).
     """
 
     hidden: int
@@ -68,14 +72,20 @@ class GroupedAttention:
         hf, mine, out = f"{source}self_attn.", f"{target}self_attention.", self.heads * self.head_dim
         tensors = [
             whole(f"{mine}linear_qkv.layer_norm_weight", f"{source}input_layernorm.weight", (self.hidden,)),
-            stacked_rows(f"{mine}linear_qkv.weight", self._interleaved(hf, "weight"), (self.hidden,), at.tp_rank, at.tp_size),
+            stacked_rows(
+                f"{mine}linear_qkv.weight", self._interleaved(hf, "weight"), (self.hidden,), at.tp_rank, at.tp_size
+            ),
         ]
         if self.qkv_bias:
-            tensors.append(stacked_rows(f"{mine}linear_qkv.bias", self._interleaved(hf, "bias"), (), at.tp_rank, at.tp_size))
+            tensors.append(
+                stacked_rows(f"{mine}linear_qkv.bias", self._interleaved(hf, "bias"), (), at.tp_rank, at.tp_size)
+            )
         if self.qk_norm:
             tensors.append(whole(f"{mine}q_layernorm.weight", f"{hf}q_norm.weight", (self.head_dim,)))
             tensors.append(whole(f"{mine}k_layernorm.weight", f"{hf}k_norm.weight", (self.head_dim,)))
-        tensors.append(split(f"{mine}linear_proj.weight", f"{hf}o_proj.weight", (self.hidden, out), 1, at.tp_rank, at.tp_size))
+        tensors.append(
+            split(f"{mine}linear_proj.weight", f"{hf}o_proj.weight", (self.hidden, out), 1, at.tp_rank, at.tp_size)
+        )
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
@@ -116,7 +126,9 @@ def gated_tensors(source: str, hidden: int, ffn: int, names: MlpNames) -> Shapes
     }
 
 
-def gated_local(fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int) -> list[LocalTensor]:
+def gated_local(
+    fc1: str, fc2: str, source: str, hidden: int, ffn: int, names: MlpNames, rank: int, size: int
+) -> list[LocalTensor]:
     """`fc1` stacks the rank's rows of gate over its rows of up; `fc2` has the rank's columns of down."""
     rows = ffn // size
     parts = [(f"{source}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
@@ -150,11 +162,13 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts behind `post_attention_layernorm`: router, routed experts, and where there are some, shared experts.
+    """A mixture of experts behind `post_attention_layernorm`: router, routed experts, and where there are some, shared
+    experts.
 
-    Routed experts are cut by expert parallelism and the experts' own tensor parallelism, shared experts by plain tensor parallelism
-    (`moe/shared_experts.py`). `expert_bias` is the correction that loss-free balancing adds to the scores: a fp32 buffer in Megatron.
-    `grouped` chooses Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one module an expert (`experts.local_experts.3`).
+    Routed experts are cut by expert parallelism and the experts' own tensor parallelism, shared experts by plain tensor
+    parallelism (`moe/shared_experts.py`). `expert_bias` is the correction that loss-free balancing adds to the scores:
+    a fp32 buffer in Megatron. `grouped` chooses Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one
+    module an expert (`experts.local_experts.3`).
     """
 
     hidden: int
@@ -169,7 +183,10 @@ class Experts:
     def tensors(self, source: str) -> Shapes:
         """See `Block`."""
         hf = f"{source}{self.prefix}"
-        shapes: Shapes = {f"{source}post_attention_layernorm.weight": (self.hidden,), f"{hf}gate.weight": (self.num_experts, self.hidden)}
+        shapes: Shapes = {
+            f"{source}post_attention_layernorm.weight": (self.hidden,),
+            f"{hf}gate.weight": (self.num_experts, self.hidden),
+        }
         if self.expert_bias:
             shapes[f"{hf}gate.e_score_correction_bias"] = (self.num_experts,)
         for expert in range(self.num_experts):
@@ -212,4 +229,7 @@ class Experts:
     def _expert_names(self, mlp: str, local: int) -> tuple[str, str]:
         if self.grouped:
             return f"{mlp}experts.linear_fc1.weight{local}", f"{mlp}experts.linear_fc2.weight{local}"
-        return f"{mlp}experts.local_experts.{local}.linear_fc1.weight", f"{mlp}experts.local_experts.{local}.linear_fc2.weight"
+        return (
+            f"{mlp}experts.local_experts.{local}.linear_fc1.weight",
+            f"{mlp}experts.local_experts.{local}.linear_fc2.weight",
+        )

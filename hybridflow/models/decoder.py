@@ -1,4 +1,5 @@
-"""A decoder-only model put together from blocks: embedding, layers of (attention, MLP), final norm, output head, MTP heads."""
+"""A decoder-only model put together from blocks: embedding, layers of (attention, MLP), final norm, output head, MTP
+heads."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ PIPELINE = "actor.parallel.pipeline"
 
 
 class Decoder:
-    """Base of the families: subclasses say which block stands in which layer (`attention`, `mlp`) and what Megatron must be told.
+    """Base of the families: subclasses say which block stands in which layer (`attention`, `mlp`) and what Megatron
+    must be told.
 
     Args:
         hf: the contents of config.json.
-        mtp: whether the multi-token-prediction heads that the config announces are part of the checkpoint. transformers leaves them out
-            of what it saves, published checkpoints have them.
+        mtp: whether the multi-token-prediction heads that the config announces are part of the checkpoint. transformers
+            leaves them out of what it saves, published checkpoints have them.
     """
 
     required: tuple[str, ...] = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -38,9 +40,13 @@ class Decoder:
         self.tied = bool(hf.get("tie_word_embeddings", False))
         self.num_mtp = int(hf.get("num_nextn_predict_layers") or 0) if mtp else 0
         if mtp and self.tied:
-            raise ModelError("tie_word_embeddings together with multi-token-prediction heads has no parameter map; set one of them off")
+            raise ModelError(
+                "tie_word_embeddings together with multi-token-prediction heads has no parameter map; set one of them "
+                "off"
+            )
 
-    # ---- what a family says -----------------------------------------------------------------------------------------------------------
+    # ---- what a family says
+    # --------------------------------------------------------------------------------------------------------
 
     def attention(self, layer: int) -> Block:
         """The attention of a layer, with the norm in front of it."""
@@ -51,7 +57,8 @@ class Decoder:
         raise NotImplementedError
 
     def megatron_config(self) -> dict[str, Any]:
-        """Keyword arguments of Megatron's TransformerConfig (MLATransformerConfig where `multi_latent_attention` is among them)."""
+        """Keyword arguments of Megatron's TransformerConfig (MLATransformerConfig where `multi_latent_attention` is
+        among them)."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden,
@@ -83,7 +90,8 @@ class Decoder:
                 return place[key]
         return default
 
-    # ---- the checkpoint ---------------------------------------------------------------------------------------------------------------
+    # ---- the checkpoint
+    # --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every HF tensor with its shape, in checkpoint order; `aliases` are not among them."""
@@ -101,7 +109,8 @@ class Decoder:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """HF tensors that are copies of others: {name: the tensor that it equals}. MTP heads repeat the embedding and the output head."""
+        """HF tensors that are copies of others: {name: the tensor that it equals}. MTP heads repeat the embedding and
+        the output head."""
         aliases = {}
         for head in range(self.num_mtp):
             prefix = f"model.layers.{self.num_layers + head}."
@@ -113,7 +122,8 @@ class Decoder:
         prefix = f"model.layers.{layer}."
         return {**self.attention(layer).tensors(prefix), **self.mlp(layer).tensors(prefix)}
 
-    # ---- the cut ----------------------------------------------------------------------------------------------------------------------
+    # ---- the cut
+    # --------------------------------------------------------------------------------------------------------
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """The parameters of the (virtual) stage at `at`.
@@ -142,7 +152,10 @@ class Decoder:
         """Raise ModelError where a size does not divide."""
         layers = [0, self.num_layers - 1]
         rules: list[Division] = [
-            rule for layer in layers for block in (self.attention(layer), self.mlp(layer)) for rule in block.divisions(at)
+            rule
+            for layer in layers
+            for block in (self.attention(layer), self.mlp(layer))
+            for rule in block.divisions(at)
         ]
         if self.num_mtp:
             rules.append(("hidden_size", self.hidden, TENSOR, at.tp_size))
@@ -151,7 +164,10 @@ class Decoder:
         if first or last:
             field = f"num_hidden_layers without the {first} of the first and the {last} of the last stage"
             if at.pp_size == 1 or first + last >= self.num_layers:
-                raise ModelError(f"first_stage_layers {first} and last_stage_layers {last} leave no layer for another stage; set them to 0")
+                raise ModelError(
+                    f"first_stage_layers {first} and last_stage_layers {last} leave no layer for another stage; set "
+                    f"them to 0"
+                )
             rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
         else:
             rules.append(("num_hidden_layers", self.num_layers, PIPELINE, at.pp_size))

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and what is built like it (Moonlight, Kimi-K2): latent attention, sigmoid router with expert bias, shared experts."""
+"""DeepSeek-V3 and what is built like it (Moonlight, Kimi-K2): latent attention, sigmoid router with expert bias, shared
+experts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class DeepseekV3(Decoder):
         if hf.get("attention_bias"):
             raise ModelError("deepseek_v3 with attention_bias has no parameter map; published models have none")
         if int(hf.get("moe_layer_freq") or 1) != 1:
-            raise ModelError("deepseek_v3 with moe_layer_freq other than 1 has no parameter map; published models have 1")
+            raise ModelError(
+                "deepseek_v3 with moe_layer_freq other than 1 has no parameter map; published models have 1"
+            )
         self.num_dense = int(hf.get("first_k_dense_replace") or 0)
 
     def attention(self, layer: int) -> Block:

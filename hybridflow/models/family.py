@@ -55,8 +55,8 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     """The family for a HF config (the contents of config.json).
 
     Args:
-        mtp: whether the multi-token-prediction heads that the config announces belong to the model. Off, they are neither imported nor
-            exported, as transformers does it.
+        mtp: whether the multi-token-prediction heads that the config announces belong to the model. Off, they are
+            neither imported nor exported, as transformers does it.
 
     Raises:
         ModelError: `model_type` is missing or not supported, or the config lacks something.
@@ -74,7 +74,9 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
 
 def num_parameters(family: Family) -> int:
     """Numbers in the model's weights; buffers (expert biases) apart."""
-    buffers = {piece.source for local in family.local_tensors(Coordinates()) if local.is_buffer for piece in local.pieces}
+    buffers = {
+        piece.source for local in family.local_tensors(Coordinates()) if local.is_buffer for piece in local.pieces
+    }
     return sum(prod(shape) for name, shape in family.tensors().items() if name not in buffers)
 
 

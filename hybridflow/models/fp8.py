@@ -1,8 +1,10 @@
-"""Which tensors of a checkpoint are kept in block-wise fp8, and the scales beside them: the form that DeepSeek-V3 was published in.
+"""Which tensors of a checkpoint are kept in block-wise fp8, and the scales beside them: the form that DeepSeek-V3 was
+published in.
 
-`X.weight` is float8_e4m3fn `[o, i]`, `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i / columns)]`; a weight is its fp8 value times
-the scale of its block. The linears of attention, MLP and experts are quantised; embeddings, norms, biases, the routers, MTP's `eh_proj` and
-the output head are not (transformers: `quantizers/quantizer_finegrained_fp8.py`; SGLang: `layers/quantization/fp8.py`).
+`X.weight` is float8_e4m3fn `[o, i]`, `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i / columns)]`; a weight is
+its fp8 value times the scale of its block. The linears of attention, MLP and experts are quantised; embeddings, norms,
+biases, the routers, MTP's `eh_proj` and the output head are not (transformers:
+`quantizers/quantizer_finegrained_fp8.py`; SGLang: `layers/quantization/fp8.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ _ROUTER = ".gate.weight"
 
 @dataclass(frozen=True)
 class BlockQuantisation:
-    """Size of a block as (rows, columns), and modules that stay as they are, as HF's `modules_to_not_convert` names them."""
+    """Size of a block as (rows, columns), and modules that stay as they are, as HF's `modules_to_not_convert` names
+    them."""
 
     block: tuple[int, int] = (128, 128)
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.block) != 2 or min(self.block) < 1:
-            raise ModelError(f"quantization_config.weight_block_size is {list(self.block)}; give two positive numbers, rows and columns")
+            raise ModelError(
+                f"quantization_config.weight_block_size is {list(self.block)}; give two positive numbers, rows and "
+                f"columns"
+            )
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation:
@@ -42,23 +48,32 @@ class BlockQuantisation:
         for key, value in accepted.items():
             if said.get(key) not in (None, value):
                 raise ModelError(
-                    f"quantization_config.{key} is {said[key]!r}, which weights are not brought into; block-wise fp8 has {value!r} there"
+                    f"quantization_config.{key} is {said[key]!r}, which weights are not brought into; block-wise fp8 "
+                    f"has {value!r} there"
                 )
         return cls(tuple(said.get("weight_block_size") or (128, 128)), tuple(said.get("modules_to_not_convert") or ()))
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the HF tensor is quantised."""
-        if len(shape) != 2 or not name.endswith(".weight") or name.endswith(_ROUTER) or not any(part in name for part in _QUANTISED_PARTS):
+        if (
+            len(shape) != 2
+            or not name.endswith(".weight")
+            or name.endswith(_ROUTER)
+            or not any(part in name for part in _QUANTISED_PARTS)
+        ):
             return False
         module = name.removesuffix(".weight")
-        return not any(module == other or module.startswith(f"{other}.") or module.endswith(f".{other}") for other in self.skipped)
+        return not any(
+            module == other or module.startswith(f"{other}.") or module.endswith(f".{other}") for other in self.skipped
+        )
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the scales of a weight `[..., rows, columns]`."""
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
     def checkpoint(self, tensors: Mapping[str, Sequence[int]]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """({HF name: shape} with the scales behind their tensors, {HF name: dtype} of quantised tensors and of scales)."""
+        """({HF name: shape} with the scales behind their tensors, {HF name: dtype} of quantised tensors and of
+        scales)."""
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         for name, shape in tensors.items():
@@ -71,4 +86,10 @@ class BlockQuantisation:
     def config(self) -> dict[str, Any]:
         """The `quantization_config` of a config.json by which an engine makes such buffers."""
         skipped = {"modules_to_not_convert": list(self.skipped)} if self.skipped else {}
-        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(self.block), **skipped}
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(self.block),
+            **skipped,
+        }

@@ -1,4 +1,5 @@
-"""GLM-4.5 (mixture of experts): grouped-query attention with biases, half-rotary, DeepSeek's router and shared experts."""
+"""GLM-4.5 (mixture of experts): grouped-query attention with biases, half-rotary, DeepSeek's router and shared
+experts."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ class Glm4Moe(Decoder):
     """The map for a `glm4_moe` config. GLM-4.5 has norms on queries and keys, GLM-4.5-Air has none (`use_qk_norm`)."""
 
     architecture = "Glm4MoeForCausalLM"
-    required = (*Decoder.required, "intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+    required = (
+        *Decoder.required,
+        "intermediate_size",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    )
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
@@ -23,7 +30,9 @@ class Glm4Moe(Decoder):
 
     def attention(self, layer: int) -> Block:
         """See `Decoder`."""
-        return GroupedAttention(self.hidden, self.heads, self.groups, self.head_dim, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
+        return GroupedAttention(
+            self.hidden, self.heads, self.groups, self.head_dim, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm
+        )
 
     def mlp(self, layer: int) -> Block:
         """See `Decoder`."""

@@ -1,9 +1,9 @@
 """How a tensor in Hugging Face form is cut over Megatron ranks, as data.
 
-A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local tensor, local region), both regions of
-the same shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added so that tensor parallelism divides)
-and are zero.
-Import reads the pieces, export and weight sync send them; nobody knows the cuts any other way.
+A rank's local tensor is described by rectangular `Piece`s: (HF tensor, HF region) <-> (local tensor, local region),
+both regions of the same shape. Elements of a local tensor that no piece covers are padding (vocabulary rows added so
+that tensor parallelism divides) and are zero. Import reads the pieces, export and weight sync send them; nobody knows
+the cuts any other way.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Piece:
 class LocalTensor:
     """A rank's parameter: its Megatron name, local shape and the pieces that fill it.
 
-    `dtype` is set where the tensor keeps a precision of its own whatever the model runs in ("float32" for expert biases);
-    `is_buffer` says that it is a registered buffer of the module and no parameter; the last `padding_rows` rows have no source.
+    `dtype` is set where the tensor keeps a precision of its own whatever the model runs in ("float32" for expert
+    biases); `is_buffer` says that it is a registered buffer of the module and no parameter; the last `padding_rows`
+    rows have no source.
     """
 
     name: str
@@ -58,8 +59,8 @@ class Coordinates:
     """Where a rank, or one virtual stage (`vpp_rank`) of it, stands in the Megatron layout.
 
     `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are Megatron's
-    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 leaves the stage an even share. All fields are integers, so that a
-    row of them can travel as one tensor.
+    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 leaves the stage an even share. All fields are integers,
+    so that a row of them can travel as one tensor.
     """
 
     tp_rank: int = 0
@@ -85,7 +86,8 @@ class Coordinates:
         return counts
 
     def layers(self, num_layers: int) -> range:
-        """Global indices of this (virtual) stage's layers, as `get_transformer_layer_offset` of Megatron-Core 0.16 gives them."""
+        """Global indices of this (virtual) stage's layers, as `get_transformer_layer_offset` of Megatron-Core 0.16
+        gives them."""
         shares = [count // self.vpp_size for count in self.stage_layers(num_layers)]
         start = self.vpp_rank * sum(shares) + sum(shares[: self.pp_rank])
         return range(start, start + shares[self.pp_rank])
@@ -121,7 +123,8 @@ def split(name: str, source: str, shape: Sequence[int], dim: int, rank: int, siz
 
 
 def vocabulary(name: str, source: str, vocab: int, hidden: int, rank: int, size: int) -> LocalTensor:
-    """A split of `[vocab, hidden]` over ranks, the vocabulary padded to a multiple of `size`; padding rows have no source."""
+    """A split of `[vocab, hidden]` over ranks, the vocabulary padded to a multiple of `size`; padding rows have no
+    source."""
     rows = padded_vocab_size(vocab, size) // size
     start = min(rank * rows, vocab)
     real = min(rows, vocab - start)
@@ -135,7 +138,8 @@ def padded_vocab_size(vocab: int, tp_size: int) -> int:
 
 
 def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int]) -> LocalTensor:
-    """Rows of several HF tensors one under another: parts are (HF name, first row, number of rows); `tail` are the other dimensions."""
+    """Rows of several HF tensors one under another: parts are (HF name, first row, number of rows); `tail` are the
+    other dimensions."""
     pieces, row, zeros = [], 0, (0,) * len(tail)
     for source, first, rows in parts:
         pieces.append(Piece(source, (first, *zeros), (row, *zeros), (rows, *tail)))
@@ -143,7 +147,9 @@ def stacked(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int
     return LocalTensor(name, (row, *tail), tuple(pieces))
 
 
-def stacked_rows(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int], rank: int, size: int) -> LocalTensor:
+def stacked_rows(
+    name: str, parts: Sequence[tuple[str, int, int]], tail: Sequence[int], rank: int, size: int
+) -> LocalTensor:
     """This rank's even share of the rows of `stacked(name, parts, tail)`; the cut may go through a part."""
     total = sum(rows for _, _, rows in parts)
     low, high = total // size * rank, total // size * (rank + 1)
@@ -157,7 +163,8 @@ def stacked_rows(name: str, parts: Sequence[tuple[str, int, int]], tail: Sequenc
 
 
 def boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [low, high) of a row-major array as (start, size) rectangles, in order; each is contiguous in the flat array."""
+    """The elements [low, high) of a row-major array as (start, size) rectangles, in order; each is contiguous in the
+    flat array."""
     if low >= high:
         return
     if len(shape) <= 1:

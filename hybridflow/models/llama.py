@@ -19,11 +19,14 @@ class Llama(Decoder):
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
         if hf.get("mlp_bias") or hf.get("attention_bias"):
-            raise ModelError("llama with attention_bias or mlp_bias has no parameter map; published Llama 3 models have neither")
+            raise ModelError(
+                "llama with attention_bias or mlp_bias has no parameter map; published Llama 3 models have neither"
+            )
         scaling = self.rope("rope_type", self.rope("type", "default"))
         if scaling not in ("default", "llama3"):
             raise ModelError(
-                f"llama with rope_type {scaling!r} is not supported: Megatron scales rotary embeddings as 'llama3' does, or not"
+                f"llama with rope_type {scaling!r} is not supported: Megatron scales rotary embeddings as 'llama3' "
+                f"does, or not"
             )
 
     def attention(self, layer: int) -> Block:

@@ -1,12 +1,13 @@
 """Low-rank adapters as data: which linears have one, and how ranks cut the two factors.
 
-An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank] (arXiv 2106.09685). The factors of a
-Megatron linear are cut as the linear is: B's rows as the weight's rows, A's columns as its columns. So both follow from the family's map
-of the weight, and no index arithmetic of their own exists: a rank's rows of a fused projection (queries, keys and values interleaved by
-group, gate over up) name the Hugging Face tensor that each belongs to.
+An adapted linear computes with W + scale * B A, scale = alpha / rank, A [rank, in], B [out, rank] (arXiv 2106.09685).
+The factors of a Megatron linear are cut as the linear is: B's rows as the weight's rows, A's columns as its columns. So
+both follow from the family's map of the weight, and no index arithmetic of their own exists: a rank's rows of a fused
+projection (queries, keys and values interleaved by group, gate over up) name the Hugging Face tensor that each belongs
+to.
 
-Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses share one A. It is kept under the name of
-the first; the others' are `aliases`.
+Names are PEFT's: `model.layers.0.self_attn.q_proj.lora_A.weight`. HF linears that Megatron fuses share one A. It is
+kept under the name of the first; the others' are `aliases`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _STRIP = 4 << 20  # elements of a weight that are merged at a time, in fp32
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank]; `cut`: what of the weight tensor parallelism splits."""
+    """A rank's weight with its factors `a` [rank, in] and `b` [out, rank]; `cut`: what of the weight tensor parallelism
+    splits."""
 
     weight: LocalTensor
     a: LocalTensor
@@ -60,7 +62,8 @@ class AdapterMap:
         has = dict.fromkeys(_target(local) for local in linears)
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
-                f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no adapters); "
+                f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no "
+                f"adapters); "
                 f"choose from {', '.join(has)}"
             )
         # HF tensor -> the uncut Megatron weight that it is part of
@@ -88,7 +91,8 @@ class AdapterMap:
         return [self._adapted(local) for local in tensors if any(piece.source in self._uncut for piece in local.pieces)]
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A region of a factor's initial value, whatever the layout: B is zero, so that training begins at the base model exactly."""
+        """A region of a factor's initial value, whatever the layout: B is zero, so that training begins at the base
+        model exactly."""
         if not is_a(name):
             return torch.zeros(shape)
         return self._noise.read(name, start, shape) / math.sqrt(3 * self._noise.tensors[name][1])
@@ -152,10 +156,14 @@ def is_adapter(parameter: str) -> bool:
     return ".lora." in parameter
 
 
-def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """weight [o, i] + scale * b [o, r] @ a [r, i], summed in fp32 and rounded once, into `out` or a new tensor of the weight's dtype.
+def merge(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """weight [o, i] + scale * b [o, r] @ a [r, i], summed in fp32 and rounded once, into `out` or a new tensor of the
+    weight's dtype.
 
-    In strips, so that little is in fp32 at a time. The same region merged in another cut may differ in the last bit of fp32.
+    In strips, so that little is in fp32 at a time. The same region merged in another cut may differ in the last bit of
+    fp32.
     """
     out = torch.empty_like(weight) if out is None else out
     wide, rows = a.float(), max(1, _STRIP // max(1, weight.shape[1]))
@@ -171,7 +179,8 @@ def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Itera
     Args:
         facts: `AdapterMap.facts`.
         modules: HF names of the adapted linears.
-        tensors: all tensors of the model: where others than the adapted ones have the same last name, modules are named in full.
+        tensors: all tensors of the model: where others than the adapted ones have the same last name, modules are named
+            in full.
     """
     adapted = set(modules)
     others = {_last(name.removesuffix(".weight")) for name in tensors if name.removesuffix(".weight") not in adapted}
@@ -192,7 +201,9 @@ def peft_config(facts: Mapping[str, Any], modules: Iterable[str], tensors: Itera
 
 
 def _can_be_adapted(local: LocalTensor) -> bool:
-    return local.name.endswith(".weight") and ".experts." not in local.name and _last(_module(local)).startswith("linear_")
+    return (
+        local.name.endswith(".weight") and ".experts." not in local.name and _last(_module(local)).startswith("linear_")
+    )
 
 
 def _target(local: LocalTensor) -> str:

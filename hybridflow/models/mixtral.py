@@ -29,7 +29,11 @@ class Mixtral(Decoder):
         """See `Decoder`."""
         names = MlpNames(gate="w1", up="w3", down="w2")
         return Experts(
-            self.hidden, int(self.hf["intermediate_size"]), int(self.hf["num_local_experts"]), prefix="block_sparse_moe.", names=names
+            self.hidden,
+            int(self.hf["intermediate_size"]),
+            int(self.hf["num_local_experts"]),
+            prefix="block_sparse_moe.",
+            names=names,
         )
 
     def megatron_config(self) -> dict[str, Any]:

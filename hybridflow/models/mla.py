@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2/V3): queries and keys/values through low-rank latents.
 
-The latents' down projections are held whole by every tensor-parallel rank (`parallel_mode="duplicated"` in Megatron), the up projections
-are cut by heads. A head's rows of `q_b_proj` are [no-position part, rotary part], of `kv_b_proj` [key, value]; Megatron keeps that order
-and the interleaved rotary halves, so no rows are permuted (`transformer/multi_latent_attention.py`).
+The latents' down projections are held whole by every tensor-parallel rank (`parallel_mode="duplicated"` in Megatron),
+the up projections are cut by heads. A head's rows of `q_b_proj` are [no-position part, rotary part], of `kv_b_proj`
+[key, value]; Megatron keeps that order and the interleaved rotary halves, so no rows are permuted
+(`transformer/multi_latent_attention.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from hybridflow.models.layout import Coordinates, LocalTensor, split, whole
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Latent attention behind `input_layernorm`. `q_rank` is None where queries have no latent (Moonlight, DeepSeek-V2-Lite)."""
+    """Latent attention behind `input_layernorm`. `q_rank` is None where queries have no latent (Moonlight,
+    DeepSeek-V2-Lite)."""
 
     hidden: int
     heads: int

@@ -36,13 +36,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536},
         **{"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6},
+        **{
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+        },
     },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768},
         **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6},
+        **{
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+        },
     },
     "llama-3.1-70b": {
         "model_type": "llama",
@@ -59,5 +71,8 @@ def published(name: str) -> dict[str, Any]:
         ModelError: there is none of this name here; lists those there are.
     """
     if name not in PUBLISHED:
-        raise ModelError(f"no sizes of a model {name!r} are known here; there are {', '.join(sorted(PUBLISHED))}, or give a config.json")
+        raise ModelError(
+            f"no sizes of a model {name!r} are known here; there are {', '.join(sorted(PUBLISHED))}, or give a "
+            f"config.json"
+        )
     return dict(PUBLISHED[name])

@@ -19,7 +19,9 @@ class Qwen2(Decoder):
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
         if hf.get("use_sliding_window"):
-            raise ModelError("qwen2 with use_sliding_window is not supported: set it to false (published Qwen2.5 configs do)")
+            raise ModelError(
+                "qwen2 with use_sliding_window is not supported: set it to false (published Qwen2.5 configs do)"
+            )
 
     def attention(self, layer: int) -> Block:
         """See `Decoder`."""

@@ -1,4 +1,5 @@
-"""Qwen3 and Qwen3-MoE: grouped-query attention with per-head q/k norm, SwiGLU, softmax router with renormalised top-k."""
+"""Qwen3 and Qwen3-MoE: grouped-query attention with per-head q/k norm, SwiGLU, softmax router with renormalised
+top-k."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class Qwen3(Decoder):
         self.num_experts = int(hf.get("num_experts") or hf["num_local_experts"]) if self.is_moe else 0
         self.ffn = int(hf["moe_intermediate_size"] if self.is_moe else hf["intermediate_size"])
         if self.is_moe and (hf.get("mlp_only_layers") or int(hf.get("decoder_sparse_step", 1)) != 1):
-            raise ModelError("qwen3_moe with dense layers in between (mlp_only_layers, decoder_sparse_step) has no parameter map yet")
+            raise ModelError(
+                "qwen3_moe with dense layers in between (mlp_only_layers, decoder_sparse_step) has no parameter map yet"
+            )
 
     def attention(self, layer: int) -> Block:
         """See `Decoder`."""
@@ -35,7 +38,10 @@ class Qwen3(Decoder):
 
     def megatron_config(self) -> dict[str, Any]:
         """See `Decoder`."""
-        config = super().megatron_config() | {"qk_layernorm": True, "ffn_hidden_size": int(self.hf.get("intermediate_size") or self.ffn)}
+        config = super().megatron_config() | {
+            "qk_layernorm": True,
+            "ffn_hidden_size": int(self.hf.get("intermediate_size") or self.ffn),
+        }
         if self.is_moe:
             config |= {
                 "num_moe_experts": self.num_experts,
@@ -43,7 +49,8 @@ class Qwen3(Decoder):
                 "moe_ffn_hidden_size": self.ffn,
                 "moe_router_load_balancing_type": "none",
                 "moe_router_dtype": "fp32",
-                # norm_topk_prob renormalises the chosen probabilities, which equals a softmax over the chosen logits alone
+                # norm_topk_prob renormalises the chosen probabilities, which equals a softmax over the chosen logits
+                # alone
                 "moe_router_pre_softmax": not self.hf.get("norm_topk_prob", False),
             }
         return config

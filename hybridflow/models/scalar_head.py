@@ -1,7 +1,8 @@
 """A family's decoder with a linear [hidden -> 1] in place of its output layer: the map of critics and reward models.
 
 In Hugging Face form these are transformers' `*ForTokenClassification` (a value at every token: critics) and
-`*ForSequenceClassification` (a score at the last token: reward models) with one label; the head is `score.weight` in both.
+`*ForSequenceClassification` (a score at the last token: reward models) with one label; the head is `score.weight` in
+both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class ScalarHead:
     Args:
         backbone: the causal language model's family.
         task: TOKENS or SEQUENCE; only names in config.json depend on it.
-        bias: whether the head has one (transformers' token classifiers do, unless `token_classification_bias` is false).
+        bias: whether the head has one (transformers' token classifiers do, unless `token_classification_bias` is
+            false).
     """
 
     def __init__(self, backbone: Family, task: str, bias: bool = False) -> None:

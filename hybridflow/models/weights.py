@@ -37,8 +37,9 @@ class WeightSource(Protocol):
 class RandomWeights:
     """A seeded initialisation that does not depend on the parallel layout.
 
-    Every tensor has a generator of its own, seeded by (seed, HF name), so that rank cuts never change the values. (Megatron's own
-    CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, biases zero, matrices are N(0, std).
+    Every tensor has a generator of its own, seeded by (seed, HF name), so that rank cuts never change the values.
+    (Megatron's own CPU initialisation gives every expert-parallel rank the same experts.) Norms are one, biases zero,
+    matrices are N(0, std).
     """
 
     def __init__(self, tensors: Mapping[str, tuple[int, ...]], seed: int, std: float) -> None:
@@ -85,6 +86,7 @@ class SafetensorsFolder:
             full = view.get_shape()
             if any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
                 raise ModelError(
-                    f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that config.json implies"
+                    f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
+                    f"config.json implies"
                 )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]

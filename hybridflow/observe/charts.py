@@ -1,4 +1,5 @@
-"""The report's charts as inline SVG: lines over steps and stacked bars over steps. Colours are CSS variables `--c0` … `--c7`, `--other`."""
+"""The report's charts as inline SVG: lines over steps and stacked bars over steps. Colours are CSS variables `--c0` …
+`--c7`, `--other`."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Series:
 class Chart:
     """What to draw.
 
-    `trend` draws the single series faintly with its moving average on top; `include` are values that the y axis must reach; `lines` are
-    horizontal reference lines (value, text); `notes` are labelled points (x, y, text).
+    `trend` draws the single series faintly with its moving average on top; `include` are values that the y axis must
+    reach; `lines` are horizontal reference lines (value, text); `notes` are labelled points (x, y, text).
     """
 
     title: str
@@ -54,7 +55,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and what a reader must know about thinning."""
+    """A chart ready for the page: the SVG, its legend entries (label, CSS colour, faint), and what a reader must know
+    about thinning."""
 
     title: str
     about: str
@@ -96,7 +98,8 @@ def thin(points: Sequence[Point], size: int) -> list[Point]:
 
 
 def moving_average(points: Sequence[Point]) -> list[Point]:
-    """Mean of the neighbours on both sides, about an eighth of the series in all; narrower at the ends, where it would lag."""
+    """Mean of the neighbours on both sides, about an eighth of the series in all; narrower at the ends, where it would
+    lag."""
     reach = max(2, len(points) // 16)
     found: list[Point] = []
     for index, (x, _) in enumerate(points):
@@ -107,10 +110,14 @@ def moving_average(points: Sequence[Point]) -> list[Point]:
 
 
 def _aligned(series: list[Series]) -> list[Series]:
-    """All with the same steps: a phase that a step did not have took no time. Else bars of sparse phases would stand beside the others."""
+    """All with the same steps: a phase that a step did not have took no time. Else bars of sparse phases would stand
+    beside the others."""
     steps = sorted({x for one in series for x, _ in one.points})
     known = [dict(one.points) for one in series]
-    return [Series(one.label, [(x, values.get(x) or 0.0) for x in steps], one.color) for one, values in zip(series, known, strict=True)]
+    return [
+        Series(one.label, [(x, values.get(x) or 0.0) for x in steps], one.color)
+        for one, values in zip(series, known, strict=True)
+    ]
 
 
 def _usable(series: Series, log: bool) -> Series:
@@ -164,7 +171,9 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
             if bottom - top >= 0.1:
                 shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
                 parts.append(
-                    Markup(shape).format(round(x(at) - width / 2, 1), top, round(width, 1), round(bottom - top, 1), _color(one.color))
+                    Markup(shape).format(
+                        round(x(at) - width / 2, 1), top, round(width, 1), round(bottom - top, 1), _color(one.color)
+                    )
                 )
     return Markup("").join(parts), [(one.label, _color(one.color), False) for one in series]
 
@@ -185,7 +194,10 @@ def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, k
             text = " ".join(f"{px:g},{py:g}" for px, py in segment)
             parts.append(Markup('<polyline class="{}" points="{}" stroke="{}"/>').format(kind, text, color))
         if len(segment) == 1 or (kind == "line" and count <= _MARKERS_UP_TO):
-            parts += [Markup('<circle class="dot" cx="{}" cy="{}" r="2.2" fill="{}"/>').format(px, py, color) for px, py in segment]
+            parts += [
+                Markup('<circle class="dot" cx="{}" cy="{}" r="2.2" fill="{}"/>').format(px, py, color)
+                for px, py in segment
+            ]
     return Markup("").join(parts)
 
 
@@ -195,14 +207,24 @@ def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
         at = y(tick)
         parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
         parts.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(LEFT - 6, at + 4, y.text(tick, chart.percent))
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(
+                LEFT - 6, at + 4, y.text(tick, chart.percent)
+            )
         )
     floor = HEIGHT - BOTTOM
-    parts.append(Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, floor, floor))
-    for tick in x.ticks:
-        parts.append(Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x(tick), floor + 15, f"{tick:,.0f}"))
     parts.append(
-        Markup('<text class="label" x="{}" y="{}" text-anchor="middle">step</text>').format((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6)
+        Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, floor, floor)
+    )
+    for tick in x.ticks:
+        parts.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(
+                x(tick), floor + 15, f"{tick:,.0f}"
+            )
+        )
+    parts.append(
+        Markup('<text class="label" x="{}" y="{}" text-anchor="middle">step</text>').format(
+            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6
+        )
     )
     if chart.unit:
         unit = chart.unit + (", log scale" if chart.log else "")
@@ -212,7 +234,9 @@ def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
 
 def _reference(at: float, text: str) -> Markup:
     line = Markup('<line class="reference" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at)
-    return line + Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, at - 4, text)
+    return line + Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(
+        WIDTH - RIGHT, at - 4, text
+    )
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
@@ -221,7 +245,9 @@ def _note(px: float, py: float, text: str, rises: bool) -> Markup:
     anchor = "start" if left else "end" if px > WIDTH - RIGHT - 60 else "middle"
     at = min(py + 16, HEIGHT - BOTTOM - 5) if left and rises else py - 9 if py > TOP + 14 else py + 18
     dot = Markup('<circle class="note" cx="{}" cy="{}" r="4.5" fill="{}"/>').format(px, py, _color(0))
-    return dot + Markup('<text class="value" x="{}" y="{}" text-anchor="{}">{}</text>').format(px + (9 if left else 0), at, anchor, text)
+    return dot + Markup('<text class="value" x="{}" y="{}" text-anchor="{}">{}</text>').format(
+        px + (9 if left else 0), at, anchor, text
+    )
 
 
 def _color(slot: int | None) -> str:

@@ -1,4 +1,5 @@
-"""What a run ran on: versions, machine size, commit. No host, user or folder names, so that a run folder can be shown to others."""
+"""What a run ran on: versions, machine size, commit. No host, user or folder names, so that a run folder can be shown
+to others."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _GIB = 2**30
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; what is not there is null or left out."""
+    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; what is not there is null or
+    left out."""
     return {
         "hybridflow": hybridflow.__version__,
         "python": platform.python_version(),
@@ -77,7 +79,8 @@ def _accelerators() -> list[str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that holds `folder`; None for an installed package, even when it lies inside someone else's checkout."""
+    """Commit of the checkout that holds `folder`; None for an installed package, even when it lies inside someone
+    else's checkout."""
     if _run(["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None
     commit = _run(["git", "-C", str(folder), "rev-parse", "HEAD"])

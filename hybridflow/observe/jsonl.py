@@ -1,4 +1,5 @@
-"""JSON-lines files that survive a kill: appended a whole line at a time, read with torn lines left out, cut back on resume."""
+"""JSON-lines files that survive a kill: appended a whole line at a time, read with torn lines left out, cut back on
+resume."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any, TextIO
 
 
 class JsonlWriter:
-    """Appends one JSON object a line and flushes each. A torn last line left by a killed process is removed when the file is opened."""
+    """Appends one JSON object a line and flushes each. A torn last line left by a killed process is removed when the
+    file is opened."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -59,7 +61,8 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_records(path: str | Path, wanted: Callable[[dict[str, Any]], bool]) -> int:
-    """Rewrite a file with the records for which `wanted` is true; returns how many were dropped. Replaced at once, or not at all."""
+    """Rewrite a file with the records for which `wanted` is true; returns how many were dropped. Replaced at once, or
+    not at all."""
     path = Path(path)
     if not path.exists():
         return 0

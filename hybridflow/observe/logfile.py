@@ -1,4 +1,5 @@
-"""Python logging into the run folder: everything of HybridFlow and the warnings of the libraries; only warnings reach the terminal."""
+"""Python logging into the run folder: everything of HybridFlow and the warnings of the libraries; only warnings reach
+the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _OURS = "hybridflow_handler"
 def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
     """Send logging to `RUN_DIR/hybridflow.log` (appended) and warnings to stderr; returns the file.
 
-    `level` holds for HybridFlow's own loggers; other libraries log warnings and above. A second call replaces the first one's handlers.
+    `level` holds for HybridFlow's own loggers; other libraries log warnings and above. A second call replaces the first
+    one's handlers.
     """
     path = Path(run_dir) / "hybridflow.log"
     path.parent.mkdir(parents=True, exist_ok=True)

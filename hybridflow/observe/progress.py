@@ -29,13 +29,15 @@ _REFRESH_PER_S = 4
 
 
 class Progress:
-    """One bar with the stages around it. The bar appears with the first `update`; until then there are only stages and messages.
+    """One bar with the stages around it. The bar appears with the first `update`; until then there are only stages and
+    messages.
 
     Args:
         total: steps in all; 0 for a part of the job that has only stages.
         title: what is being counted, e.g. "GRPO".
         initial: the step a resumed run goes on from.
-        throttle_s: least seconds between two plain lines (the first and last are always printed); for the short steps of SFT.
+        throttle_s: least seconds between two plain lines (the first and last are always printed); for the short steps
+            of SFT.
         enabled: False shows nothing at all.
         stream: where to write; None is stdout.
     """
@@ -63,7 +65,8 @@ class Progress:
         atexit.register(self.close)
 
     def update(self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float] | None = None) -> None:
-        """Show that `step` is done, with its numbers and the seconds of its phases (`timing_s/` in front is dropped)."""
+        """Show that `step` is done, with its numbers and the seconds of its phases (`timing_s/` in front is
+        dropped)."""
         self._state.advance(step, fields, phases or {})
         self._display.updated()
 
@@ -92,7 +95,9 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _end_stage(self, title: str, start: float, outcome: str) -> None:
@@ -117,7 +122,8 @@ class State:
         self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
         self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
         if not self._marks and self._step_seconds is not None and step > self.step:
-            self._marks.append((time.monotonic() - self._step_seconds, step - 1))  # the first step tells a duration already
+            # the first step tells a duration already
+            self._marks.append((time.monotonic() - self._step_seconds, step - 1))
         self._marks.append((time.monotonic(), step))
         self.started, self.step, self.fields = True, step, dict(fields)
 
@@ -228,7 +234,8 @@ class _Live:
         self._state = state
         self._console: Console = Console(file=out, highlight=False, emoji=False)
         self._unicode = "utf" in (self._console.encoding or "").lower()
-        self._spinner = Spinner("dots" if self._unicode else "line")  # one for all renders: it counts its frames from its own start
+        # one for all renders: it counts its frames from its own start
+        self._spinner = Spinner("dots" if self._unicode else "line")
         self._new_live = lambda: Live(self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False)
         self._live: Any = None
         self._closed = False

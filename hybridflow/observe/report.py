@@ -1,7 +1,8 @@
-"""`report.html`: one self-contained page about a run, from what its folder holds; no external resource, and all text of the run escaped.
+"""`report.html`: one self-contained page about a run, from what its folder holds; no external resource, and all text of
+the run escaped.
 
-From summary.json the page takes `status`, `accuracy_before`, `accuracy_after`, `steps` and `wall_time_s` when they are there, and works
-them out from the metrics otherwise; the rest of the summary is shown as it is.
+From summary.json the page takes `status`, `accuracy_before`, `accuracy_after`, `steps` and `wall_time_s` when they are
+there, and works them out from the metrics otherwise; the rest of the summary is shown as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Fact = tuple[str, str, str]  # label, value, small print
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. Works with whatever the folder holds, and says what is missing."""
+    """Write `report.html` into a run folder and return its path. Works with whatever the folder holds, and says what is
+    missing."""
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -43,7 +45,9 @@ def render(run: RunFolder) -> str:
     """The page as text."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["shown"] = shown
     groups = _drawn_groups(run)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
@@ -51,7 +55,11 @@ def render(run: RunFolder) -> str:
         status=_status(run),
         facts=facts(run),
         missing=missing(run),
-        warnings=[f"{record.get('phase')} step {record.get('step')}: {record['warning']}" for record in run.metrics if "warning" in record],
+        warnings=[
+            f"{record.get('phase')} step {record.get('step')}: {record['warning']}"
+            for record in run.metrics
+            if "warning" in record
+        ],
         groups=groups,
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
@@ -66,7 +74,16 @@ def facts(run: RunFolder) -> list[Fact]:
     """The tiles at the head of the page."""
     return [
         fact
-        for fact in (_accuracy(run), _reward(run), _steps(run), _time(run), _throughput(run), _layout(run), _model(run), _routes(run))
+        for fact in (
+            _accuracy(run),
+            _reward(run),
+            _steps(run),
+            _time(run),
+            _throughput(run),
+            _layout(run),
+            _model(run),
+            _routes(run),
+        )
         if fact
     ]
 
@@ -97,7 +114,9 @@ def shown(text: Any) -> str:
 
 
 def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
-    drawn = [(title, [chart for chart in map(draw, charts) if chart is not None]) for title, charts in chart_groups(run)]
+    drawn = [
+        (title, [chart for chart in map(draw, charts) if chart is not None]) for title, charts in chart_groups(run)
+    ]
     return [(title, charts) for title, charts in drawn if charts]
 
 
@@ -138,7 +157,9 @@ def _steps(run: RunFolder) -> Fact:
 def _time(run: RunFolder) -> Fact | None:
     seconds = run.summary.get("wall_time_s")
     times = [record["wall_time"] for record in run.metrics if isinstance(record.get("wall_time"), int | float)]
-    times += [record[key] for record in run.timeline for key in ("start", "end") if isinstance(record.get(key), int | float)]
+    times += [
+        record[key] for record in run.timeline for key in ("start", "end") if isinstance(record.get(key), int | float)
+    ]
     if seconds is None and times:
         seconds = max(times) - min(times)
     if not isinstance(seconds, int | float):
@@ -181,7 +202,11 @@ def _model(run: RunFolder) -> Fact | None:
         return "Model", Path(str(path)).name, str(run.setting("model.dtype") or "")
     if kind := run.setting("model.hf_config.model_type"):
         small = {"num_hidden_layers": "layers", "hidden_size": "wide", "num_experts": "experts"}
-        sizes = [f"{run.setting(f'model.hf_config.{key}')} {word}" for key, word in small.items() if run.setting(f"model.hf_config.{key}")]
+        sizes = [
+            f"{run.setting(f'model.hf_config.{key}')} {word}"
+            for key, word in small.items()
+            if run.setting(f"model.hf_config.{key}")
+        ]
         return "Model", str(kind), ", ".join([*sizes, str(run.setting("model.dtype") or "")]).strip(", ")
     return None
 
@@ -194,7 +219,8 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
         return []
     rows = [(name, sum(value or 0.0 for _, value in points)) for name, points in phases.items()]
     return [
-        (name, f"{seconds / len(total):.2f}", f"{seconds / whole * 100:.0f} %") for name, seconds in sorted(rows, key=lambda row: -row[1])
+        (name, f"{seconds / len(total):.2f}", f"{seconds / whole * 100:.0f} %")
+        for name, seconds in sorted(rows, key=lambda row: -row[1])
     ]
 
 

@@ -24,8 +24,17 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
     ),
     "val": ("val/accuracy",),
 }
-# The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then "other".
-_PHASE_COLORS = {"gen": 0, "update_actor": 1, "old_log_prob": 2, "update_weights": 3, "ref": 4, "save_checkpoint": 5, "testing": 6}
+# The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then
+# "other".
+_PHASE_COLORS = {
+    "gen": 0,
+    "update_actor": 1,
+    "old_log_prob": 2,
+    "update_weights": 3,
+    "ref": 4,
+    "save_checkpoint": 5,
+    "testing": 6,
+}
 _MAX_STACKED = 7
 
 
@@ -53,7 +62,9 @@ def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, flo
     for points in found.values():
         for step, value in points:
             sums[step] = sums.get(step, 0.0) + (value or 0.0)
-    total = {step: max(seconds, total.get(step, 0.0)) for step, seconds in sums.items()} | {s: t for s, t in total.items() if s not in sums}
+    total = {step: max(seconds, total.get(step, 0.0)) for step, seconds in sums.items()} | {
+        s: t for s, t in total.items() if s not in sums
+    }
     rest = [(step, max(0.0, seconds - sums.get(step, 0.0))) for step, seconds in sorted(total.items())]
     if sum(value for _, value in rest) > 0.001 * sum(total.values()):
         found["other"] = list(rest)
@@ -80,7 +91,13 @@ def _accuracy(run: RunFolder) -> Chart:
     if len(known) > 1:
         notes.append((known[-1][0], known[-1][1], f"after {known[-1][1] * 100:.1f} %"))
     return Chart(
-        "Held-out accuracy", [Series("val/accuracy", points, 0)], "answers right", "val/accuracy", percent=True, include=(0.0,), notes=notes
+        "Held-out accuracy",
+        [Series("val/accuracy", points, 0)],
+        "answers right",
+        "val/accuracy",
+        percent=True,
+        include=(0.0,),
+        notes=notes,
     )
 
 
@@ -94,7 +111,11 @@ def _sft_loss(run: RunFolder) -> Chart:
 
 
 def _advantages(run: RunFolder) -> Chart:
-    names = [("max", "critic/advantages/max", 1), ("mean", "critic/advantages/mean", 0), ("min", "critic/advantages/min", 2)]
+    names = [
+        ("max", "critic/advantages/max", 1),
+        ("mean", "critic/advantages/mean", 0),
+        ("min", "critic/advantages/min", 2),
+    ]
     return Chart("Advantages", _series(run, names), "advantage", "critic/advantages/*")
 
 
@@ -112,7 +133,14 @@ def _gradient(run: RunFolder) -> Chart:
     values = [value for _, value in run.points("train", "actor/grad_norm") if value is not None]
     # Only where it is near: a limit far above would press the curve flat.
     near = isinstance(limit, int | float) and limit > 0 and values and limit <= 2 * max(values)
-    return _one(run, "Gradient norm", "actor/grad_norm", "L2 norm", include=(0.0,), lines=[(float(limit), "clipped above")] if near else [])
+    return _one(
+        run,
+        "Gradient norm",
+        "actor/grad_norm",
+        "L2 norm",
+        include=(0.0,),
+        lines=[(float(limit), "clipped above")] if near else [],
+    )
 
 
 def _clipping(run: RunFolder) -> Chart:
@@ -129,7 +157,14 @@ def _lengths(run: RunFolder) -> Chart:
 
 
 def _clip_ratio(run: RunFolder) -> Chart:
-    return _one(run, "Responses cut at the length limit", "response_length/clip_ratio", "responses", percent=True, include=(0.0,))
+    return _one(
+        run,
+        "Responses cut at the length limit",
+        "response_length/clip_ratio",
+        "responses",
+        percent=True,
+        include=(0.0,),
+    )
 
 
 def _difference(run: RunFolder) -> Chart:
@@ -141,7 +176,10 @@ def _difference(run: RunFolder) -> Chart:
 
 
 def _routes(run: RunFolder) -> Chart:
-    names = [("trainer, where the engine chose otherwise", "differing", 0), ("updates, where the record is otherwise", "drifted", 1)]
+    names = [
+        ("trainer, where the engine chose otherwise", "differing", 0),
+        ("updates, where the record is otherwise", "drifted", 1),
+    ]
     series = _series(run, [(label, f"actor/router_replay/{name}", color) for label, name, color in names])
     note = " (not replayed)" if run.setting("actor.router_replay") == "compare" else " (replayed)"
     about = "actor/router_replay/differing, drifted"
@@ -195,7 +233,9 @@ def _model_score(run: RunFolder) -> Chart:
 
 def _model_share(run: RunFolder) -> Chart:
     name = "reward_model/share"
-    return _one(run, "What the reward model makes of the scores' variance", name, "share", percent=True, include=(0.0, 1.0))
+    return _one(
+        run, "What the reward model makes of the scores' variance", name, "share", percent=True, include=(0.0, 1.0)
+    )
 
 
 def _agreement(run: RunFolder) -> Chart:

@@ -1,7 +1,8 @@
-"""Dumps of rollouts and validation answers as parquet: one file a step, `rollouts/step_000001.parquet`, `validation/step_000000.parquet`.
+"""Dumps of rollouts and validation answers as parquet: one file a step, `rollouts/step_000001.parquet`,
+`validation/step_000000.parquet`.
 
-The columns of `ROLLOUT_COLUMNS` have a fixed type, wherever they appear; every one may be left out. Other columns are kept with the type
-that Arrow finds; values that Arrow cannot take (mixed types) are written as JSON text.
+The columns of `ROLLOUT_COLUMNS` have a fixed type, wherever they appear; every one may be left out. Other columns are
+kept with the type that Arrow finds; values that Arrow cannot take (mixed types) are written as JSON text.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ ROLLOUT_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "response_length": (pa.int32(), "tokens of the response"),
     "finish_reason": (pa.string(), "stop | length | abort"),
     "weight_version": (pa.string(), "version of the weights that made the last token"),
-    "response_versions": (pa.list_(pa.list_(pa.int64())), "[version of the weights, tokens that they made in a row] through the response"),
+    "response_versions": (
+        pa.list_(pa.list_(pa.int64())),
+        "[version of the weights, tokens that they made in a row] through the response",
+    ),
     "logprob_diff_mean": (pa.float32(), "mean over tokens of |rollout - trainer| log-probability"),
     "logprob_diff_max": (pa.float32(), "largest |rollout - trainer| log-probability of a token"),
     "extra_info": (pa.string(), "JSON of the dataset row's extra_info"),
@@ -47,7 +51,8 @@ def dump_path(folder: str | Path, step: int) -> Path:
 
 
 def dump_rollouts(path: str | Path, rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]]) -> Path:
-    """Write columns of equal length to a parquet file, or pieces of them one after another. The file appears whole or not at all."""
+    """Write columns of equal length to a parquet file, or pieces of them one after another. The file appears whole or
+    not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -67,7 +72,9 @@ def dump_rollouts(path: str | Path, rows: Mapping[str, Sequence[Any]] | Iterable
 def _table(path: Path, rows: Mapping[str, Sequence[Any]]) -> pa.Table:
     lengths = {name: len(values) for name, values in rows.items()}
     if len(set(lengths.values())) > 1:
-        raise SchemaError(f"{path}: rollout columns of unequal length: " + ", ".join(f"{name} {n}" for name, n in lengths.items()))
+        raise SchemaError(
+            f"{path}: rollout columns of unequal length: " + ", ".join(f"{name} {n}" for name, n in lengths.items())
+        )
     return pa.table({name: _column(name, list(values)) for name, values in rows.items()})
 
 
@@ -115,7 +122,8 @@ def _text(value: Any) -> str | None:
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate from a decoder is no valid parquet text
+    # a lone surrogate from a decoder is no valid parquet text
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:

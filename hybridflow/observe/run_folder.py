@@ -1,4 +1,5 @@
-"""Reading a run folder for the report. Whatever is missing or broken is noted and left out: a killed run has a report too."""
+"""Reading a run folder for the report. Whatever is missing or broken is noted and left out: a killed run has a report
+too."""
 
 from __future__ import annotations
 
@@ -72,12 +73,20 @@ def load_run(path: Path) -> RunFolder:
     run.summary = _json(path / "summary.json", "the run was killed, or is still running", run.missing)
     run.environment = _json(path / "environment.json", "", run.missing)
     records = read_jsonl(path / "metrics.jsonl")
-    run.metrics = [record for record in records if isinstance(record.get("step"), int) and isinstance(record.get("phase"), str)]
+    run.metrics = [
+        record for record in records if isinstance(record.get("step"), int) and isinstance(record.get("phase"), str)
+    ]
     if not run.metrics:
-        run.missing.append("metrics.jsonl: " + ("holds no record" if (path / "metrics.jsonl").exists() else "not there") + ", so no charts")
+        run.missing.append(
+            "metrics.jsonl: "
+            + ("holds no record" if (path / "metrics.jsonl").exists() else "not there")
+            + ", so no charts"
+        )
     run.timeline = read_timeline(path / "timeline.jsonl")
     if not run.timeline:
-        run.missing.append("timeline.jsonl: " + ("holds no record" if (path / "timeline.jsonl").exists() else "not there"))
+        run.missing.append(
+            "timeline.jsonl: " + ("holds no record" if (path / "timeline.jsonl").exists() else "not there")
+        )
     for kind in ("rollouts", "validation"):
         run.samples += _samples(path / kind, kind, run.missing)
     return run
@@ -134,7 +143,10 @@ def _score(row: Mapping[str, Any]) -> float:
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a row; a number that is none becomes None."""
-    numbers = {name: row[name] if _is_number(row.get(name)) else None for name in ("score", "response_length", "logprob_diff_mean")}
+    numbers = {
+        name: row[name] if _is_number(row.get(name)) else None
+        for name in ("score", "response_length", "logprob_diff_mean")
+    }
     return numbers | {name: row.get(name) for name in ("prompt_text", "response_text", "ground_truth", "finish_reason")}
 
 

@@ -1,6 +1,7 @@
 """TensorBoard scalars without TensorFlow or torch: event records written straight into a file.
 
-TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and puts the host's name in the file name.
+TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and puts the host's name
+in the file name.
 """
 
 from __future__ import annotations

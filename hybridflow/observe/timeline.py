@@ -1,8 +1,8 @@
 """When the controller did what: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
 
-One line a finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start and end are Unix
-seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`; the phase `step` is the whole step and
-gives no prefix. A phase that raised carries `"error"`, the name of the exception.
+One line a finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start and
+end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`; the phase
+`step` is the whole step and gives no prefix. A phase that raised carries `"error"`, the name of the exception.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class Timeline:
         finally:
             seconds = time.perf_counter() - ticks
             stack.pop()
-            record = {"name": full, "step": at, "start": round(start, 6), "end": round(start + seconds, 6), "seconds": round(seconds, 6)}
+            record = {
+                "name": full,
+                "step": at,
+                "start": round(start, 6),
+                "end": round(start + seconds, 6),
+                "seconds": round(seconds, 6),
+            }
             self._record(record | {"depth": len(stack)} | ({"error": error} if error else {}))
 
     def step_seconds(self, step: int) -> dict[str, float]:
@@ -94,4 +100,8 @@ class Timeline:
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:
     """The records of a timeline file in the order in which the phases ended."""
-    return [record for record in read_jsonl(path) if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float)]
+    return [
+        record
+        for record in read_jsonl(path)
+        if isinstance(record.get("name"), str) and isinstance(record.get("seconds"), int | float)
+    ]

@@ -1,7 +1,8 @@
 """Metrics of a run, sent to `metrics.jsonl`, TensorBoard and the console.
 
-`metrics.jsonl` holds one flat object a line: `{"step": 3, "phase": "train", "wall_time": 1700000000.0, "critic/score/mean": 0.5, ...}`.
-A value that is NaN or infinite is written as null, and the line gets a `"warning"` that names it.
+`metrics.jsonl` holds one flat object a line: `{"step": 3, "phase": "train", "wall_time": 1700000000.0,
+"critic/score/mean": 0.5, ...}`. A value that is NaN or infinite is written as null, and the line gets a `"warning"`
+that names it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Tracker:
             if name not in build:
                 near = difflib.get_close_matches(name, build, n=1, cutoff=0.0)[0]
                 raise ConfigError(
-                    f"trainer.loggers: no logger named {name!r}; did you mean {near!r}? Available: {', '.join(sorted(build))}"
+                    f"trainer.loggers: no logger named {name!r}; did you mean {near!r}? Available: "
+                    f"{', '.join(sorted(build))}"
                 )
         self._sinks = [make() for name, make in build.items() if name in loggers]
 
@@ -88,7 +90,8 @@ class Tracker:
             sink.log(int(step), phase, wall_time, values)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Forget the phase's records later than `step`: called on resume, so that steps made again are not recorded twice."""
+        """Forget the phase's records later than `step`: called on resume, so that steps made again are not recorded
+        twice."""
         _check_phase(phase)
         for sink in self._sinks:
             sink.truncate_after(phase, step)
@@ -101,7 +104,9 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -111,7 +116,13 @@ class _JsonlSink:
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         odd = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-        record: dict[str, object] = {"step": step, "phase": phase, "wall_time": round(wall_time, 3), **metrics, **dict.fromkeys(odd)}
+        record: dict[str, object] = {
+            "step": step,
+            "phase": phase,
+            "wall_time": round(wall_time, 3),
+            **metrics,
+            **dict.fromkeys(odd),
+        }
         if odd:
             record["warning"] = "not finite: " + ", ".join(f"{name}={value}" for name, value in odd.items())
         self._writer.write(record)
@@ -132,10 +143,15 @@ class _TensorBoardSink:
         self._writer.add(step, wall_time, metrics)
 
     def truncate_after(self, phase: Phase, step: int) -> None:
-        """Rebuild from metrics.jsonl, which is already cut; without that file TensorBoard itself drops what is logged again."""
+        """Rebuild from metrics.jsonl, which is already cut; without that file TensorBoard itself drops what is logged
+        again."""
         if self._metrics_path.exists():
             self._writer.replace_all(
-                (record["step"], record["wall_time"], {name: _or_nan(value) for name, value in record.items() if name not in RESERVED})
+                (
+                    record["step"],
+                    record["wall_time"],
+                    {name: _or_nan(value) for name, value in record.items() if name not in RESERVED},
+                )
                 for record in read_jsonl(self._metrics_path)
                 if "step" in record and "wall_time" in record
             )

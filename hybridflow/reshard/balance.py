@@ -1,4 +1,5 @@
-"""Choose, among the ranks that hold a slice, who sends it, so that the busiest sender has as little to send as possible."""
+"""Choose, among the ranks that hold a slice, who sends it, so that the busiest sender has as little to send as
+possible."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ def holder_sets(regions: Regions, source: Layout) -> tuple[list[Array], Array]:
 def assign_sources(table: Deliveries, regions: Regions, source: Layout, receivers: Array) -> Sends:
     """Share every delivery among the ranks that hold it.
 
-    Small sets of holders go first, larger ones fill up the valleys that those leave. Within a set the deliveries, in order, are cut into
-    consecutive runs, one a rank, of the size that levels the ranks' loads; a cut falls between two receivers at the finest. For nested
-    sets (Megatron's data-parallel groups) this is optimal up to one slice.
+    Small sets of holders go first, larger ones fill up the valleys that those leave. Within a set the deliveries, in
+    order, are cut into consecutive runs, one a rank, of the size that levels the ranks' loads; a cut falls between two
+    receivers at the finest. For nested sets (Megatron's data-parallel groups) this is optimal up to one slice.
 
     Args:
         receivers: `[C]` number of target ranks of each class.
@@ -47,13 +48,16 @@ def assign_sources(table: Deliveries, regions: Regions, source: Layout, receiver
         rows = order[bounds[number] : bounds[number + 1]]
         if len(rows):
             parts.append(_share(rows, table.nbytes[rows], receivers[table.receiver[rows]], sets[number], load))
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, dtype=np.int64)] * 4
+    columns = (
+        [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.empty(0, dtype=np.int64)] * 4
+    )
     by_row = np.lexsort((columns[2], columns[0]))
     return Sends(*(column[by_row] for column in columns))
 
 
 def _share(rows: Array, nbytes: Array, counts: Array, ranks: Array, load: Array) -> tuple[Array, Array, Array, Array]:
-    """Split rows (each `counts` messages of `nbytes`) over `ranks`; adds to `load`. Returns (row, rank, first, last) of the runs."""
+    """Split rows (each `counts` messages of `nbytes`) over `ranks`; adds to `load`. Returns (row, rank, first, last) of
+    the runs."""
     weight = nbytes * counts
     target = np.cumsum(_fill(load[ranks], float(weight.sum())))
     ends = np.cumsum(weight)

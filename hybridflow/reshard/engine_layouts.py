@@ -1,9 +1,10 @@
 """What SGLang's ranks hold, written by hand, for the dry run alone.
 
-A run never reads this file: there the layout is discovered by tracing the engine's own loader (`hybridflow.engines.layout_tracer`), so no
-table can be wrong. Here no engine is at hand, and a plan for 1,024 ranks must take seconds. Conventions of SGLang 0.5.23: query, key and
-value stacked in `qkv_proj`, gate over up in `gate_up_proj` and `w13_weight`, experts stacked, the vocabulary padded to a multiple of 64,
-KV heads repeated when there are fewer than ranks, experts cut by expert parallelism first and by tensors within.
+A run never reads this file: there the layout is discovered by tracing the engine's own loader
+(`hybridflow.engines.sglang.layout_tracer`), so no table can be wrong. Here no engine is at hand, and a plan for 1,024
+ranks must take seconds. Conventions of SGLang 0.5.23: query, key and value stacked in `qkv_proj`, gate over up in
+`gate_up_proj` and `w13_weight`, experts stacked, the vocabulary padded to a multiple of 64, KV heads repeated when
+there are fewer than ranks, experts cut by expert parallelism first and by tensors within.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class EngineShape:
-    """`count` equal engines of `tensor * pipeline` ranks. `expert` and `data_attention` divide `tensor`, as SGLang's `--ep-size` and
-    `--dp-size --enable-dp-attention` do. `dense`, 1 or all of `tensor` (0), is the tensor size of dense MLPs and shared experts: SGLang's
-    `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole on every rank.
+    """`count` equal engines of `tensor * pipeline` ranks. `expert` and `data_attention` divide `tensor`, as SGLang's
+    `--ep-size` and `--dp-size --enable-dp-attention` do. `dense`, 1 or all of `tensor` (0), is the tensor size of dense
+    MLPs and shared experts: SGLang's `--moe-dense-tp-size 1` with an `--moe-a2a-backend` keeps both whole on every
+    rank.
     """
 
     tensor: int = 1
@@ -59,13 +61,19 @@ class EngineShape:
             mlp = decoder.mlp(layer)
             if isinstance(mlp, Experts):
                 rules.append(("num_experts", mlp.num_experts, "the engine's expert size", self.expert))
-                rules.append(("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert))
-                rules.append(("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.dense or self.tensor))
+                rules.append(
+                    ("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert)
+                )
+                rules.append(
+                    ("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.dense or self.tensor)
+                )
             elif isinstance(mlp, DenseMlp):
                 rules.append(("intermediate_size", mlp.ffn, "the engine's tensor size", self.dense or self.tensor))
         for field, value, key, size in rules:
             if size < 1 or value % size:
-                raise WeightSyncError(f"{field} is {value}, which {key} {size} does not divide; choose another engine shape")
+                raise WeightSyncError(
+                    f"{field} is {value}, which {key} {size} does not divide; choose another engine shape"
+                )
 
 
 def engine_layout(
@@ -85,7 +93,9 @@ def engine_layout(
     """
     shapes = decoder.tensors()
     index = (catalog or Catalog.of(shapes, quantisation)).index()
-    covered = {name: shape for name, shape in shapes.items() if quantisation is not None and quantisation.covers(name, shape)}
+    covered = {
+        name: shape for name, shape in shapes.items() if quantisation is not None and quantisation.covers(name, shape)
+    }
     classes: list[RankLayout] = []
     rank_class: list[int] = []
     replica: list[int] = []
@@ -94,7 +104,9 @@ def engine_layout(
         first, ranks = len(classes), shape.tensor * shape.pipeline
         for rank in range(ranks):
             tensors = _Rank(decoder, shape, rank).tensors()
-            classes.append(RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, covered), index, dtype))
+            classes.append(
+                RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, covered), index, dtype)
+            )
         for _ in range(shape.count):
             number = replica[-1] + 1 if replica else 0
             rank_class += range(first, first + ranks)
@@ -102,7 +114,9 @@ def engine_layout(
     return Layout(tuple(classes), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
 
 
-def in_fp8(tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, covered: Mapping[str, Sequence[int]]) -> list[LocalTensor]:
+def in_fp8(
+    tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, covered: Mapping[str, Sequence[int]]
+) -> list[LocalTensor]:
     """Buffers of linears in fp8, each with a buffer of scales behind it (`NAME_scale_inv`); others as they are.
 
     Raises:
@@ -115,7 +129,9 @@ def in_fp8(tensors: Sequence[LocalTensor], quantisation: BlockQuantisation, cove
             continue
         scales = tuple(_scale_piece(piece, local.name, quantisation, covered[piece.source]) for piece in local.pieces)
         result.append(replace(local, dtype=FP8))
-        result.append(LocalTensor(f"{local.name}{SCALE_SUFFIX}", quantisation.scale_shape(local.shape), scales, dtype="float32"))
+        result.append(
+            LocalTensor(f"{local.name}{SCALE_SUFFIX}", quantisation.scale_shape(local.shape), scales, dtype="float32")
+        )
     return result
 
 
@@ -124,7 +140,8 @@ def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, ful
     for start, at, size, whole_size, step in zip(piece.source_start, place, piece.shape, full, block, strict=True):
         if start % step or at % step or ((start + size) % step and start + size != whole_size):
             raise WeightSyncError(
-                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} on, which is not "
+                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} "
+                f"on, which is not "
                 f"in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
             )
     first = tuple(begin // step for begin, step in zip(piece.source_start, block, strict=True))
@@ -186,12 +203,20 @@ class _Rank:
         kv_rows = max(block.groups // size, 1) * block.head_dim
         kv_first = rank * kv_rows if block.groups >= size else rank // (size // block.groups) * block.head_dim
         cuts = (("q", rank * q_rows, q_rows), ("k", kv_first, kv_rows), ("v", kv_first, kv_rows))
-        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (block.hidden,))] + ([("bias", ())] if block.qkv_bias else [])
+        kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (block.hidden,))] + (
+            [("bias", ())] if block.qkv_bias else []
+        )
         tensors = [
-            stacked(f"{hf}qkv_proj.{kind}", [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts], tail)
+            stacked(
+                f"{hf}qkv_proj.{kind}", [(f"{hf}{name}_proj.{kind}", first, rows) for name, first, rows in cuts], tail
+            )
             for kind, tail in kinds
         ]
-        tensors.append(split(f"{hf}o_proj.weight", f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size))
+        tensors.append(
+            split(
+                f"{hf}o_proj.weight", f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size
+            )
+        )
         norms = ("q_norm", "k_norm") if block.qk_norm else ()
         return tensors + [whole(f"{hf}{name}.weight", f"{hf}{name}.weight", (block.head_dim,)) for name in norms]
 
@@ -207,13 +232,21 @@ class _Rank:
         if block.q_rank is None:
             queries = [cut("q_proj", 0), full("kv_a_proj_with_mqa")]
         else:
-            fused = stacked(f"{hf}fused_qkv_a_proj_with_mqa.weight", [(f"{hf}q_a_proj.weight", 0, block.q_rank), kv], (block.hidden,))
+            fused = stacked(
+                f"{hf}fused_qkv_a_proj_with_mqa.weight",
+                [(f"{hf}q_a_proj.weight", 0, block.q_rank), kv],
+                (block.hidden,),
+            )
             queries = [fused, full("q_a_layernorm"), cut("q_b_proj", 0)]
         return [*queries, full("kv_a_layernorm"), cut("kv_b_proj", 0), cut("o_proj", 1)]
 
     def _mlp(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.mlp(layer)
-        norm = whole(f"{prefix}post_attention_layernorm.weight", f"{prefix}post_attention_layernorm.weight", (self.decoder.hidden,))
+        norm = whole(
+            f"{prefix}post_attention_layernorm.weight",
+            f"{prefix}post_attention_layernorm.weight",
+            (self.decoder.hidden,),
+        )
         if isinstance(block, DenseMlp):
             return [norm, *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names)]
         if isinstance(block, Experts):

@@ -1,8 +1,9 @@
 """Where the blocks of block-wise fp8 lie: what a trainer rank can make of the weights that it holds.
 
-A rank whose region of `X.weight` consists of whole blocks also holds, in effect, the same region in fp8 and the rectangle of
-`X.weight_scale_inv` that belongs to it. The latter is a piece of its own, in a buffer that exists only in the plan. A sender makes both
-forms from whole blocks while it packs, so that a part of what it makes is always that part of the whole tensor's fp8 form.
+A rank whose region of `X.weight` consists of whole blocks also holds, in effect, the same region in fp8 and the
+rectangle of `X.weight_scale_inv` that belongs to it. The latter is a piece of its own, in a buffer that exists only in
+the plan. A sender makes both forms from whole blocks while it packs, so that a part of what it makes is always that
+part of the whole tensor's fp8 form.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ WEIGHTS, SCALES = "weights", "scales"
 
 @dataclass(frozen=True)
 class Blocks:
-    """Whole blocks of a sender's buffer, `[start : start + size]`, and what is made of them: WEIGHTS (fp8) or SCALES (float32).
+    """Whole blocks of a sender's buffer, `[start : start + size]`, and what is made of them: WEIGHTS (fp8) or SCALES
+    (float32).
 
     Only a tensor's last blocks may be smaller than `block` (rows, columns).
     """
@@ -35,7 +37,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A catalog's fp8 tensors as columns: `scale_of`, `weight_of` `[T]`, -1 where there is none; `block` `[T, 3]` of weights and scales."""
+    """A catalog's fp8 tensors as columns: `scale_of`, `weight_of` `[T]`, -1 where there is none; `block` `[T, 3]` of
+    weights and scales."""
 
     scale_of: Array
     weight_of: Array
@@ -72,7 +75,8 @@ def blocks_of_scales(start: Array, size: Array, block: Array, full: Array) -> tu
 
 
 def with_scales(source: Layout, catalog: Catalog) -> Layout:
-    """The trainer's side with the scales that it can compute: for the k-th piece with scales of a class, the class's k-th piece of scales.
+    """The trainer's side with the scales that it can compute: for the k-th piece with scales of a class, the class's
+    k-th piece of scales.
 
     Raises:
         WeightSyncError: a rank's piece cuts through a block.
@@ -88,14 +92,19 @@ def with_scales(source: Layout, catalog: Catalog) -> Layout:
         whole_start, whole_size = enclosing(start, size, block, catalog.shapes[tensor])
         cut = np.flatnonzero(((whole_start != start) | (whole_size != size)).any(axis=1))
         if len(cut):
-            _refuse_cut(catalog, rank, int(mine[cut[0]]), int(np.flatnonzero(source.rank_class == number)[0]), block[cut[0]])
+            _refuse_cut(
+                catalog, rank, int(mine[cut[0]]), int(np.flatnonzero(source.rank_class == number)[0]), block[cut[0]]
+            )
         classes.append(_extended(rank, mine, table.scale_of[tensor], start // block, -(-size // block)))
     return replace(source, classes=tuple(classes))
 
 
 def _extended(rank: RankLayout, weights: Array, scale: Array, start: Array, size: Array) -> RankLayout:
     count = len(rank.names)
-    names = tuple(f"{rank.names[b]}{SCALE_SUFFIX}:{row}" for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True))
+    names = tuple(
+        f"{rank.names[b]}{SCALE_SUFFIX}:{row}"
+        for b, row in zip(rank.buffer[weights].tolist(), weights.tolist(), strict=True)
+    )
     return RankLayout(
         (*rank.names, *names),
         (*rank.dtypes, *([SCALE_DTYPE] * len(names))),
@@ -113,8 +122,10 @@ def _refuse_cut(catalog: Catalog, rank: RankLayout, row: int, first_rank: int, b
     name, full = catalog.names[int(rank.tensor[row])], catalog.shapes[int(rank.tensor[row]), 1:].tolist()
     raise WeightSyncError(
         f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} {full} in one piece "
-        f"({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 block of {int(block[1])} x {int(block[2])}, whose scale no rank "
-        f"could compute alone. Choose actor.parallel.tensor (or expert_tensor) so that a rank's rows and columns, and a head's, are "
+        f"({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 block of {int(block[1])} x {int(block[2])}, "
+        f"whose scale no rank "
+        f"could compute alone. Choose actor.parallel.tensor (or expert_tensor) so that a rank's rows and columns, and "
+        f"a head's, are "
         f"multiples of the block, name the module in quantization_config.modules_to_not_convert, or serve in bfloat16"
     )
 
@@ -122,7 +133,8 @@ def _refuse_cut(catalog: Catalog, rank: RankLayout, row: int, first_rank: int, b
 def made_by_sender(
     catalog: Catalog, layout: RankLayout, piece: Array, start: Array, size: Array, dtypes: list[str]
 ) -> dict[int, tuple[int, tuple[int, ...], Blocks]]:
-    """What must be computed of a rank's deliveries: {row: (piece that is read, where the slice begins in what is made, the blocks)}.
+    """What must be computed of a rank's deliveries: {row: (piece that is read, where the slice begins in what is made,
+    the blocks)}.
 
     Args:
         piece: `[N]` row of the layout's pieces that each delivery comes from. start, size: `[N, 3]` in the HF tensor.

@@ -1,7 +1,8 @@
 """The trainer's side when parameters are sharded by rows over all ranks (FSDP2), under their Hugging Face names.
 
-FSDP2 cuts dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last ones fewer or none. A rank's shard is one
-rectangle of one HF tensor, so the slice plan sends straight from shards and nobody gathers a whole parameter.
+FSDP2 cuts dimension 0 as `torch.chunk` does: every rank gets ceil(rows / ranks) rows, the last ones fewer or none. A
+rank's shard is one rectangle of one HF tensor, so the slice plan sends straight from shards and nobody gathers a whole
+parameter.
 """
 
 from __future__ import annotations

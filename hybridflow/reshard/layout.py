@@ -1,8 +1,8 @@
 """Both sides' layouts as columnar data: which rectangle of which HF tensor lies where in which buffer of which rank.
 
-Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have 512 different ones, 1,024 engine ranks
-of 32 equal engines have 32. Shapes are padded with ones from the left to three dimensions, so that a rectangle of an HF matrix and its
-place in a stack of experts `[expert, row, column]` differ by an offset alone.
+Ranks with the same contents share a `RankLayout` (a *class* of ranks): 2,048 Megatron ranks have 512 different ones,
+1,024 engine ranks of 32 equal engines have 32. Shapes are padded with ones from the left to three dimensions, so that a
+rectangle of an HF matrix and its place in a stack of experts `[expert, row, column]` differ by an offset alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
         WeightSyncError: there are more than three.
     """
     if len(values) > DIMS:
-        raise WeightSyncError(f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice plan does not handle")
+        raise WeightSyncError(
+            f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice plan does not handle"
+        )
     return (*((fill,) * (DIMS - len(values))), *values)
 
 
@@ -42,8 +44,8 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
 class Catalog:
     """The HF tensors that both sides speak of: names and shapes `[T, 3]`.
 
-    `scales` `[S, 4]` has a row for each tensor that some engine takes in block-wise fp8: (its index, that of its scales, rows of a block,
-    columns of a block). The scales are tensors of the catalog.
+    `scales` `[S, 4]` has a row for each tensor that some engine takes in block-wise fp8: (its index, that of its
+    scales, rows of a block, columns of a block). The scales are tensors of the catalog.
     """
 
     names: tuple[str, ...]
@@ -58,7 +60,11 @@ class Catalog:
         if quantisation is not None:
             shapes, dtypes = quantisation.checkpoint(tensors)
             # the scales come right behind their tensor
-            pairs = [(position, position + 1, *quantisation.block) for position, name in enumerate(shapes) if dtypes.get(name) == FP8]
+            pairs = [
+                (position, position + 1, *quantisation.block)
+                for position, name in enumerate(shapes)
+                if dtypes.get(name) == FP8
+            ]
         matrix = np.array([padded(shape, 1) for shape in shapes.values()], dtype=np.int64).reshape(-1, DIMS)
         return cls(tuple(shapes), matrix, np.array(pairs, dtype=np.int64).reshape(-1, 4))
 
@@ -114,7 +120,9 @@ class RankLayout:
             raise WeightSyncError(f"{local.name} is filled from {piece.source}, which is {reason}") from None
         names = tuple(local.name for local in tensors)
         if len(set(names)) != len(names):
-            raise WeightSyncError(f"a rank's layout names a buffer twice: {sorted({n for n in names if names.count(n) > 1})[:4]}")
+            raise WeightSyncError(
+                f"a rank's layout names a buffer twice: {sorted({n for n in names if names.count(n) > 1})[:4]}"
+            )
         table = np.array(rows, dtype=np.int64).reshape(-1, 2 + 3 * DIMS)
         shapes = np.array([padded(local.shape, 1) for local in tensors], dtype=np.int64).reshape(-1, DIMS)
         dtypes = tuple(local.dtype or dtype for local in tensors)
@@ -122,7 +130,9 @@ class RankLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able columns."""
-        return {key: value.tolist() if isinstance(value, np.ndarray) else list(value) for key, value in vars(self).items()}
+        return {
+            key: value.tolist() if isinstance(value, np.ndarray) else list(value) for key, value in vars(self).items()
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankLayout:
@@ -135,7 +145,8 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """One side: the classes of ranks, the class of each rank `[R]`, and which replica (engine) each rank belongs to `[R]`."""
+    """One side: the classes of ranks, the class of each rank `[R]`, and which replica (engine) each rank belongs to
+    `[R]`."""
 
     classes: tuple[RankLayout, ...]
     rank_class: np.ndarray
@@ -173,7 +184,8 @@ class ParallelShape:
     last_stage_layers: int = 0
 
     def coordinates(self) -> list[Coordinates]:
-        """Each rank's place, in Megatron's default order (tensor, context, expert, data, pipeline; the last varies slowest).
+        """Each rank's place, in Megatron's default order (tensor, context, expert, data, pipeline; the last varies
+        slowest).
 
         Raises:
             WeightSyncError: the sizes do not multiply to a divisor of `ranks`.
@@ -181,7 +193,9 @@ class ParallelShape:
         stage = self.ranks // self.pipeline
         for product in (self.pipeline * self.tensor * self.context, self.pipeline * self.expert * self.expert_tensor):
             if product < 1 or self.ranks % product:
-                raise WeightSyncError(f"{self.ranks} ranks are no multiple of {product}, the product of the parallel sizes {self}")
+                raise WeightSyncError(
+                    f"{self.ranks} ranks are no multiple of {product}, the product of the parallel sizes {self}"
+                )
         uneven = {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
         return [
             Coordinates(
@@ -201,7 +215,8 @@ class ParallelShape:
 
 
 def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
-    """All parameters of a rank; with virtual stages their names begin with `chunk0.`, `chunk1.`, ... (Megatron's list of models)."""
+    """All parameters of a rank; with virtual stages their names begin with `chunk0.`, `chunk1.`, ... (Megatron's list
+    of models)."""
     if at.vpp_size == 1:
         return family.local_tensors(at)
     chunks = enumerate(at.virtual_stages())

@@ -44,14 +44,17 @@ def link_loads(plan: SlicePlan) -> LinkLoads:
     egress, packed = (np.zeros(plan.source.num_ranks, dtype=np.int64) for _ in range(2))
     nbytes = table.nbytes[sends.delivery]
     np.add.at(egress, sends.source, nbytes * (sends.last - sends.first))
-    _, first = np.unique(sends.source * (int(table.slice_id.max(initial=0)) + 1) + table.slice_id[sends.delivery], return_index=True)
+    _, first = np.unique(
+        sends.source * (int(table.slice_id.max(initial=0)) + 1) + table.slice_id[sends.delivery], return_index=True
+    )
     np.add.at(packed, sends.source[first], nbytes[first])
     ingress = per_class[plan.target.rank_class]
     return LinkLoads(egress, ingress, packed, max(float(ingress.max(initial=0)), egress_bound(plan)))
 
 
 def egress_bound(plan: SlicePlan) -> float:
-    """Lower bound on the busiest sender: what only the ranks of a set can send, over the size of the set, for every set of holders."""
+    """Lower bound on the busiest sender: what only the ranks of a set can send, over the size of the set, for every set
+    of holders."""
     sets, of_region = holder_sets(plan.regions, plan.source)
     table = plan.deliveries
     receivers = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))

@@ -1,8 +1,8 @@
 """Plan how the ranks of one pipeline stage hand their pieces to the stage's leader, each element once.
 
-Pure: knows layouts (`hybridflow.models.layout`), neither Megatron nor processes. Every rank computes the same plan from the same
-coordinates, so nothing but tensor bytes needs to travel. Replicas (tensor-parallel copies of norms, tied embeddings on two stages)
-are sent by one owner, the one with the fewest bytes so far.
+Pure: knows layouts (`hybridflow.models.layout`), neither Megatron nor processes. Every rank computes the same plan from
+the same coordinates, so nothing but tensor bytes needs to travel. Replicas (tensor-parallel copies of norms, tied
+embeddings on two stages) are sent by one owner, the one with the fewest bytes so far.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class OwnedPiece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole HF tensors that travel together: bounded by the plan's `bucket_bytes` (a single larger tensor travels alone)."""
+    """Whole HF tensors that travel together: bounded by the plan's `bucket_bytes` (a single larger tensor travels
+    alone)."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     pieces: tuple[OwnedPiece, ...]
@@ -48,7 +49,9 @@ class StagePlan:
     buckets: tuple[Bucket, ...]
 
 
-def plan_stages(family: Family, ranks: Sequence[Coordinates], bucket_bytes: int, bytes_per_element: int) -> list[StagePlan]:
+def plan_stages(
+    family: Family, ranks: Sequence[Coordinates], bucket_bytes: int, bytes_per_element: int
+) -> list[StagePlan]:
     """Assign every region of every HF tensor to one owning rank and group tensors into buckets by stage.
 
     Args:
@@ -64,7 +67,8 @@ def plan_stages(family: Family, ranks: Sequence[Coordinates], bucket_bytes: int,
     _prove_cover(shapes, owned)
     by_stage: dict[int, dict[str, list[OwnedPiece]]] = {}
     for name in shapes:
-        # a tensor whose replicas stand on several stages (tied embeddings) has one owner per region, all on the same stage
+        # a tensor whose replicas stand on several stages (tied embeddings) has one owner per region, all on the same
+        # stage
         stage = ranks[owned[name][0].rank].pp_rank
         by_stage.setdefault(stage, {})[name] = owned[name]
     plans = []
@@ -95,10 +99,16 @@ def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> dict[str, li
 def _prove_cover(shapes: Mapping[str, tuple[int, ...]], owned: Mapping[str, Sequence[OwnedPiece]]) -> None:
     unknown, missing = sorted(owned.keys() - shapes.keys()), sorted(shapes.keys() - owned.keys())
     if unknown or missing:
-        raise WeightSyncError(f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or leaves out {missing[:4]}")
+        raise WeightSyncError(
+            f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or leaves out {missing[:4]}"
+        )
     for name, shape in shapes.items():
         pieces = [option.piece for option in owned[name]]
-        if any(start + size > full for p in pieces for start, size, full in zip(p.source_start, p.shape, shape, strict=True)):
+        if any(
+            start + size > full
+            for p in pieces
+            for start, size, full in zip(p.source_start, p.shape, shape, strict=True)
+        ):
             raise WeightSyncError(f"a piece of {name} reaches beyond its shape {shape}")
         if sum(piece.numel for piece in pieces) != prod(shape) or _any_overlap(pieces):
             raise WeightSyncError(f"the pieces of {name} {shape} do not cover every element exactly once")
@@ -121,8 +131,9 @@ def _any_overlap(pieces: Sequence[Piece]) -> bool:
 def _travelling_together(names: Iterable[str]) -> list[list[str]]:
     """Names in order, in lists that must not be split over buckets.
 
-    SGLang joins DeepSeek's two down projections into one parameter, and waits for the second only within one call of its loader
-    (models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj`): apart they would be dropped without a word.
+    SGLang joins DeepSeek's two down projections into one parameter, and waits for the second only within one call of
+    its loader (models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj`): apart they would be dropped without
+    a word.
     """
     first, second = ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight"
     ordered = list(names)
@@ -131,7 +142,9 @@ def _travelling_together(names: Iterable[str]) -> list[list[str]]:
     return [[name, partner[name]] if name in partner else [name] for name in ordered if name not in followers]
 
 
-def _buckets(tensors: Mapping[str, list[OwnedPiece]], shapes: Mapping[str, tuple[int, ...]], max_elements: int) -> list[Bucket]:
+def _buckets(
+    tensors: Mapping[str, list[OwnedPiece]], shapes: Mapping[str, tuple[int, ...]], max_elements: int
+) -> list[Bucket]:
     buckets: list[Bucket] = []
     names: list[str] = []
     elements = 0

@@ -1,4 +1,5 @@
-"""Make a slice plan: intersect, bucket, choose sources. Pure and vectorised: a model of 10^12 parameters takes seconds."""
+"""Make a slice plan: intersect, bucket, choose sources. Pure and vectorised: a model of 10^12 parameters takes
+seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_ite
 Array = np.ndarray
 Table = dict[str, Array]
 
-# dtypes that a sender casts between while it packs; block-wise fp8 is made only of tensors that the catalog has scales for
+# dtypes that a sender casts between while it packs; block-wise fp8 is made only of tensors that the catalog has scales
+# for
 CASTS = ("float32", "bfloat16", "float16")
 
 
@@ -26,10 +28,12 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
 
     Args:
         catalog: with scales for the tensors that an engine takes in block-wise fp8; the source need not speak of them.
-        staging_bytes: memory that a rank, sending or receiving, may use for messages under way; two buckets fit into it.
+        staging_bytes: memory that a rank, sending or receiving, may use for messages under way; two buckets fit into
+            it.
 
     Raises:
-        WeightSyncError: the source lacks what the target needs, a dtype pair has no conversion, a trainer rank's piece cuts
+        WeightSyncError: the source lacks what the target needs, a dtype pair has no conversion, a trainer rank's piece
+        cuts
             through an fp8 block, or a fused tensor does not fit a bucket.
     """
     conversions = _conversions(catalog, source, target)
@@ -42,7 +46,10 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     rows = _fill_buckets(_order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
     table = _table(rows, need)
     holders = Regions(
-        have["tensor"][regions["first"]], have["start"][regions["first"]], have["size"][regions["first"]], *_holders(have, of_piece)
+        have["tensor"][regions["first"]],
+        have["start"][regions["first"]],
+        have["size"][regions["first"]],
+        *_holders(have, of_piece),
     )
     counts = np.bincount(target.rank_class, minlength=len(target.classes))
     sends = assign_sources(table, holders, source, counts)
@@ -50,7 +57,8 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
 
 
 def group_rows(matrix: Array) -> tuple[Array, Array]:
-    """Equal rows of `[N, C]`: (index of the first of each group, group of each row); groups are in lexicographic order."""
+    """Equal rows of `[N, C]`: (index of the first of each group, group of each row); groups are in lexicographic
+    order."""
     order = np.lexsort(matrix.T[::-1])
     ordered = matrix[order]
     is_new = np.ones(len(order), dtype=bool)
@@ -84,20 +92,23 @@ def _intersect(catalog: Catalog, regions: Table, need: Table) -> Table:
     short = np.flatnonzero(found != boxes.volumes(need["size"]))
     if len(short):
         names = sorted({catalog.names[t] for t in need["tensor"][short].tolist()})
-        raise WeightSyncError(f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); is a pipeline stage left out?")
+        raise WeightSyncError(
+            f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors); is a pipeline stage left out?"
+        )
     return {"need": i, "region": regions["part"][j], "start": start, "size": size}
 
 
 def _atoms(need: Table) -> tuple[Array, Array]:
-    """(atom of each target piece, whether the atom has several tensors). An atom is an engine buffer, or one matrix of a stack."""
+    """(atom of each target piece, whether the atom has several tensors). An atom is an engine buffer, or one matrix of
+    a stack."""
     _, atom = group_rows(np.column_stack([need["class"], need["buffer"], need["local"][:, 0]]))
     pairs, _ = group_rows(np.column_stack([atom, need["tensor"]]))
     return atom, np.bincount(atom[pairs]) > 1
 
 
 def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Table:
-    """Cut slices that are larger than a bucket along their first axis that is longer than one; fp8 between its blocks where that is fine
-    enough, or a sender would work out a block's scale twice.
+    """Cut slices that are larger than a bucket along their first axis that is longer than one; fp8 between its blocks
+    where that is fine enough, or a sender would work out a block's scale twice.
     """
     atom, fused = _atoms(need)
     nbytes = boxes.volumes(rows["size"]) * rows["item"]
@@ -109,7 +120,10 @@ def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Tabl
     step[large] = bucket_bytes // (nbytes[large] // length[large])
     if (step < 1).any():
         most = int((nbytes // length)[step < 1].max())
-        raise WeightSyncError(f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes to {2 * most} or more")
+        raise WeightSyncError(
+            f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes to {2 * most} or "
+            f"more"
+        )
     table = Quantised.of(catalog)
     tensor = need["tensor"][rows["need"][large]]
     block = np.where(table.scale_of[tensor] >= 0, table.block[tensor, axis[large]], 1)
@@ -132,7 +146,17 @@ def _order(rows: Table, need: Table) -> Table:
     # slices of an atom with one tensor are units of their own
     position = np.where(fused[mine], lead[mine], need["tensor"][rows["need"]])
     start = rows["start"]
-    order = np.lexsort((start[:, 2], start[:, 1], start[:, 0], need["tensor"][rows["need"]], mine, position, need["class"][rows["need"]]))
+    order = np.lexsort(
+        (
+            start[:, 2],
+            start[:, 1],
+            start[:, 0],
+            need["tensor"][rows["need"]],
+            mine,
+            position,
+            need["class"][rows["need"]],
+        )
+    )
     ordered = {name: values[order] for name, values in rows.items()}
     mine = mine[order]
     joined = np.zeros(len(mine), dtype=bool)
@@ -171,11 +195,14 @@ def _table(rows: Table, need: Table) -> Deliveries:
     keys = np.column_stack([rows["region"], rows["start"], rows["size"], rows["item"]])
     _, slice_id = group_rows(keys)
     receiver, piece = need["class"][rows["need"]], need["row"][rows["need"]]
-    return Deliveries(receiver, piece, rows["region"], rows["start"], rows["size"], rows["nbytes"], rows["bucket"], slice_id)
+    return Deliveries(
+        receiver, piece, rows["region"], rows["start"], rows["size"], rows["nbytes"], rows["bucket"], slice_id
+    )
 
 
 def _phases(table: Deliveries, target: Layout) -> Array:
-    """Where each engine rank begins, spread evenly: were all to begin with layer 0, they would queue at the first pipeline stage."""
+    """Where each engine rank begins, spread evenly: were all to begin with layer 0, they would queue at the first
+    pipeline stage."""
     last = np.zeros(len(target.classes), dtype=np.int64)
     np.maximum.at(last, table.receiver, table.bucket)
     member = np.zeros(target.num_ranks, dtype=np.int64)
@@ -193,12 +220,15 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
     bad = sorted((kinds[0] - set(CASTS)) | (kinds[1] - {*CASTS, FP8}))
     if bad:
         raise WeightSyncError(
-            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among {', '.join(CASTS)}, "
+            f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among "
+            f"{', '.join(CASTS)}, "
             f"and from these to block-wise {FP8}"
         )
     problem = next(fp8_faults(catalog, target), None)
     if problem is not None:
-        raise WeightSyncError(f"{problem}; plan with the scales of the model's quantization_config, or serve in bfloat16")
+        raise WeightSyncError(
+            f"{problem}; plan with the scales of the model's quantization_config, or serve in bfloat16"
+        )
     return tuple((a, b) for a in sorted(kinds[0]) for b in sorted(kinds[1]) if a != b)
 
 
@@ -208,9 +238,20 @@ def fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
     for rank in target.classes:
         real = rank.tensor >= 0
         for rows, wanted, problem in (
-            (table.scale_of[rank.tensor] < 0, (*CASTS,), f"is to be filled in {FP8}, for which the catalog has no scales"),
-            (table.weight_of[rank.tensor] >= 0, (SCALE_DTYPE,), f"takes scales, which are {SCALE_DTYPE}, in another dtype"),
+            (
+                table.scale_of[rank.tensor] < 0,
+                (*CASTS,),
+                f"is to be filled in {FP8}, for which the catalog has no scales",
+            ),
+            (
+                table.weight_of[rank.tensor] >= 0,
+                (SCALE_DTYPE,),
+                f"takes scales, which are {SCALE_DTYPE}, in another dtype",
+            ),
         ):
             allowed = np.array([dtype in wanted for dtype in rank.dtypes], dtype=bool)
             for row in np.flatnonzero(real & rows & ~allowed[rank.buffer])[:1].tolist():
-                yield f"the engine's {rank.names[int(rank.buffer[row])]} {problem} ({catalog.names[int(rank.tensor[row])]})"
+                yield (
+                    f"the engine's {rank.names[int(rank.buffer[row])]} {problem} "
+                    f"({catalog.names[int(rank.tensor[row])]})"
+                )

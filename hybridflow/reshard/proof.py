@@ -1,9 +1,9 @@
 """Prove a slice plan before a byte moves, from its data alone and by other means than the planner's.
 
-Shown: every element of every engine buffer is written exactly once or is declared padding; every slice comes whole from a region that its
-sender holds; every engine rank of a class is served once; every HF tensor is used whole by every engine, or named as unused; fused
-tensors travel in one bucket; no bucket is larger than it may be; senders hold all of the blocks that they make fp8 and scales of, and an
-engine that takes a weight in fp8 takes its scales.
+Shown: every element of every engine buffer is written exactly once or is declared padding; every slice comes whole from
+a region that its sender holds; every engine rank of a class is served once; every HF tensor is used whole by every
+engine, or named as unused; fused tensors travel in one bucket; no bucket is larger than it may be; senders hold all of
+the blocks that they make fp8 and scales of, and an engine that takes a weight in fp8 takes its scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Proof:
-    """What was shown: number of slices and target elements, elements of padding, HF tensors that no engine takes, the plan's hash."""
+    """What was shown: number of slices and target elements, elements of padding, HF tensors that no engine takes, the
+    plan's hash."""
 
     slices: int
     elements: int
@@ -45,14 +46,25 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
         WeightSyncError: the first few faults, each with buffer, tensor or rank.
     """
     faults = [*_buffer_faults("engine", plan.target), *_buffer_faults("trainer", plan.source)]
-    faults += [*_bounds_faults("engine", plan.catalog, plan.target), *_bounds_faults("trainer", plan.catalog, plan.source)]
+    faults += [
+        *_bounds_faults("engine", plan.catalog, plan.target),
+        *_bounds_faults("trainer", plan.catalog, plan.source),
+    ]
     _refuse(faults)  # the checks below rely on the tables being sound
-    faults += [*_piece_faults(plan), *_sender_faults(plan), *_service_faults(plan), *_bucket_faults(plan), *_dtype_faults(plan)]
+    faults += [
+        *_piece_faults(plan),
+        *_sender_faults(plan),
+        *_service_faults(plan),
+        *_bucket_faults(plan),
+        *_dtype_faults(plan),
+    ]
     faults += _block_faults(plan)
     unused, partial = tensor_use(plan.catalog, plan.target)
     faults += [f"an engine takes only a part of {name}" for name in partial]
     faults += [
-        f"no part of {name} is taken by some engine; leave it out of the model or allow it" for name in unused if name not in allow_unused
+        f"no part of {name} is taken by some engine; leave it out of the model or allow it"
+        for name in unused
+        if name not in allow_unused
     ]
     _refuse(faults)
     padding = sum(int(boxes.volumes(rank.size[rank.tensor == PADDING]).sum()) for rank in plan.target.classes)
@@ -70,16 +82,20 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
     unlike = sorted(n for n in layout.keys() & actual.keys() if padded(layout[n], 1) != padded(actual[n], 1))
     if extra or missing or unlike:
         raise WeightSyncError(
-            f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, missing {missing[:_SHOWN]}, "
+            f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, missing "
+            f"{missing[:_SHOWN]}, "
             f"of another shape {[(n, tuple(layout[n]), tuple(actual[n])) for n in unlike[:_SHOWN]]}"
         )
 
 
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
-    """HF tensors of which some engine takes (nothing, only a part). Scales are asked for only by engines that take the weight in fp8."""
+    """HF tensors of which some engine takes (nothing, only a part). Scales are asked for only by engines that take the
+    weight in fp8."""
     pieces, table = piece_columns(target), Quantised.of(catalog)
     in_fp8 = _pieces_in_fp8(target)
-    kinds = {tuple(np.unique(target.rank_class[target.replica == replica]).tolist()) for replica in np.unique(target.replica)}
+    kinds = {
+        tuple(np.unique(target.rank_class[target.replica == replica]).tolist()) for replica in np.unique(target.replica)
+    }
     unused: set[int] = set()
     partial: set[int] = set()
     full = boxes.volumes(catalog.shapes)
@@ -122,7 +138,11 @@ def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
 
 def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]:
     pieces = piece_columns(layout)
-    beyond = (pieces["start"] < 0) | (pieces["start"] + pieces["size"] > catalog.shapes[pieces["tensor"]]) | (pieces["size"] < 1)
+    beyond = (
+        (pieces["start"] < 0)
+        | (pieces["start"] + pieces["size"] > catalog.shapes[pieces["tensor"]])
+        | (pieces["size"] < 1)
+    )
     for row in np.flatnonzero(beyond.any(axis=1))[:_SHOWN].tolist():
         yield f"{side}: a piece of {catalog.names[int(pieces['tensor'][row])]} is empty or reaches beyond the tensor"
 
@@ -131,14 +151,19 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
     """Pieces that the deliveries do not fill exactly once."""
     table = plan.deliveries
     first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
-    tensor, start, size = (np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "start", "size"))
+    tensor, start, size = (
+        np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "start", "size")
+    )
     piece = first[table.receiver] + table.piece
     bounds = np.where((tensor == PADDING)[:, None], 0, size)
     for fault in boxes.cover_faults(piece, table.start - start[piece], table.size, bounds):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
         layout, row = plan.target.classes[number], fault.key - int(first[number])
         name = layout.names[int(layout.buffer[row])]
-        yield f"the slices for {name} of engine class {number} from {plan.catalog.names[int(tensor[fault.key])]}: {fault.kind}"
+        yield (
+            f"the slices for {name} of engine class {number} from {plan.catalog.names[int(tensor[fault.key])]}: "
+            f"{fault.kind}"
+        )
 
 
 def _sender_faults(plan: SlicePlan) -> Iterator[str]:
@@ -172,9 +197,13 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
     """Deliveries that some rank of the class gets twice or not at all."""
     sends, table = plan.sends, plan.deliveries
     counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
-    faults = boxes.cover_faults(sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None])
+    faults = boxes.cover_faults(
+        sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None]
+    )
     for fault in faults:
-        yield f"delivery {fault.key} does not reach each of its {int(counts[fault.key])} engine ranks once ({fault.kind})"
+        yield (
+            f"delivery {fault.key} does not reach each of its {int(counts[fault.key])} engine ranks once ({fault.kind})"
+        )
 
 
 def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
@@ -183,12 +212,19 @@ def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
     filled = np.zeros(len(plan.target.classes) * width, dtype=np.int64)
     np.add.at(filled, table.receiver * width + table.bucket, table.nbytes)
     for key in np.flatnonzero(filled > plan.bucket_bytes)[:_SHOWN].tolist():
-        yield f"bucket {key % width} of engine class {key // width} has {int(filled[key])} bytes, more than {plan.bucket_bytes}"
+        yield (
+            f"bucket {key % width} of engine class {key // width} has {int(filled[key])} bytes, more than "
+            f"{plan.bucket_bytes}"
+        )
     first = np.cumsum([0, *(len(rank.tensor) for rank in plan.target.classes)])
-    columns = {n: np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "buffer", "local")}
+    columns = {
+        n: np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "buffer", "local")
+    }
     piece = first[table.receiver] + table.piece
     _, atom = group_rows(np.column_stack([table.receiver, columns["buffer"][piece], columns["local"][piece, 0]]))
-    tensors, buckets = (np.bincount(atom[group_rows(np.column_stack([atom, x]))[0]]) for x in (columns["tensor"][piece], table.bucket))
+    tensors, buckets = (
+        np.bincount(atom[group_rows(np.column_stack([atom, x]))[0]]) for x in (columns["tensor"][piece], table.bucket)
+    )
     for number in np.flatnonzero((tensors > 1) & (buckets > 1))[:_SHOWN].tolist():
         row = int(np.flatnonzero(atom == number)[0])
         layout = plan.target.classes[int(table.receiver[row])]
@@ -204,7 +240,10 @@ def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
 
 def _pieces_in_fp8(target: Layout) -> np.ndarray:
     """Which rows of `piece_columns(target)` lie in buffers of fp8."""
-    flags = [np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer[rank.tensor != PADDING]] for rank in target.classes]
+    flags = [
+        np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer[rank.tensor != PADDING]]
+        for rank in target.classes
+    ]
     return np.concatenate(flags)
 
 
@@ -215,21 +254,32 @@ def _block_faults(plan: SlicePlan) -> Iterator[str]:
         weights, scales = table.weight_rows(rank.tensor), table.scale_rows(rank.tensor)
         wanted = rank.tensor[scales]
         weight = table.weight_of[wanted]
-        start, size = blocks_of_scales(rank.start[scales], rank.size[scales], table.block[wanted], catalog.shapes[weight])
+        start, size = blocks_of_scales(
+            rank.start[scales], rank.size[scales], table.block[wanted], catalog.shapes[weight]
+        )
         first = int(np.flatnonzero(plan.source.rank_class == number)[0])
         if len(weights) != len(scales):
             yield f"trainer rank {first} has {len(weights)} pieces of weights with scales and {len(scales)} of scales"
             continue
-        unlike = (rank.tensor[weights] != weight) | (rank.start[weights] != start).any(axis=1) | (rank.size[weights] != size).any(axis=1)
+        unlike = (
+            (rank.tensor[weights] != weight)
+            | (rank.start[weights] != start).any(axis=1)
+            | (rank.size[weights] != size).any(axis=1)
+        )
         for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
             yield f"trainer rank {first} does not hold the weights of its part of {catalog.names[int(wanted[row])]}"
     regions, rows = plan.regions, np.flatnonzero(_deliveries_in_fp8(plan))
     region = plan.deliveries.region[rows]
     tensor = regions.tensor[region]
-    start, size = enclosing(plan.deliveries.start[rows], plan.deliveries.size[rows], table.block[tensor], catalog.shapes[tensor])
+    start, size = enclosing(
+        plan.deliveries.start[rows], plan.deliveries.size[rows], table.block[tensor], catalog.shapes[tensor]
+    )
     low, high = regions.start[region], regions.start[region] + regions.size[region]
     for row in np.flatnonzero(((start < low) | (start + size > high)).any(axis=1))[:_SHOWN].tolist():
-        yield f"slice {int(rows[row])} of {catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the region it is made of"
+        yield (
+            f"slice {int(rows[row])} of {catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the "
+            f"region it is made of"
+        )
 
 
 def _deliveries_in_fp8(plan: SlicePlan) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Axis-parallel rectangles in bulk: intersection, subtraction, and the proof that they cover something exactly once.
 
-A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`; a third array `key` `[N]` says what each lies in (a tensor, a
-buffer), and only rectangles of equal key meet. Everything is vectorised: a plan for a model of 10^12 parameters has some 10^5 rectangles.
+A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`; a third array `key` `[N]` says what each lies in
+(a tensor, a buffer), and only rectangles of equal key meet. Everything is vectorised: a plan for a model of 10^12
+parameters has some 10^5 rectangles.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ def intersect(start_a: Array, size_a: Array, start_b: Array, size_b: Array) -> t
 def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     """Index pairs `[P, 2]` of rectangles of equal key that share an element.
 
-    Sorted by (key, start along the key's most divided axis), a rectangle can only meet those that follow before its own end.
+    Sorted by (key, start along the key's most divided axis), a rectangle can only meet those that follow before its own
+    end.
     """
     if len(key) < 2:
         return np.empty((0, 2), dtype=np.int64)
     _, compact = np.unique(key, return_inverse=True)
     compact = compact.astype(np.int64)
     span = int((start + size).max()) + 1
-    # a stack of matrices is divided along another axis than a fused one: with one axis for all, pairs would grow with the square
+    # a stack of matrices is divided along another axis than a fused one: with one axis for all, pairs would grow with
+    # the square
     distinct = [np.bincount(np.unique(compact * span + start[:, d]) // span) for d in range(start.shape[1])]
     axis = np.argmax(distinct, axis=0)[compact]
     rows = np.arange(len(key))
@@ -83,10 +86,14 @@ def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[C
         key: `[N]`, indices into bounds. start, size: `[N, D]`. bounds: `[K, D]`, the shape of each key.
     """
     faults = [
-        CoverFault(int(k), "beyond", 0) for k in np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
+        CoverFault(int(k), "beyond", 0)
+        for k in np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
     ]
     pairs = overlapping_pairs(key, start, size)
-    faults += [CoverFault(int(k), "overlap", int(n)) for k, n in zip(*np.unique(key[pairs[:, 0]], return_counts=True), strict=True)]
+    faults += [
+        CoverFault(int(k), "overlap", int(n))
+        for k, n in zip(*np.unique(key[pairs[:, 0]], return_counts=True), strict=True)
+    ]
     covered = np.zeros(len(bounds), dtype=np.int64)
     np.add.at(covered, key, volumes(size))
     gap = volumes(bounds) - covered

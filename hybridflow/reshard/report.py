@@ -24,7 +24,14 @@ from hybridflow.reshard.proof import Proof, prove
 from hybridflow.reshard.simulate import Fabric, Simulation, simulate
 from hybridflow.reshard.slices import SlicePlan
 
-SHORT = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
+SHORT = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vpp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+}
 SHORT |= {"dpa": "data_attention", "first": "first_stage_layers", "last": "last_stage_layers"}
 
 
@@ -71,7 +78,9 @@ def parse_shape(text: str) -> dict[str, int]:
     for word in (rest if values else text).split(","):
         name, _, number = word.strip().partition("=")
         if not number.isdigit() or int(number) < (0 if name in ("first", "last") else 1):
-            raise WeightSyncError(f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are {', '.join(SHORT)}, ranks")
+            raise WeightSyncError(
+                f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are {', '.join(SHORT)}, ranks"
+            )
         values[SHORT.get(name, name)] = int(number)
     return values
 
@@ -85,7 +94,9 @@ def build(kind: type, text: str) -> Any:
     values, known = parse_shape(text), {field.name for field in fields(kind)}
     unknown = sorted(values.keys() - known)
     if unknown or (kind is ParallelShape and "ranks" not in values):
-        names = sorted({short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count", "dense"}))
+        names = sorted(
+            {short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count", "dense"})
+        )
         problem = f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
         raise WeightSyncError(f"{text!r}: {problem}; there are {', '.join(names)}")
     return kind(**values)
@@ -103,8 +114,8 @@ def dry_run(
     """Plan, prove and simulate.
 
     Args:
-        dtype: of the trainer's weights. engine_dtype: of the engines', where it is another; FP8 is block-wise, as the config's
-            `quantization_config` has it or in blocks of 128 x 128, and leaves the other tensors in `dtype`.
+        dtype: of the trainer's weights. engine_dtype: of the engines', where it is another; FP8 is block-wise, as the
+            config's `quantization_config` has it or in blocks of 128 x 128, and leaves the other tensors in `dtype`.
 
     Raises:
         ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
@@ -141,9 +152,13 @@ def table(run: DryRun) -> str:
         ("hottest link", f"{f['hottest_link_bytes'] / gb:,.3f} GB, {f['hottest_link_ratio']:.3f} x the lower bound"),
         (
             "peak staging",
-            f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, {f['receiver_staging_bytes'] / 2**20:,.0f} MiB a receiver",
+            f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, {f['receiver_staging_bytes'] / 2**20:,.0f} MiB a "
+            f"receiver",
         ),
-        ("predicted time", f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire's bound ({f['wire_bound_s']:,.3f} s)"),
+        (
+            "predicted time",
+            f"{f['seconds']:,.3f} s, {100 * f['wire_share']:.1f}% of the wire's bound ({f['wire_bound_s']:,.3f} s)",
+        ),
         ("to copy a staged shard into place", f"{f['commit_s']:,.3f} s"),
         ("proof", f"every engine element written once; {len(f['unused'])} tensors unused"),
         ("plan", f"{f['plan_hash'][:16]}, made in {f['plan_s']:.1f} s"),

@@ -1,8 +1,9 @@
 """Run a plan against modelled links: how long it takes, and why.
 
-The model: every rank has one full-duplex link of a given bandwidth. A sender gives its messages away one after another in the plan's
-order, each when its receiver has a free buffer (two buckets each, freed when scattered). A receiver's bucket is there when its last
-message is, and not sooner than its link can carry the bucket. The switch between is not a limit (a non-blocking fabric).
+The model: every rank has one full-duplex link of a given bandwidth. A sender gives its messages away one after another
+in the plan's order, each when its receiver has a free buffer (two buckets each, freed when scattered). A receiver's
+bucket is there when its last message is, and not sooner than its link can carry the bucket. The switch between is not a
+limit (a non-blocking fabric).
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Simulation:
 
 
 def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
-    """Execute the plan in the model. `commit_s`, the copy of a staged shard into place after all have everything, is not in `seconds`."""
+    """Execute the plan in the model. `commit_s`, the copy of a staged shard into place after all have everything, is
+    not in `seconds`."""
     step, sender, receiver, nbytes = _messages(plan)
     loads = link_loads(plan)
     finish = np.zeros(plan.target.num_ranks)  # when the last bucket's bytes were there
@@ -101,12 +103,14 @@ def simulate(plan: SlicePlan, fabric: Fabric) -> Simulation:
 
 
 def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, duration: np.ndarray) -> np.ndarray:
-    """When each message has left, its sender's messages (adjacent rows) going one after another; updates `sender_free`."""
+    """When each message has left, its sender's messages (adjacent rows) going one after another; updates
+    `sender_free`."""
     is_first = np.diff(sender, prepend=-1) != 0
     segment = np.cumsum(is_first) - 1
     before = np.cumsum(duration) - duration
     before -= before[is_first][segment]
-    # in a chain e_m = max(e_{m-1}, ready_m) + d_m, so e_m = (sum of d up to m) + running maximum of (ready_j - sum of d before j)
+    # in a chain e_m = max(e_{m-1}, ready_m) + d_m, so e_m = (sum of d up to m) + running maximum of (ready_j - sum of d
+    # before j)
     slack = np.maximum(ready, sender_free[sender]) - before
     step_up = (float(slack.max(initial=0.0)) - float(slack.min(initial=0.0)) + 1.0) * segment
     start = np.maximum.accumulate(slack + step_up) - step_up

@@ -1,9 +1,9 @@
 """The slice plan: for every rectangle that an engine needs, the trainer rank that sends it, and when.
 
-The pieces of both sides are intersected; each element that an engine rank needs is delivered to it once. Among the ranks that hold the
-same region (data-parallel replicas) the work is shared so that the busiest link is as idle as it can be. A slice that several engine
-ranks need is one row with several receivers: packed once, sent to each (multicast). The plan is plain data: columns of integers, a hash,
-JSON. Nothing here knows Megatron, SGLang or processes.
+The pieces of both sides are intersected; each element that an engine rank needs is delivered to it once. Among the
+ranks that hold the same region (data-parallel replicas) the work is shared so that the busiest link is as idle as it
+can be. A slice that several engine ranks need is one row with several receivers: packed once, sent to each (multicast).
+The plan is plain data: columns of integers, a hash, JSON. Nothing here knows Megatron, SGLang or processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Deliveries:
 
     Attributes:
         receiver: `[N]` class of the target ranks; all ranks of the class receive the row.
-        piece: `[N]` row of the class's pieces. region: `[N]` row of `Regions`: the source rectangle that it is cut from.
+        piece: `[N]` row of the class's pieces. region: `[N]` row of `Regions`: the source rectangle that it is cut
+            from.
         start, size: `[N, 3]` the slice, in the HF tensor.
         nbytes: `[N]` on the wire, in the target's dtype. bucket: `[N]` number of the receiver's bucket.
         slice_id: `[N]` equal for rows that carry the same elements of the same source region: packed once.
@@ -47,7 +48,8 @@ class Deliveries:
 
 @dataclass(frozen=True)
 class Regions:
-    """Distinct rectangles of the source side and who holds them: `holders[offsets[i]:offsets[i+1]]` are classes of source ranks."""
+    """Distinct rectangles of the source side and who holds them: `holders[offsets[i]:offsets[i+1]]` are classes of
+    source ranks."""
 
     tensor: Array
     start: Array
@@ -58,7 +60,8 @@ class Regions:
 
 @dataclass(frozen=True)
 class Sends:
-    """Who sends which delivery to which of its receivers: `receivers_of(class)[first:last]` get row `delivery` from rank `source`."""
+    """Who sends which delivery to which of its receivers: `receivers_of(class)[first:last]` get row `delivery` from
+    rank `source`."""
 
     delivery: Array
     source: Array
@@ -68,7 +71,8 @@ class Sends:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The whole plan. `phase[r]` is the bucket with which engine rank r begins; it goes on in order and wraps around."""
+    """The whole plan. `phase[r]` is the bucket with which engine rank r begins; it goes on in order and wraps
+    around."""
 
     catalog: Catalog
     source: Layout
@@ -86,8 +90,15 @@ class SlicePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` gives an equal plan back."""
-        tables = {name: {k: v.tolist() for k, v in vars(getattr(self, name)).items()} for name in ("regions", "deliveries", "sends")}
-        catalog = {"names": list(self.catalog.names), "shapes": self.catalog.shapes.tolist(), "scales": self.catalog.scales.tolist()}
+        tables = {
+            name: {k: v.tolist() for k, v in vars(getattr(self, name)).items()}
+            for name in ("regions", "deliveries", "sends")
+        }
+        catalog = {
+            "names": list(self.catalog.names),
+            "shapes": self.catalog.shapes.tolist(),
+            "scales": self.catalog.scales.tolist(),
+        }
         return {
             "version": VERSION,
             "hash": self.digest(),
@@ -108,7 +119,9 @@ class SlicePlan:
             WeightSyncError: the plan is of another version, or its hash is not that of its contents.
         """
         if data.get("version") != VERSION:
-            raise WeightSyncError(f"the plan is of version {data.get('version')}, this program reads {VERSION}; make the plan again")
+            raise WeightSyncError(
+                f"the plan is of version {data.get('version')}, this program reads {VERSION}; make the plan again"
+            )
 
         def matrix(rows: Any, width: int) -> Array:
             return np.array(rows, dtype=np.int64).reshape(-1, width)
@@ -118,7 +131,11 @@ class SlicePlan:
             return kind(**{k: v.reshape(-1, DIMS) if k in ("start", "size") else v for k, v in columns.items()})
 
         plan = cls(
-            Catalog(tuple(data["catalog"]["names"]), matrix(data["catalog"]["shapes"], DIMS), matrix(data["catalog"]["scales"], 4)),
+            Catalog(
+                tuple(data["catalog"]["names"]),
+                matrix(data["catalog"]["shapes"], DIMS),
+                matrix(data["catalog"]["scales"], 4),
+            ),
             Layout.from_dict(data["source"]),
             Layout.from_dict(data["target"]),
             table(Regions, "regions"),
@@ -129,7 +146,9 @@ class SlicePlan:
             tuple((str(a), str(b)) for a, b in data["conversions"]),
         )
         if plan.digest() != data.get("hash"):
-            raise WeightSyncError("the plan's hash is not that of its contents: it was changed or damaged; make the plan again")
+            raise WeightSyncError(
+                "the plan's hash is not that of its contents: it was changed or damaged; make the plan again"
+            )
         return plan
 
     def digest(self) -> str:
@@ -161,7 +180,10 @@ def piece_columns(layout: Layout) -> dict[str, Array]:
     table = {
         "class": column(numbered),
         "row": column(lambda _, rank: np.arange(len(rank.tensor), dtype=np.int64)),
-        **{name: column(lambda _, rank, name=name: getattr(rank, name)) for name in ("tensor", "start", "size", "buffer", "local")},
+        **{
+            name: column(lambda _, rank, name=name: getattr(rank, name))
+            for name in ("tensor", "start", "size", "buffer", "local")
+        },
     }
     real = table["tensor"] != PADDING
     return {name: values[real] for name, values in table.items()}

@@ -23,7 +23,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
     """The function `reward.name` of the file `reward.path`, sync or async.
 
     Raises:
-        ConfigError: the file is missing or fails to import, has no such function, or the function does not take the arguments
+        ConfigError: the file is missing or fails to import, has no such function, or the function does not take the
+        arguments
             data_source, solution_str, ground_truth, extra_info and those of reward.kwargs.
     """
     assert config.path is not None
@@ -47,7 +48,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Runs the file as a module of its own; its name holds a hash of the path so that two files of one name do not meet."""
+    """Runs the file as a module of its own; its name holds a hash of the path so that two files of one name do not
+    meet."""
     name = f"hybridflow_reward_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -64,7 +66,11 @@ def _import_file(path: Path) -> ModuleType:
 
 def describe_error(error: BaseException, path: Path) -> str:
     """Type and message of an error in user code, with the line of the user's file it came from."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve() == path.resolve()
+    ]
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")

@@ -1,4 +1,5 @@
-"""`RewardManager`: scores a batch of responses with the built-in verifier of each row's data source or with the user's function."""
+"""`RewardManager`: scores a batch of responses with the built-in verifier of each row's data source or with the user's
+function."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ from hybridflow.rewards.verifiers import VERIFIERS, ScoreResult, Verifier
 class RewardManager:
     """Built once from the `reward` section; a wrong path, name or argument is reported then.
 
-    Without `reward.path` each row is scored by the verifier of its data source, and `reward.kwargs` go to the verifiers that take
-    them. With `reward.path` the function of that file scores every row: it is called by keyword with data_source, solution_str,
-    ground_truth, extra_info and `reward.kwargs`, and returns a float or a dict with "score". It may be async; then the calls of a
-    batch run concurrently (do not call `score` from inside a running event loop in that case).
+    Without `reward.path` each row is scored by the verifier of its data source, and `reward.kwargs` go to the verifiers
+    that take them. With `reward.path` the function of that file scores every row: it is called by keyword with
+    data_source, solution_str, ground_truth, extra_info and `reward.kwargs`, and returns a float or a dict with "score".
+    It may be async; then the calls of a batch run concurrently (do not call `score` from inside a running event loop in
+    that case).
 
     Raises:
         ConfigError: the custom function cannot be loaded or called, or no verifier takes a key of `reward.kwargs`.
@@ -38,10 +40,14 @@ class RewardManager:
             accepted = {key for verifier in VERIFIERS.values() for key in _keywords(verifier)}
             for key in self._kwargs:
                 if key not in accepted:
-                    raise ConfigError(f"reward.kwargs.{key} is taken by no built-in verifier (they take: {', '.join(sorted(accepted))})")
+                    raise ConfigError(
+                        f"reward.kwargs.{key} is taken by no built-in verifier (they take: "
+                        f"{', '.join(sorted(accepted))})"
+                    )
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raises DataError when a data source has no verifier: call it with the dataset's sources before the first rollout."""
+        """Raises DataError when a data source has no verifier: call it with the dataset's sources before the first
+        rollout."""
         if self._function is None:
             for source in dict.fromkeys(data_sources):
                 _verifier_of(source)
@@ -62,7 +68,8 @@ class RewardManager:
             extra_info: [B] as in the dataset; None stands for empty ones.
 
         Raises:
-            DataError: no verifier for a data source; the custom function raised, or returned neither a finite number nor a dict with
+            DataError: no verifier for a data source; the custom function raised, or returned neither a finite number
+            nor a dict with
                 one under "score". Names the row of the batch, and for a custom function its file, name and line.
             ValueError: the arguments have different lengths.
         """
@@ -71,7 +78,13 @@ class RewardManager:
         if self._function is None:
             return [self._verify(i, source, text, truth) for i, (source, text, truth, _) in enumerate(rows)]
         calls = [
-            {"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": dict(info), **self._kwargs}
+            {
+                "data_source": source,
+                "solution_str": text,
+                "ground_truth": truth,
+                "extra_info": dict(info),
+                **self._kwargs,
+            }
             for source, text, truth, info in rows
         ]
         if inspect.iscoroutinefunction(self._function):
@@ -86,7 +99,9 @@ class RewardManager:
         try:
             return verifier(text, truth, **{key: value for key, value in self._kwargs.items() if key in accepted})
         except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"row {row}: the verifier of data_source {source!r} cannot use ground truth {truth!r}: {error}") from error
+            raise DataError(
+                f"row {row}: the verifier of data_source {source!r} cannot use ground truth {truth!r}: {error}"
+            ) from error
 
     def _call(self, row: int, arguments: dict[str, Any]) -> Any:
         assert self._function is not None
@@ -105,7 +120,9 @@ class RewardManager:
 
     def _user_error(self, row: int, error: Exception) -> DataError:
         assert self._path is not None
-        return DataError(f"row {row}: reward function {self._name} of {self._path} raised {describe_error(error, self._path)}")
+        return DataError(
+            f"row {row}: reward function {self._name} of {self._path} raised {describe_error(error, self._path)}"
+        )
 
     def _checked(self, row: int, outcome: Any) -> ScoreResult:
         """The outcome of the custom function as a ScoreResult."""
@@ -129,7 +146,8 @@ def _verifier_of(source: str, where: str = "") -> Verifier:
         close = difflib.get_close_matches(str(source), VERIFIERS, n=1)
         did_you_mean = f"; did you mean {close[0]!r}?" if close else ""
         raise DataError(
-            f"{where}no built-in verifier for data_source {source!r}{did_you_mean} (known: {', '.join(sorted(VERIFIERS))}); "
+            f"{where}no built-in verifier for data_source {source!r}{did_you_mean} (known: "
+            f"{', '.join(sorted(VERIFIERS))}); "
             "give a function of your own in reward.path"
         )
     return verifier
@@ -137,4 +155,8 @@ def _verifier_of(source: str, where: str = "") -> Verifier:
 
 def _keywords(verifier: Verifier) -> set[str]:
     """Names of the keyword-only arguments of a built-in verifier."""
-    return {name for name, parameter in inspect.signature(verifier).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    return {
+        name
+        for name, parameter in inspect.signature(verifier).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }

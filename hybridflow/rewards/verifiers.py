@@ -21,7 +21,8 @@ class ScoreResult:
 
     Attributes:
         score: the reward; finite.
-        extra: more values by name, e.g. the parsed answer. They go into rollout dumps and metrics, not into the advantage.
+        extra: more values by name, e.g. the parsed answer. They go into rollout dumps and metrics, not into the
+            advantage.
     """
 
     score: float
@@ -60,8 +61,9 @@ def gsm8k(response: str, ground_truth: str, *, flexible: bool = False) -> ScoreR
 def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     """The final answer of a response as plain digits, e.g. "-1234.5", or None.
 
-    Read from the first line after the last "####": an optional sign and "$", then one number with or without thousands commas. Words,
-    a unit or a full stop may follow; a second number, a fraction or a range ("3 or 4", "3/4") may not: guessing twice is no answer.
+    Read from the first line after the last "####": an optional sign and "$", then one number with or without thousands
+    commas. Words, a unit or a full stop may follow; a second number, a fraction or a range ("3 or 4", "3/4") may not:
+    guessing twice is no answer.
     """
     _, mark, after = text.rpartition(_MARK)
     found = _leading_number(after) if mark else None

@@ -1,7 +1,9 @@
-"""The files of a checkpoint: one a rank, holding rectangles of global tensors as `torch.save` writes them, hashed on the way.
+"""The files of a checkpoint: one a rank, holding rectangles of global tensors as `torch.save` writes them, hashed on
+the way.
 
-Megatron's own writer forks two processes a rank out of one that runs gloo's threads, and starts a manager of 270 MB beside it that outlives
-a killed rank (filesystem_async.py:266 and :55). Here a rank writes one file itself, in whatever thread calls.
+Megatron's own writer forks two processes a rank out of one that runs gloo's threads, and starts a manager of 270 MB
+beside it that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank writes one file itself, in whatever
+thread calls.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import torch
 import xxhash
 
 from hybridflow.errors import CheckpointError
-from hybridflow.manifest import FileRecord
+from hybridflow.saving.manifest import FileRecord
 
 Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset, length
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's ShardedTensor has the same attributes."""
+    """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's ShardedTensor has the
+    same attributes."""
 
     key: str
     data: torch.Tensor
@@ -46,7 +49,8 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class HfSlice:
-    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the checkpoint (leading ones of key apart)."""
+    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the checkpoint (leading
+    ones of key apart)."""
 
     source: str
     source_start: tuple[int, ...]
@@ -120,7 +124,8 @@ def write_tensors(folder: Path, rank: int, tensors: Iterable[Any]) -> tuple[list
 
 @contextlib.contextmanager
 def _without_crc() -> Iterator[None]:
-    """torch's CRC-32 takes five times as long as our hash of the same bytes (0.8 against 4 GB/s); `torch.load` does not look at it."""
+    """torch's CRC-32 takes five times as long as our hash of the same bytes (0.8 against 4 GB/s); `torch.load` does not
+    look at it."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

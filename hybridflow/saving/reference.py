@@ -1,4 +1,5 @@
-"""The reference that a policy holds beside its weights, whichever backend trains it: frozen, computed with, and saved."""
+"""The reference that a policy holds beside its weights, whichever backend trains it: frozen, computed with, and
+saved."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class HoldsReference(ABC):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """`with policy.as_reference():` computes with the reference's weights (exchanged in place, so no second model is held)."""
+        """`with policy.as_reference():` computes with the reference's weights (exchanged in place, so no second model
+        is held)."""
         live, held = self.weights(), self.reference_state()
         _exchange(live, held)
         try:

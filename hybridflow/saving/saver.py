@@ -1,8 +1,9 @@
-"""One save after another, in the background or not, and what must hold before a load: the same for every training backend.
+"""One save after another, in the background or not, and what must hold before a load: the same for every training
+backend.
 
-A folder is a checkpoint when it has a `manifest.json`, which is written last: a kill or a full disk at any moment leaves a folder that is
-none. An asynchronous save stops the training for one copy of the state into host memory; a thread of this process, which ends with it
-however it ends, does the rest (docs/adr/0009).
+A folder is a checkpoint when it has a `manifest.json`, which is written last: a kill or a full disk at any moment
+leaves a folder that is none. An asynchronous save stops the training for one copy of the state into host memory; a
+thread of this process, which ends with it however it ends, does the rest (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import hybridflow
 from hybridflow.errors import CheckpointError
-from hybridflow.exchange import Exchange
-from hybridflow.manifest import MANIFEST, FileRecord, Manifest, differences, problems_of
 from hybridflow.models import Family
+from hybridflow.process.exchange import Exchange
 from hybridflow.saving.files import Chunk, write_tensors
+from hybridflow.saving.manifest import MANIFEST, FileRecord, Manifest, differences, problems_of
 from hybridflow.saving.staging import Staging
 
 _log = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class Holder(Protocol):
 
 
 class Saver:
-    """Saves of one role, at most one at a time: the next waits for the one before. All ranks create it and call its methods together."""
+    """Saves of one role, at most one at a time: the next waits for the one before. All ranks create it and call its
+    methods together."""
 
     def __init__(self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0) -> None:
         """Args:
@@ -84,7 +86,8 @@ class Saver:
         timeout_s: how long a rank that has written its files waits for the slowest, and a save for the one before.
         """
         self._open_job, self.timeout_s = open_job, timeout_s
-        # its own: an export or a load may use the shared one on the training's thread while a save ends in the background
+        # its own: an export or a load may use the shared one on the training's thread while a save ends in the
+        # background
         self._exchange = Exchange(timeout_s)
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -113,7 +116,9 @@ class Saver:
                 self._failure = error
             except Exception as error:
                 _log.exception("the background save of %s failed", folder)
-                self._failure = CheckpointError(f"the checkpoint {folder} could not be written ({type(error).__name__}: {error})")
+                self._failure = CheckpointError(
+                    f"the checkpoint {folder} could not be written ({type(error).__name__}: {error})"
+                )
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -139,14 +144,18 @@ class Saver:
         end = time.monotonic() + deadline_s
         while not self.done():
             if time.monotonic() > end:
-                raise CheckpointError(f"a checkpoint was not written within {deadline_s:.0f} s; is the file system hanging?")
+                raise CheckpointError(
+                    f"a checkpoint was not written within {deadline_s:.0f} s; is the file system hanging?"
+                )
             time.sleep(0.005)
 
 
 class Job:
     """One save on one rank: everything but the tensors' data is taken when it is created, on the training's thread."""
 
-    def __init__(self, state: State, manifest: Manifest, write_index: WriteIndex, folder: Path, exchange: Exchange) -> None:
+    def __init__(
+        self, state: State, manifest: Manifest, write_index: WriteIndex, folder: Path, exchange: Exchange
+    ) -> None:
         self.state, self.manifest, self._write_index = state, manifest, write_index
         self.folder, self.exchange, self.rank = folder, exchange, dist.get_rank()
 
@@ -167,7 +176,9 @@ class Job:
         except Exception as error:
             return json.dumps({"error": f"rank {self.rank}: {cause_of(error)}"})
         hf = [[piece.source, piece.source_start, piece.shape, piece.key, piece.start] for piece in self.state.hf()]
-        return json.dumps({"chunks": chunks, "files": {name: asdict(record) for name, record in files.items()}, "hf": hf})
+        return json.dumps(
+            {"chunks": chunks, "files": {name: asdict(record) for name, record in files.items()}, "hf": hf}
+        )
 
     def _make_room(self) -> None:
         if (self.folder / MANIFEST).exists():
@@ -226,11 +237,13 @@ def manifest_of(
     )
 
 
-# ---- loading --------------------------------------------------------------------------------------------------------------------------
+# ---- loading
+# ------------------------------------------------------------------------------------------------------------
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, marker: str) -> Manifest:
-    """The manifest, when the files are what it says and the model is the holder's. The ranks share the reading; all raise alike.
+    """The manifest, when the files are what it says and the model is the holder's. The ranks share the reading; all
+    raise alike.
 
     Args:
         marker: a file that every checkpoint of this backend has, and no other backend's.
@@ -266,12 +279,17 @@ def _mismatches(holder: Holder, manifest: Manifest, marker: str) -> list[str]:
     if manifest.dtype != dtype:
         found.append(f"dtype is {manifest.dtype} there, {dtype} here")
     wanted = {"optimizer": holder.has_optimizer, "reference": holder.has_reference}
-    found += [f"it holds no {part}, which is needed here" for part, needed in wanted.items() if needed and part not in manifest.contains]
+    found += [
+        f"it holds no {part}, which is needed here"
+        for part, needed in wanted.items()
+        if needed and part not in manifest.contains
+    ]
     return found
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong; of torch's CheckpointException the ranks' own exceptions (none but on the coordinator), without tracebacks."""
+    """What went wrong; of torch's CheckpointException the ranks' own exceptions (none but on the coordinator), without
+    tracebacks."""
     if isinstance(error, CheckpointException):
         return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values())) or "another rank failed"
     if isinstance(error, OSError):

@@ -1,4 +1,5 @@
-"""Host memory that holds one consistent copy of this rank's state while it is written: allocated once, reused by every save."""
+"""Host memory that holds one consistent copy of this rank's state while it is written: allocated once, reused by every
+save."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _ALIGN = 64
 
 
 class Staging:
-    """One buffer, pinned where tensors come from a GPU. It grows when a later state is larger and is never given back."""
+    """One buffer, pinned where tensors come from a GPU. It grows when a later state is larger and is never given
+    back."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -23,7 +25,8 @@ class Staging:
         return self._buffer.numel()
 
     def copy(self, tensors: Sequence[Any]) -> list[Any]:
-        """The same rectangles (dataclasses with `data`) over a copy of their data, taken now. Valid until the next call.
+        """The same rectangles (dataclasses with `data`) over a copy of their data, taken now. Valid until the next
+        call.
 
         Each copy has a storage of its own that ends where the tensor ends, since `torch.save` writes whole storages.
         """
@@ -35,7 +38,9 @@ class Staging:
         for tensor, size in zip(tensors, sizes, strict=True):
             source = tensor.data
             if source.numel():
-                target = torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=start).view(source.shape)
+                target = torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=start).view(
+                    source.shape
+                )
                 target.copy_(source, non_blocking=True)
             else:
                 target = torch.empty_like(source, device="cpu")

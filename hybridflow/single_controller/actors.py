@@ -1,4 +1,5 @@
-"""The actor processes of a group: starting them, finding those of a detached group again, and making sure that they end."""
+"""The actor processes of a group: starting them, finding those of a detached group again, and making sure that they
+end."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ NAMESPACE = "hybridflow"  # of detached groups: every driver has one of its own 
 _KILL_WAIT_S = 5.0
 
 
-def start_actors(cluster: Cluster, pool: ResourcePool, host: type[Host], role: str, log_dir: Path, name: str | None) -> list[Rank]:
+def start_actors(
+    cluster: Cluster, pool: ResourcePool, host: type[Host], role: str, log_dir: Path, name: str | None
+) -> list[Rank]:
     """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -35,12 +38,16 @@ def start_actors(cluster: Cluster, pool: ResourcePool, host: type[Host], role: s
             num_cpus=share,
             num_gpus=share if pool.gpus else 0,
             max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle_index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                slot.placement_group, placement_group_bundle_index=slot.bundle_index
+            ),
         )
         try:
             actor = options.remote()
         except ValueError as error:  # Ray says so of a name that is taken
-            raise ResourceError(f"a detached group named {name!r} exists already: join it, or choose another name") from error
+            raise ResourceError(
+                f"a detached group named {name!r} exists already: join it, or choose another name"
+            ) from error
         ranks.append(Rank(actor, slot.node, log_dir / f"{role}-rank{r}.log", cluster.is_local or slot.node == here))
     return ranks
 
@@ -53,12 +60,17 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
         first = ray.get_actor(f"{name}:0", NAMESPACE)
         known: Identity = ray.get(first.identity.remote(), timeout=cluster.config.start_timeout_s)
         actors = [first, *(ray.get_actor(f"{name}:{r}", NAMESPACE) for r in range(1, known.world_size))]
-        found: list[Identity] = ray.get([actor.identity.remote() for actor in actors], timeout=cluster.config.start_timeout_s)
+        found: list[Identity] = ray.get(
+            [actor.identity.remote() for actor in actors], timeout=cluster.config.start_timeout_s
+        )
     except (ValueError, ray.exceptions.RayError) as error:
-        raise ResourceError(f"there is no detached group named {name!r} to join: {str(error).strip().splitlines()[0]}") from error
+        raise ResourceError(
+            f"there is no detached group named {name!r} to join: {str(error).strip().splitlines()[0]}"
+        ) from error
     here = ray.util.get_node_ip_address()
     ranks = [
-        Rank(actor, one.node, one.log_path, cluster.is_local or one.node == here, one.pid) for actor, one in zip(actors, found, strict=True)
+        Rank(actor, one.node, one.log_path, cluster.is_local or one.node == here, one.pid)
+        for actor, one in zip(actors, found, strict=True)
     ]
     return ranks, known.role
 
@@ -79,7 +91,8 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
 
 
 def end_processes(pids: Sequence[int]) -> None:
-    """Wait until the processes are gone, and make sure of it: one that is stuck in the kernel's or its own code gets SIGKILL."""
+    """Wait until the processes are gone, and make sure of it: one that is stuck in the kernel's or its own code gets
+    SIGKILL."""
     deadline = time.monotonic() + _KILL_WAIT_S
     left = list(pids)
     while left and time.monotonic() < deadline:

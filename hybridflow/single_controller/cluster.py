@@ -45,7 +45,8 @@ class NodeState:
 
 @dataclass(frozen=True)
 class _Local:
-    """The temporary folder of a local cluster, the lock that says its owner lives, and the guard that clears up after a SIGKILL."""
+    """The temporary folder of a local cluster, the lock that says its owner lives, and the guard that clears up after a
+    SIGKILL."""
 
     temp_dir: Path
     lock: int
@@ -88,7 +89,12 @@ class Cluster:
 
     @classmethod
     def start(
-        cls, config: ClusterConfig, run_dir: str | Path, *, object_store_bytes: int = 256 << 20, num_cpus: int | None = None
+        cls,
+        config: ClusterConfig,
+        run_dir: str | Path,
+        *,
+        object_store_bytes: int = 256 << 20,
+        num_cpus: int | None = None,
     ) -> Cluster:
         """Start a local cluster (`config.address` None) or join the one at `config.address`.
 
@@ -102,10 +108,16 @@ class Cluster:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
         """
         run_dir = Path(run_dir)
-        return cls._join(config, run_dir) if config.address else cls._start_local(config, run_dir, object_store_bytes, num_cpus)
+        return (
+            cls._join(config, run_dir)
+            if config.address
+            else cls._start_local(config, run_dir, object_store_bytes, num_cpus)
+        )
 
     @classmethod
-    def _start_local(cls, config: ClusterConfig, run_dir: Path, object_store_bytes: int, num_cpus: int | None) -> Cluster:
+    def _start_local(
+        cls, config: ClusterConfig, run_dir: Path, object_store_bytes: int, num_cpus: int | None
+    ) -> Cluster:
         _set_environment()
         import ray
 
@@ -127,7 +139,8 @@ class Cluster:
                     # One process for every logical CPU would be started ahead of need.
                     "enable_worker_prestart": False,
                     "prestart_worker_first_driver": False,
-                    # Children of a killed worker end themselves and then clear up (engines' guards); killed by Ray they could not.
+                    # Children of a killed worker end themselves and then clear up (engines' guards); killed by Ray they
+                    # could not.
                     "kill_child_processes_on_worker_exit": False,
                 },
             )
@@ -170,7 +183,9 @@ class Cluster:
         self.require_open()
         free = available_resources_per_node()
         states = [
-            NodeState(node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
+            NodeState(
+                node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {}))
+            )
             for node in ray.nodes()
             if node["Alive"]
         ]
@@ -195,7 +210,9 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None and not isinstance(error, HybridFlowError) and self.temp_dir is not None:
             _copy_ray_logs(self.temp_dir, self.run_dir)
         self.shutdown()
@@ -204,13 +221,16 @@ class Cluster:
 def _set_environment() -> None:
     """What Ray reads when it is imported and hands down to every process of the cluster."""
     if "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
-        raise ResourceError("ray was imported before Cluster.start: its token would not be used; import ray only in single_controller")
+        raise ResourceError(
+            "ray was imported before Cluster.start: its token would not be used; import ray only in single_controller"
+        )
     # Set after the import, the client side ignores them and retries for 20 s (ray/_private/authentication).
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without it Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces: get_node_ip_address
-    # (ray/_private/services.py:811) answers loopback only where clusters over several machines are switched off.
+    # Without it Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces:
+    # get_node_ip_address (ray/_private/services.py:811) answers loopback only where clusters over several machines are
+    # switched off.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
@@ -220,7 +240,8 @@ def _refuse_second(ray: Any) -> None:
 
 
 def _restore_sigterm(handler: Any) -> None:
-    """`ray.init` replaces the SIGTERM handler of the driver (ray/_private/worker.py, `sigterm_handler`); it belongs to the trainer."""
+    """`ray.init` replaces the SIGTERM handler of the driver (ray/_private/worker.py, `sigterm_handler`); it belongs to
+    the trainer."""
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
 

@@ -26,9 +26,11 @@ class Colocated:
 
 
 def colocated(*roles: type) -> type:
-    """A worker class for a `WorkerGroup` whose processes hold one worker of each role; `args` has a tuple of arguments for each.
+    """A worker class for a `WorkerGroup` whose processes hold one worker of each role; `args` has a tuple of arguments
+    for each.
 
-    Methods are called as ever, `group.run(Actor.update, ...)`, `group.run(Reference.log_probs, ...)`; `mesh_position` is the first role's.
+    Methods are called as ever, `group.run(Actor.update, ...)`, `group.run(Reference.log_probs, ...)`; `mesh_position`
+    is the first role's.
 
     Raises:
         ValueError: two roles register a method of the same name.
@@ -38,7 +40,8 @@ def colocated(*roles: type) -> type:
         for name in _registered(role):
             if owner.setdefault(name, role) is not role:
                 raise ValueError(
-                    f"{owner[name].__name__} and {role.__name__} both have a method {name!r}; roles of one process need others"
+                    f"{owner[name].__name__} and {role.__name__} both have a method {name!r}; roles of one process "
+                    f"need others"
                 )
     made: dict[str, Any] = {"roles": roles}
     if any(hasattr(role, "mesh_position") for role in roles):  # the group asks the class before it asks the workers

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from hybridflow.batch import DataProto
 from hybridflow.errors import HybridFlowError, SchemaError, WorkerError, from_json
-from hybridflow.protocol import DataProto
 from hybridflow.single_controller.host import UPSTREAM, Failure
 from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.stored import Origin, stored_batch, with_small_columns
@@ -26,7 +26,8 @@ _waited_s = 0.0
 
 
 def waited_seconds() -> float:
-    """Seconds that this process has spent waiting for calls, since it started: time in which workers and engines did the work."""
+    """Seconds that this process has spent waiting for calls, since it started: time in which workers and engines did
+    the work."""
     return _waited_s
 
 
@@ -166,7 +167,8 @@ class Future:
                 raise self._hung()
 
     def _take_at_once(self, timeout: float) -> None:
-        """Most calls are short and go well: one request to Ray for all answers, where finding out which have come takes two for each."""
+        """Most calls are short and go well: one request to Ray for all answers, where finding out which have come takes
+        two for each."""
         import ray
 
         refs = list(self._pending)
@@ -206,10 +208,13 @@ class Future:
         return failed
 
     def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
-        """One error for the call. A death explains what the others raise about a lost connection, so it is looked for first."""
+        """One error for the call. A death explains what the others raise about a lost connection, so it is looked for
+        first."""
         import ray
 
-        if any(_is_death(cause) or (isinstance(cause, Failure) and cause.kind == UPSTREAM) for cause in failed.values()):
+        if any(
+            _is_death(cause) or (isinstance(cause, Failure) and cause.kind == UPSTREAM) for cause in failed.values()
+        ):
             self._blame_inputs()
         until = time.monotonic() + _GRACE_S
         while self._pending and not any(map(_is_death, failed.values())) and time.monotonic() < until:
@@ -236,7 +241,9 @@ class Future:
         return self._worker_error(f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}{also}", rank)
 
     def _same_type(self, rank: int, cause: Failure, also: str) -> HybridFlowError:
-        return from_json(cause.ours or "", f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})")
+        return from_json(
+            cause.ours or "", f"({self._role} rank {rank} on {self._ranks[rank].node}, in {self._method}{also})"
+        )
 
     def _hung(self) -> WorkerError:
         self._lost = True

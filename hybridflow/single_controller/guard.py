@@ -1,8 +1,9 @@
-"""A small process beside a local cluster that clears up when the driver was killed. Run as a script; imports the standard library alone.
+"""A small process beside a local cluster that clears up when the driver was killed. Run as a script; imports the
+standard library alone.
 
-Ray's gcs and raylet die with the driver, but its agents linger for a minute, waiting for the dead gcs to take their last report
-(ray/_private/process_watcher.py, report_raylet_error_logs). Every process of the cluster has a file open in the cluster's own
-temporary folder: that is how they are known here.
+Ray's gcs and raylet die with the driver, but its agents linger for a minute, waiting for the dead gcs to take their
+last report (ray/_private/process_watcher.py, report_raylet_error_logs). Every process of the cluster has a file open in
+the cluster's own temporary folder: that is how they are known here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What runs inside an actor: sets the process up as one rank, then holds the worker and calls its methods. Needs no Ray itself."""
+"""What runs inside an actor: sets the process up as one rank, then holds the worker and calls its methods. Needs no Ray
+itself."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.children import die_with_parent
+from hybridflow.batch import DataProto
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import HybridFlowError, to_json
-from hybridflow.protocol import DataProto
+from hybridflow.process.children import die_with_parent
 from hybridflow.single_controller.pieces import Header, Request
 
 UPSTREAM = "UpstreamFailure"  # the kind of a failure that only passes on that of an argument
-_PORTS = range(20000, 32768)  # below the ephemeral range, where no outgoing connection can take the port before it is bound
+# below the ephemeral range, where no outgoing connection can take the port before it is bound
+_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class Host:
         return self._identity
 
     def set_up(self, role: str, context: WorkerContext, env: Mapping[str, str], path: Sequence[str]) -> None:
-        """Environment, import path, log file and crash reports. Comes before the worker class is unpickled, which may import torch."""
+        """Environment, import path, log file and crash reports. Comes before the worker class is unpickled, which may
+        import torch."""
         die_with_parent()  # the raylet: a worker stuck in a collective would outlive it
         log_path = context.log_path
         self._identity = Identity(role, context.world_size, context.node, log_path, os.getpid())
         os.environ.update(env)
-        sys.path += [entry for entry in path if entry not in sys.path]  # Ray hands on the driver's folder and script only
+        sys.path += [
+            entry for entry in path if entry not in sys.path
+        ]  # Ray hands on the driver's folder and script only
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115  stays open as long as the process
         os.dup2(self._log.fileno(), 1)
@@ -108,7 +113,8 @@ class Host:
             return failure(error)
 
     def call_stored(self, together: Sequence[Sequence[str]], inline_bytes: int, request: Request, *objects: Any) -> Any:
-        """`call` for a method that returns a batch: a `Header` and then a value, and so an object, for each of the groups of columns.
+        """`call` for a method that returns a batch: a `Header` and then a value, and so an object, for each of the
+        groups of columns.
 
         Without groups (a rank whose result is not collected) the result is dropped. `inline_bytes`: see `Header.of`.
         """
@@ -117,7 +123,8 @@ class Host:
             return result if isinstance(result, Failure) else None
         if not isinstance(result, DataProto):
             return (result, *(result for _ in together))
-        if sorted(result.columns) != sorted(name for names in together for name in names):  # the driver says what is wrong with it
+        # the driver says what is wrong with it
+        if sorted(result.columns) != sorted(name for names in together for name in names):
             return (result, *(None for _ in together))
         return (Header.of(result, inline_bytes), *(_without_meta(result.select(names)) for names in together))
 
@@ -130,7 +137,8 @@ def short_name(method: str) -> str:
 def with_short_calls(methods: Iterable[str]) -> type[Host]:
     """`Host` with a method of its own for the call of each worker method without arguments.
 
-    Such a call costs what a bare Ray call does. With an argument Ray builds and checks a signature and serializes two values, each a rank.
+    Such a call costs what a bare Ray call does. With an argument Ray builds and checks a signature and serializes two
+    values, each a rank.
     """
     return type("Host", (Host,), {short_name(method): _short_call(method) for method in methods})
 

@@ -1,6 +1,7 @@
 """What crosses between processes when columns stay in the object store. Plain data and numpy: needs no Ray.
 
-A rank that returns a batch returns a `Header` and its columns in one or several objects. A rank that is given such columns is given a
+A rank that returns a batch returns a `Header` and its columns in one or several objects. A rank that is given such
+columns is given a
 `Recipe`: which objects, which column of them, which of their rows, in which order.
 """
 
@@ -12,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.blocks import take_blocks
-from hybridflow.columns import lengths_of
-from hybridflow.protocol import DataProto
+from hybridflow.batch import DataProto
+from hybridflow.batch.blocks import take_blocks
+from hybridflow.batch.columns import lengths_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Header:
     nbytes: Mapping[str, int]
     lengths: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
-    small: DataProto  # the columns that the driver is given at once; they are in the store nevertheless, for other groups
+    small: (
+        DataProto  # the columns that the driver is given at once; they are in the store nevertheless, for other groups
+    )
 
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
@@ -61,8 +64,8 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """A column as rows of stored parts: `sources` are positions among the objects sent along and the column's name in each, `index` the
-    rows of all parts end to end.
+    """A column as rows of stored parts: `sources` are positions among the objects sent along and the column's name in
+    each, `index` the rows of all parts end to end.
     """
 
     name: str
@@ -94,8 +97,8 @@ def _built(value: Any, objects: Sequence[Any]) -> Any:
 
 
 def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
-    """The rows at `index` `[K]` of all parts (of one column each) laid end to end, as views or `Blocks` of views where they can be,
-    else picked from them.
+    """The rows at `index` `[K]` of all parts (of one column each) laid end to end, as views or `Blocks` of views where
+    they can be, else picked from them.
 
     Raises:
         IndexError: the parts hold fewer rows than was agreed.

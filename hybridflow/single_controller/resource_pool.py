@@ -65,7 +65,8 @@ class ResourcePool:
         """
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
-                f"a pool needs at least one node, process and group, got {nodes} x {procs_per_node}, {max_colocate} colocated"
+                f"a pool needs at least one node, process and group, got {nodes} x {procs_per_node}, {max_colocate} "
+                f"colocated"
             )
         need = {"CPU": float(procs_per_node)} | ({"GPU": float(procs_per_node)} if gpus else {})
         wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
@@ -96,11 +97,15 @@ class ResourcePool:
         if sum(sizes) != len(self) or min(sizes, default=0) < 1:
             raise ResourceError(f"sub-pools of {list(sizes)} slots do not make up a pool of {len(self)}")
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [ResourcePool(self.slots[end - size : end], self.gpus, self.max_colocate) for end, size in zip(ends, sizes, strict=True)]
+        return [
+            ResourcePool(self.slots[end - size : end], self.gpus, self.max_colocate)
+            for end, size in zip(ends, sizes, strict=True)
+        ]
 
     @staticmethod
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
-        """One pool with the slots of all, in order; a slot that comes twice or pools of different kinds are an error."""
+        """One pool with the slots of all, in order; a slot that comes twice or pools of different kinds are an
+        error."""
         slots = [slot for pool in pools for slot in pool.slots]
         keys = {(slot.placement_group.id, slot.bundle_index) for slot in slots}
         if len(keys) != len(slots):
@@ -110,7 +115,8 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Give the reservations back, and with them those of every pool that shares their nodes' reservations; kill groups first."""
+        """Give the reservations back, and with them those of every pool that shares their nodes' reservations; kill
+        groups first."""
         from ray.util.placement_group import remove_placement_group
 
         for group in {slot.placement_group.id: slot.placement_group for slot in self.slots}.values():
@@ -121,7 +127,9 @@ def _fits(need: dict[str, float], have: dict[str, float]) -> bool:
     return all(have.get(name, 0.0) >= amount for name, amount in need.items())
 
 
-def _reserve(chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: float, detached: bool) -> list[PlacementGroup] | None:
+def _reserve(
+    chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: float, detached: bool
+) -> list[PlacementGroup] | None:
     """One placement group a node, or None (nothing kept) when somebody else was faster."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -143,14 +151,20 @@ def _reserve(chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: floa
 
 
 def _slots(chosen: Sequence[NodeState], groups: Sequence[PlacementGroup], procs: int) -> tuple[Slot, ...]:
-    return tuple(Slot(state.address, i, group, i) for state, group in zip(chosen, groups, strict=True) for i in range(procs))
+    return tuple(
+        Slot(state.address, i, group, i) for state, group in zip(chosen, groups, strict=True) for i in range(procs)
+    )
 
 
 def _explain(states: Sequence[NodeState], nodes: int, need: dict[str, float], waited_s: float | None) -> str:
     want = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
     free = "; ".join(
-        f"{state.address}: " + ", ".join(f"{state.free.get(n, 0.0):g} of {state.total[n]:g} {n} free" for n in _SHOWN if n in state.total)
+        f"{state.address}: "
+        + ", ".join(f"{state.free.get(n, 0.0):g} of {state.total[n]:g} {n} free" for n in _SHOWN if n in state.total)
         for state in states
     )
     after = f" after waiting {waited_s:.0f} s" if waited_s is not None else ""
-    return f"needs {nodes} node(s) with {want} each, which the cluster does not have{after}. There: {free or 'no live node'}"
+    return (
+        f"needs {nodes} node(s) with {want} each, which the cluster does not have{after}. There: "
+        f"{free or 'no live node'}"
+    )

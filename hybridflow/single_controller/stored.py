@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.blocks import Blocks, Picked
-from hybridflow.columns import Column, Deferred
+from hybridflow.batch import DataProto
+from hybridflow.batch.blocks import Blocks, Picked
+from hybridflow.batch.columns import Column, Deferred
 from hybridflow.errors import DataError, HybridFlowError
-from hybridflow.protocol import DataProto
 from hybridflow.single_controller.pieces import ColumnRecipe, Header, Recipe, assemble
 
 INLINE_BYTES = 64 << 10  # a result column up to this size is brought to the driver at once
@@ -21,7 +21,8 @@ INLINE_BYTES = 64 << 10  # a result column up to this size is brought to the dri
 
 @dataclass(eq=False)
 class Origin:
-    """The call that makes some parts. Until it is done, `wait` waits for it; afterwards nothing here holds on to the call."""
+    """The call that makes some parts. Until it is done, `wait` waits for it; afterwards nothing here holds on to the
+    call."""
 
     wait: Callable[[], Any] | None
     headers: dict[int, Header] = field(default_factory=dict)
@@ -106,7 +107,9 @@ class StoredColumn(Deferred):
         try:
             objects = ray.get([part.ref for part in column.parts])
         except ray.exceptions.RayError as error:
-            raise DataError(f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}") from error
+            raise DataError(
+                f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}"
+            ) from error
         return column.made_of(objects)
 
     @classmethod
@@ -153,7 +156,8 @@ class StoredColumn(Deferred):
 
 @dataclass
 class Outgoing:
-    """Arguments of one call on their way: batches with stored columns become recipes, and the objects they need are sent along."""
+    """Arguments of one call on their way: batches with stored columns become recipes, and the objects they need are
+    sent along."""
 
     objects: list[Any] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
@@ -167,7 +171,9 @@ class Outgoing:
             if not isinstance(held, StoredColumn):
                 raise HybridFlowError(f"column {name!r} is a {type(held).__name__}, which cannot be sent")
             column = held.needed()
-            columns.append(ColumnRecipe(name, tuple((self._add(part), part.name) for part in column.parts), column.index))
+            columns.append(
+                ColumnRecipe(name, tuple((self._add(part), part.name) for part in column.parts), column.index)
+            )
         local = batch.drop(batch.deferred)
         position = self.add(store(local)) if local.nbytes > INLINE_BYTES else None
         return Recipe(local if position is None else position, tuple(columns), batch.columns)
@@ -200,7 +206,9 @@ def _weight(value: Any, limit: int) -> int:
         return 64
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
-    items = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    items = (
+        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    )
     if items is None or 8 * len(items) > limit:
         return limit + 1
     total = 64
@@ -211,13 +219,18 @@ def _weight(value: Any, limit: int) -> int:
     return total
 
 
-def stored_batch(columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any], rank: int, origin: Origin) -> DataProto:
+def stored_batch(
+    columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any], rank: int, origin: Origin
+) -> DataProto:
     """One rank's result as columns that stay where they are: `columns` has the object that holds each."""
-    return DataProto({name: StoredColumn.whole(Part(ref, rows, name, rank, origin)) for name, ref in columns.items()}, meta)
+    return DataProto(
+        {name: StoredColumn.whole(Part(ref, rows, name, rank, origin)) for name, ref in columns.items()}, meta
+    )
 
 
 def with_small_columns(batch: DataProto) -> DataProto:
-    """The small columns, which all ranks sent with their headers, in place of references to them. For the whole result of a call."""
+    """The small columns, which all ranks sent with their headers, in place of references to them. For the whole result
+    of a call."""
     near, tags = {}, set(batch.bfloat16)
     for name, column in batch.items():
         headers = [part.header for part in column.parts] if isinstance(column, StoredColumn) else []

@@ -8,9 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.dispatch import CallPlan, Dispatch, Execute, Mesh, MethodSpec, RankCall, WorkerContext, method_spec, plan_call
+from hybridflow.batch import DataProto
+from hybridflow.dispatch import (
+    CallPlan,
+    Dispatch,
+    Execute,
+    Mesh,
+    MethodSpec,
+    RankCall,
+    WorkerContext,
+    method_spec,
+    plan_call,
+)
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
-from hybridflow.protocol import DataProto
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import owns, registered
@@ -27,7 +37,8 @@ _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True,
 class WorkerGroup:
     """Worker processes, one in each slot of a pool, in rank order.
 
-    Calls on one rank are executed in the order they were submitted. Several groups can live in one cluster and one pool.
+    Calls on one rank are executed in the order they were submitted. Several groups can live in one cluster and one
+    pool.
     """
 
     def __init__(
@@ -51,7 +62,8 @@ class WorkerGroup:
             args: the same for all ranks, picklable.
             env: environment of the processes, set before the worker's module is imported.
             log_dir: `{role}-rank{r}.log` there receives stdout and stderr of rank r.
-            name: makes the group detached: it outlives this driver, and another one can `join` it. Its pool must be detached too.
+            name: makes the group detached: it outlives this driver, and another one can `join` it. Its pool must be
+                detached too.
 
         Raises:
             ResourceError: a group of this name exists.
@@ -92,11 +104,13 @@ class WorkerGroup:
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `restart`, in the order of registration: to load a checkpoint, say, or to send weights anew."""
+        """Call `hook` after each `restart`, in the order of registration: to load a checkpoint, say, or to send weights
+        anew."""
         self._restart_hooks.append(hook)
 
     def restart(self) -> None:
-        """End what is left of the group and start it again in its slots; then run the hooks. For a group that lost a rank or hangs.
+        """End what is left of the group and start it again in its slots; then run the hooks. For a group that lost a
+        rank or hangs.
 
         Raises:
             ResourceError: the group was joined by name: who started it must restart it.
@@ -106,7 +120,9 @@ class WorkerGroup:
             raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
         self.kill()
         self._mesh, self._broken = None, None
-        self._ranks = start_actors(self._cluster, self._pool, with_short_calls(self._short), self.role, self._log_dir, self._name)
+        self._ranks = start_actors(
+            self._cluster, self._pool, with_short_calls(self._short), self.role, self._log_dir, self._name
+        )
         try:
             self._bring_up(self._pool)
         except BaseException:
@@ -119,7 +135,9 @@ class WorkerGroup:
         """Whether every rank's process runs and no call has found the group broken. A rank that is busy is alive."""
         import ray
 
-        if self._broken is not None or any(rank.is_local and rank.pid and not is_running(rank.pid) for rank in self._ranks):
+        if self._broken is not None or any(
+            rank.is_local and rank.pid and not is_running(rank.pid) for rank in self._ranks
+        ):
             return False
         asked = [rank.actor.identity.remote() for rank in self._ranks if not rank.is_local]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_ALIVE_S) if asked else ([], [])
@@ -130,9 +148,15 @@ class WorkerGroup:
         return True
 
     def run(
-        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        only: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a `Future` at once.
+        """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a
+        `Future` at once.
 
         Args:
             method: the function on the class, e.g. `PolicyWorker.compute_log_probs`.
@@ -149,7 +173,12 @@ class WorkerGroup:
         return future.result() if method_spec(method).blocking else future
 
     def submit(
-        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None, **kwargs: Any
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        only: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> Future:
         """Start a call and return its `Future`; `timeout` is what its `result()` waits by default."""
         spec = method_spec(method)
@@ -191,7 +220,8 @@ class WorkerGroup:
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
         end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid])
 
-    # --- inside ---------------------------------------------------------------------------------------------------------------
+    # --- inside
+    # --------------------------------------------------------------------------------------------------------
 
     def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -208,7 +238,13 @@ class WorkerGroup:
         # With a GPU in its bundle, Ray shows the process that one device alone (CUDA_VISIBLE_DEVICES), as number 0.
         local_rank = 0 if pool.gpus else slot.local_rank
         return WorkerContext(
-            rank, self.world_size, local_rank, pool.slots[0].node, infos[0].free_port, slot.node, self._ranks[rank].log_path
+            rank,
+            self.world_size,
+            local_rank,
+            pool.slots[0].node,
+            infos[0].free_port,
+            slot.node,
+            self._ranks[rank].log_path,
         )
 
     def _everywhere(self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float) -> list[Any]:
@@ -220,11 +256,16 @@ class WorkerGroup:
         return future.result()
 
     def _launch(
-        self, name: str, plan: CallPlan, timeout: float | None, writes: Sequence[str] = (), collectors: Sequence[int] = ()
+        self,
+        name: str,
+        plan: CallPlan,
+        timeout: float | None,
+        writes: Sequence[str] = (),
+        collectors: Sequence[int] = (),
     ) -> Future:
         """Send the calls. With `writes`, these columns of a collecting rank stay in the object store."""
-        # An object costs about a millisecond: on one node all columns of a rank share one. Elsewhere each is one of its own, so that those
-        # that a call reads are all that goes to another node.
+        # An object costs about a millisecond: on one node all columns of a rank share one. Elsewhere each is one of its
+        # own, so that those that a call reads are all that goes to another node.
         together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
         sent: dict[int, Any] = {}  # the ranks of a data-parallel group hold the same chunk: stored once
         made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
@@ -242,7 +283,9 @@ class WorkerGroup:
                 refs[r] = actor.call.remote(*arguments)
             elif r in collectors:
                 inline = INLINE_BYTES // len(collectors)
-                refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(together, inline, *arguments)
+                refs[r], *held = actor.call_stored.options(num_returns=1 + len(together)).remote(
+                    together, inline, *arguments
+                )
                 stored[r] = {name: ref for names, ref in zip(together, held, strict=True) for name in names}
             else:
                 refs[r] = actor.call_stored.remote((), 0, *arguments)
@@ -269,7 +312,8 @@ class WorkerGroup:
     def _require_own(self, method: Callable[..., Any]) -> None:
         if not owns(self.worker_class, method):
             raise TypeError(
-                f"{getattr(method, '__qualname__', method)} is not a method of {self.worker_class.__name__}, which {self.role} runs"
+                f"{getattr(method, '__qualname__', method)} is not a method of {self.worker_class.__name__}, which "
+                f"{self.role} runs"
             )
 
     def _note_loss(self, error: HybridFlowError) -> None:
@@ -299,7 +343,8 @@ def _message(name: str, call: RankCall, sent: dict[int, Any], inputs: dict[int, 
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
-    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, else a place in the store."""
+    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, else a place
+    in the store."""
     if isinstance(value, DataProto) and value.deferred:
         return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))
     return value if is_small(value) else At(outgoing.add(_stored(value, sent, id(value))))

@@ -1,4 +1,5 @@
-"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: KL coefficient, spread of model scores."""
+"""Scores of a batch become rewards, advantages and returns; holds what of it outlives a step: KL coefficient, spread of
+model scores."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from hybridflow.algorithms.advantages import grpo_advantages
 from hybridflow.algorithms.gae import gae, token_rewards, whiten
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import RunConfig
-from hybridflow.protocol import DataProto, Jagged
 from hybridflow.trainer.metrics import spread, spread_over_tokens
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
 
@@ -28,15 +29,20 @@ class Advantages:
         self.metrics: dict[str, float] = {}
 
     def add(self, batch: DataProto) -> DataProto:
-        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with `gae`, returns too."""
+        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with `gae`,
+        returns too."""
         self.metrics = {}
         lengths, scores = np.asarray(batch.lengths("response_ids")), self._scores(batch)
         found = self._by_pieces(batch, torch.from_numpy(lengths.astype(np.int64)), torch.from_numpy(scores))
         rewards = scores - found.penalties.numpy()
         if self.algorithm.adv_estimator == "gae":
             advantages = Jagged.from_lengths(whiten(found.advantages).numpy(), lengths)
-            return batch.with_columns(rewards=rewards, advantages=advantages, returns=Jagged.from_lengths(found.returns.numpy(), lengths))
-        values = grpo_advantages(torch.from_numpy(rewards), torch.tensor(batch["uid"]), norm_by_std=self.algorithm.norm_adv_by_std).numpy()
+            return batch.with_columns(
+                rewards=rewards, advantages=advantages, returns=Jagged.from_lengths(found.returns.numpy(), lengths)
+            )
+        values = grpo_advantages(
+            torch.from_numpy(rewards), torch.tensor(batch["uid"]), norm_by_std=self.algorithm.norm_adv_by_std
+        ).numpy()
         return batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, lengths))
 
     def state(self) -> dict[str, float]:
@@ -49,7 +55,8 @@ class Advantages:
         self.model_scores.restore(state)
 
     def _scores(self, batch: DataProto) -> np.ndarray:
-        """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the reward model's."""
+        """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the
+        reward model's."""
         scores = np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
         if "rm_scores" not in batch:
             return scores
@@ -63,9 +70,13 @@ class Advantages:
         return scores + added
 
     def _by_pieces(self, batch: DataProto, lengths_B: torch.Tensor, scores_B: torch.Tensor) -> _Found:
-        """Row by row; of columns that lie in the object store only a piece is here at a time. Moves the KL coefficient on."""
+        """Row by row; of columns that lie in the object store only a piece is here at a time. Moves the KL coefficient
+        on."""
         algorithm, coefficient, with_values = self.algorithm, self.control.value, self.algorithm.adv_estimator == "gae"
-        names = (*(("old_log_probs", "ref_log_probs") if algorithm.kl_coef else ()), *(("values",) if with_values else ()))
+        names = (
+            *(("old_log_probs", "ref_log_probs") if algorithm.kl_coef else ()),
+            *(("values",) if with_values else ()),
+        )
         parts, start, kl_total = [], 0, 0.0
         for piece in batch.pieces(names) if names else ():
             rows = slice(start, start + len(piece))
@@ -78,7 +89,11 @@ class Advantages:
             if with_values:
                 token = token_rewards(scores_B[rows], coefficient * divergence, lengths)
                 pair = gae(
-                    token, torch.from_numpy(np.array(piece.jagged("values").values)), lengths, gamma=algorithm.gamma, lam=algorithm.lam
+                    token,
+                    torch.from_numpy(np.array(piece.jagged("values").values)),
+                    lengths,
+                    gamma=algorithm.gamma,
+                    lam=algorithm.lam,
                 )
             parts.append((coefficient * sums, *pair))
         if algorithm.kl_coef:
@@ -90,7 +105,9 @@ class Advantages:
         return _Found(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def _divergence(self, piece: DataProto) -> torch.Tensor:
-        old, reference = (torch.from_numpy(np.array(piece.jagged(name).values)) for name in ("old_log_probs", "ref_log_probs"))
+        old, reference = (
+            torch.from_numpy(np.array(piece.jagged(name).values)) for name in ("old_log_probs", "ref_log_probs")
+        )
         return kl_penalty(old, reference, self.algorithm.kl_penalty)
 
 

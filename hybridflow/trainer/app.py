@@ -1,4 +1,5 @@
-"""The composition root: from a checked configuration to running groups, a finished run folder, and nothing left behind."""
+"""The composition root: from a checked configuration to running groups, a finished run folder, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -16,27 +17,28 @@ from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.device.platform import Platform
 from hybridflow.errors import ConfigError, RunInterrupted
 from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
-from hybridflow.platform import Platform
 from hybridflow.rewards.manager import RewardManager
+from hybridflow.rollout.evaluation import Scorer, Validator
+from hybridflow.rollout.recovery import RestartingRollouts
+from hybridflow.rollout.service import EngineGroup
+from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
-from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
-from hybridflow.trainer.evaluate import Scorer, Validator
-from hybridflow.trainer.groups import EngineGroup, PolicyGroup, check_steps
+from hybridflow.trainer.groups import PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
-from hybridflow.trainer.rollout_recovery import RestartingRollouts
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
 from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup, TeacherGroup
-from hybridflow.trainer.weight_sync import SliceSync
 from hybridflow.workers.policy import PolicySpec, PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.rollout import RolloutWorker
@@ -67,13 +69,17 @@ def sft(config: RunConfig) -> None:
 
 
 def train_reward(config: RunConfig) -> None:
-    """A reward model from preference pairs: warm start when configured, `config.reward_training`, checkpoint, export."""
+    """A reward model from preference pairs: warm start when configured, `config.reward_training`, checkpoint,
+    export."""
     if config.reward_training.steps < 1:
-        raise ConfigError("reward_training.steps is 0: nothing to do; set reward_training.steps and reward_training.train_files")
+        raise ConfigError(
+            "reward_training.steps is 0: nothing to do; set reward_training.steps and reward_training.train_files"
+        )
     _run_job(config, _train_reward, config.reward_training.steps)
 
 
-# ---- the jobs -------------------------------------------------------------------------------------------------------------------------
+# ---- the jobs
+# ------------------------------------------------------------------------------------------------------------
 
 
 class _Job:
@@ -102,8 +108,12 @@ class _Job:
         config = self.config
         spec = PolicySpec(config, self.hf_config, self.tokenizer.path.resolve())
         beside = {role: (self.value_spec(role),) for role in others}
-        with self.progress.stage(f"start {derived.world_size(config)} {config.actor.backend} ranks ({_layout(config)})"):
-            pool = ResourcePool.allocate(cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus())
+        with self.progress.stage(
+            f"start {derived.world_size(config)} {config.actor.backend} ranks ({_layout(config)})"
+        ):
+            pool = ResourcePool.allocate(
+                cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus()
+            )
             if beside:
                 worker = colocated(PolicyWorker, *(_WORKERS[role] for role in beside))
                 return self._group(cluster, pool, worker, "actor", ((spec,), *beside.values()))
@@ -123,14 +133,19 @@ class _Job:
         return ValueSpec(self.config, hf_config, path, self.tokenizer.path.resolve())
 
     def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
-        """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the background."""
+        """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the
+        background."""
         config = self.config.rollout
         dtype, quantization = self.config.model.dtype, config.quantization
-        folder = assets.write_engine_folder(self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization)
+        folder = assets.write_engine_folder(
+            self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization
+        )
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
             if config.nodes_per_engine == 1:
-                return self._group(cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args), None
+                return self._group(
+                    cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args
+                ), None
             first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
@@ -142,7 +157,9 @@ class _Job:
             leading.on_restart(follow)
             return leading, following
 
-    def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]) -> WorkerGroup:
+    def _group(
+        self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]
+    ) -> WorkerGroup:
         env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
         group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=self.session.folder / "logs")
         self.stack.callback(group.kill)
@@ -166,7 +183,9 @@ def _train(job: _Job) -> dict[str, Any]:
     rewards = RewardManager(config.reward)
     dataset = open_prompts(config.data.train_files, job.tokenizer, config.data)
     held_out = (
-        open_prompts(config.data.val_files, job.tokenizer, config.data, config.data.val_max_prompts) if config.data.val_files else None
+        open_prompts(config.data.val_files, job.tokenizer, config.data, config.data.val_max_prompts)
+        if config.data.val_files
+        else None
     )
     rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
     check_steps(config)
@@ -178,7 +197,9 @@ def _train(job: _Job) -> dict[str, Any]:
     beside = [role for role in wanted if wanted[role] and derived.is_colocated(config, role)]
     policy_workers = job.start_policy(cluster, *beside)
     policy = PolicyGroup(policy_workers, config)
-    groups = {role: policy_workers if role in beside else job.start_role(cluster, role) for role in wanted if wanted[role]}
+    groups = {
+        role: policy_workers if role in beside else job.start_role(cluster, role) for role in wanted if wanted[role]
+    }
     critic = CriticGroup(groups["critic"], config) if "critic" in groups else None
     reward_model = RewardModelGroup(groups["reward_model"], config) if "reward_model" in groups else None
     reference = ReferenceGroup(groups["reference"], config) if "reference" in groups else None
@@ -188,8 +209,23 @@ def _train(job: _Job) -> dict[str, Any]:
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(policy_workers, engines, config)
-    rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message))
-    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, critic, reward_model, reference, teacher)
+    rollouts = RestartingRollouts(
+        engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message)
+    )
+    trainer = RLTrainer(
+        config,
+        session,
+        policy,
+        rollouts,
+        rollouts,
+        dataset,
+        scorer,
+        validator,
+        critic,
+        reward_model,
+        reference,
+        teacher,
+    )
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
     engine_workers.on_restart(engines.begin_again)
@@ -229,7 +265,9 @@ def _sft(job: _Job) -> dict[str, Any]:
     policy = PolicyGroup(job.start_policy(cluster), job.config)
     trainer = job.warm_start(policy, lambda: None)
     if trainer is None:
-        raise ConfigError(f"{job.session.folder} already holds a reinforcement-learning run; give this one another name")
+        raise ConfigError(
+            f"{job.session.folder} already holds a reinforcement-learning run; give this one another name"
+        )
     with job.progress.stage("save the checkpoint"):
         trainer.save()
     exported = _finish(job, policy)
@@ -242,7 +280,9 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
     cluster, is_beside = job.start_cluster(), derived.is_colocated(config, "reward_model")
-    policy_workers = job.start_policy(cluster, *(["reward_model"] if is_beside else [])) if is_beside or config.sft.steps else None
+    policy_workers = (
+        job.start_policy(cluster, *(["reward_model"] if is_beside else [])) if is_beside or config.sft.steps else None
+    )
     workers = policy_workers if is_beside and policy_workers is not None else job.start_role(cluster, "reward_model")
     model = RewardModelGroup(workers, config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
@@ -287,7 +327,8 @@ def _finish(job: _Job, policy: PolicyGroup) -> str | None:
     return str(folder)
 
 
-# ---- around a job ---------------------------------------------------------------------------------------------------------------------
+# ---- around a job
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:
@@ -309,7 +350,12 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         finally:
             session.close()
             stop_logging()
-        summary = {"seed": config.seed, "layout": _layout(config), **summary, "seconds_total": session.totals_now()["seconds_total"]}
+        summary = {
+            "seed": config.seed,
+            "layout": _layout(config),
+            **summary,
+            "seconds_total": session.totals_now()["seconds_total"],
+        }
         session.write_json("summary.json", summary)
         if config.trainer.report:
             progress.message(f"report: {write_report(folder)}")
@@ -317,7 +363,8 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
 
 
 def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:
-    """A finished run (or, with resume=disable, any run) of this name is moved aside, never deleted or mixed with a new one."""
+    """A finished run (or, with resume=disable, any run) of this name is moved aside, never deleted or mixed with a new
+    one."""
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
@@ -335,7 +382,8 @@ def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Prog
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Two drivers in one run folder would destroy each other's records. The lock goes with the process, however it ends."""
+    """Two drivers in one run folder would destroy each other's records. The lock goes with the process, however it
+    ends."""
     handle: IO[str] = folder.with_name(f".{folder.name}.lock").open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -371,7 +419,12 @@ def _how_to_resume(store: CheckpointStore) -> str:
 
 def _layout(config: RunConfig) -> str:
     parallel = config.actor.parallel
-    parts = [f"TP{parallel.tensor}", f"PP{parallel.pipeline}", f"EP{parallel.expert}", f"DP{derived.data_parallel_size(config)}"]
+    parts = [
+        f"TP{parallel.tensor}",
+        f"PP{parallel.pipeline}",
+        f"EP{parallel.expert}",
+        f"DP{derived.data_parallel_size(config)}",
+    ]
     if config.actor.backend == "fsdp":
         parts = [f"FSDP{derived.world_size(config)}"]
     if parallel.sequence:
@@ -386,7 +439,8 @@ def _layout(config: RunConfig) -> str:
 
 
 def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourcePool, ResourcePool]:
-    """Slots of the engines' first nodes and of their others; an engine has its nodes to itself, but in a local cluster all are one.
+    """Slots of the engines' first nodes and of their others; an engine has its nodes to itself, but in a local cluster
+    all are one.
 
     Raises:
         ResourceError: the cluster has fewer nodes.

@@ -1,4 +1,5 @@
-"""What a job needs on the disk before anything starts: data, tokenizer, the resolved model config, the folder engines start from."""
+"""What a job needs on the disk before anything starts: data, tokenizer, the resolved model config, the folder engines
+start from."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 
 
 def prepare_data(config: RunConfig) -> str | None:
-    """Run `data.prepare`, unless its output is there already. Returns a line to show, or None when no preparation is configured."""
+    """Run `data.prepare`, unless its output is there already. Returns a line to show, or None when no preparation is
+    configured."""
     task = config.data.prepare.task
     if task is None:
         return None
@@ -38,7 +40,8 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The Hugging Face config with the vocabulary and special tokens of the tokenizer filled in where it leaves them open.
+    """The Hugging Face config with the vocabulary and special tokens of the tokenizer filled in where it leaves them
+    open.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
@@ -51,7 +54,8 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
     resolved.setdefault("architectures", [family_of(resolved).architecture])
     if resolved["vocab_size"] < tokenizer.vocab_size:
         raise ConfigError(
-            f"model vocab_size is {resolved['vocab_size']}, smaller than the {tokenizer.vocab_size} tokens of {tokenizer.path}"
+            f"model vocab_size is {resolved['vocab_size']}, smaller than the {tokenizer.vocab_size} tokens of "
+            f"{tokenizer.path}"
         )
     return resolved
 
@@ -61,7 +65,8 @@ def write_engine_folder(
 ) -> Path:
     """A Hugging Face folder without weights: engines start from it with random weights and receive the real ones.
 
-    Its `quantization_config` is that of what they receive, whatever the checkpoint that the policy started from was kept in.
+    Its `quantization_config` is that of what they receive, whatever the checkpoint that the policy started from was
+    kept in.
 
     Raises:
         ModelError: `quantization` is fp8 and the model's config names another form of it.

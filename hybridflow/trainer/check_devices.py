@@ -1,10 +1,11 @@
-"""What a configuration asks of devices, against those that are there. Before anything starts; `config.check` knows no devices."""
+"""What a configuration asks of devices, against those that are there. Before anything starts; `config.check` knows no
+devices."""
 
 from __future__ import annotations
 
 from hybridflow.config.schema import RunConfig
+from hybridflow.device.platform import Platform
 from hybridflow.errors import ConfigError
-from hybridflow.platform import Platform
 
 FP8_CAPABILITY = (8, 9)
 CPU_TRANSPORTS = ("tcp", "shared_memory", "disk")
@@ -15,29 +16,39 @@ def check_devices(config: RunConfig, platform: Platform) -> None:
     transport = config.rollout.sync.transport
     if platform.kind == "cuda" and transport in CPU_TRANSPORTS:
         raise ConfigError(
-            f"rollout.sync.transport={transport} carries CPU buffers, and the weights lie on GPUs here; use auto or p2p (NCCL)"
+            f"rollout.sync.transport={transport} carries CPU buffers, and the weights lie on GPUs here; use auto or "
+            f"p2p (NCCL)"
         )
     if config.rollout.quantization == "fp8":
         _check_fp8(platform)
     if config.rollout.nodes_per_engine > 1 and config.cluster.address is None and platform.kind == "cuda":
         raise ConfigError(
-            f"rollout.nodes_per_engine={config.rollout.nodes_per_engine} with cluster.address=null puts all nodes of an engine on this "
-            "machine, where each would take the same GPUs; give the address of a cluster, or set rollout.nodes_per_engine=1"
+            f"rollout.nodes_per_engine={config.rollout.nodes_per_engine} with cluster.address=null puts all nodes of "
+            f"an engine on this "
+            "machine, where each would take the same GPUs; give the address of a cluster, or set "
+            "rollout.nodes_per_engine=1"
         )
 
 
 def _check_fp8(platform: Platform) -> None:
     wanted = ".".join(map(str, FP8_CAPABILITY))
-    instead = "set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and proves such a transfer on any machine"
+    instead = (
+        "set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and proves such a "
+        "transfer on any machine"
+    )
     if platform.kind == "cpu":
         raise ConfigError(
-            f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and this is a CPU: an SGLang engine loads fp8 "
+            f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and this is a CPU: an "
+            f"SGLang engine loads fp8 "
             f"weights there, but computes with them in Triton, which has no driver for CPUs "
-            f"(sglang/srt/layers/quantization/fp8_utils.py:1809), or with AMX and its own kernels (fp8.py:827); {instead}"
+            f"(sglang/srt/layers/quantization/fp8_utils.py:1809), or with AMX and its own kernels (fp8.py:827); "
+            f"{instead}"
         )
     if (found := platform.capability()) < FP8_CAPABILITY:
         raise ConfigError(
-            f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and these have {found[0]}.{found[1]}: there "
-            f"SGLang rearranges fp8 weights for Marlin after each load (sglang/srt/layers/quantization/fp8_utils.py:2798), and slices "
+            f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and these have "
+            f"{found[0]}.{found[1]}: there "
+            f"SGLang rearranges fp8 weights for Marlin after each load "
+            f"(sglang/srt/layers/quantization/fp8_utils.py:2798), and slices "
             f"would land in the wrong form; {instead}"
         )

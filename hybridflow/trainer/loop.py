@@ -6,8 +6,9 @@
                  weights       │       update      advantages       old and reference log-probs
     sync  ◀──────────────── policy ◀─────── group-relative, or GAE ◀─────── policy, critic
 
-Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column fetches it.
-One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and unblocks the next with new weights in every engine.
+Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column
+fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and unblocks the next with new
+weights in every engine.
 """
 
 from __future__ import annotations
@@ -18,31 +19,21 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.errors import HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
-from hybridflow.protocol import DataProto
+from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.saving.store import Checkpoint
 from hybridflow.single_controller import keep_in_store
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.checkpoints import Checkpoint
-from hybridflow.trainer.evaluate import Scorer, Validator, dump_batch
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
 from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.phases import Phases
-from hybridflow.trainer.protocols import (
-    Reference,
-    RewardModel,
-    RolloutService,
-    Sleeper,
-    SyncReport,
-    Teacher,
-    TrainGroup,
-    Update,
-    ValueGroup,
-    WeightSync,
-)
+from hybridflow.trainer.protocols import Reference, RewardModel, Sleeper, Teacher, TrainGroup, Update, ValueGroup
 from hybridflow.trainer.session import Session
 
 
@@ -76,7 +67,8 @@ class RLTrainer:
         self.step = 0
         self.left_out: set[str] = set()
 
-    # ---- the loop ---------------------------------------------------------------------------------------------------------------------
+    # ---- the loop
+    # --------------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
@@ -121,12 +113,15 @@ class RLTrainer:
                     with phase("save_checkpoint", self.step):
                         self.save()
 
-    # ---- parts of a step --------------------------------------------------------------------------------------------------------------
+    # ---- parts of a step
+    # --------------------------------------------------------------------------------------------------------
 
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
         batch = self.dataset.batch(next(self.sampler))
-        return keep_in_store(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
+        return keep_in_store(
+            batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n)
+        )
 
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
@@ -134,7 +129,8 @@ class RLTrainer:
         return batch.union(self.reward_model.scores(batch)) if self.reward_model else batch
 
     def with_comparisons(self, batch: DataProto) -> DataProto:
-        """Adds what the policy is compared with: ref_log_probs where a KL term asks for them, a teacher's most likely tokens."""
+        """Adds what the policy is compared with: ref_log_probs where a KL term asks for them, a teacher's most likely
+        tokens."""
         phase = self.session.timeline.phase
         if derived.needs_reference(self.config):
             with phase("ref"):
@@ -156,9 +152,12 @@ class RLTrainer:
         # written so that NaN, too, is beyond the bound
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
-                f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same tokens "
-                f"(bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the trainer, or the "
-                "two compute another model; compare dtype and temperature, or raise rollout.logprob_diff_bound if the difference is "
+                f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same "
+                f"tokens "
+                f"(bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the "
+                f"trainer, or the "
+                "two compute another model; compare dtype and temperature, or raise rollout.logprob_diff_bound if the "
+                "difference is "
                 "expected (bfloat16)."
             )
 
@@ -183,10 +182,14 @@ class RLTrainer:
         self.session.totals["accuracy_after"] = accuracy
         progress.message(f"held-out accuracy after step {self.step}: {accuracy:.3f}")
 
-    def record(self, batch: DataProto, updates: Mapping[str, Sequence[Update]], synced: SyncReport, progress: Progress) -> None:
+    def record(
+        self, batch: DataProto, updates: Mapping[str, Sequence[Update]], synced: SyncReport, progress: Progress
+    ) -> None:
         """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
         seconds = self.session.timeline.metrics(self.step)
-        metrics = batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
+        metrics = (
+            batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
+        )
         metrics = over_roles([metrics, *(role.memory() for role in self.beside.values())])
         metrics |= self.advantages.metrics | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
@@ -212,11 +215,14 @@ class RLTrainer:
         for role, done in updates.items():
             if not all(update.applied for update in done):
                 raise HybridFlowError(
-                    f"step {self.step}: a gradient of the {role} is not finite (norms {[update.grad_norm for update in done]}); that "
-                    f"update was not applied. Lower {role}.optim.lr and run the same command again to resume from the last checkpoint."
+                    f"step {self.step}: a gradient of the {role} is not finite (norms "
+                    f"{[update.grad_norm for update in done]}); that "
+                    f"update was not applied. Lower {role}.optim.lr and run the same command again to resume from the "
+                    f"last checkpoint."
                 )
 
-    # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # --------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
@@ -246,7 +252,8 @@ class RLTrainer:
         self.step = checkpoint.step
 
     def go_back(self) -> None:
-        """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where there is none."""
+        """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where
+        there is none."""
         self.session.store.settle()
         checkpoint = self.session.store.latest()
         if checkpoint is not None and checkpoint.phase != "rl":
@@ -261,7 +268,8 @@ class RLTrainer:
         self.start_from_present_weights()
 
     def start_from_present_weights(self) -> None:
-        """Begin the phase: the present weights are the reference (and the critic's, unless it has its own), optimizers are fresh."""
+        """Begin the phase: the present weights are the reference (and the critic's, unless it has its own), optimizers
+        are fresh."""
         if derived.needs_reference(self.config) and not self.reference:
             self.policy.freeze_reference()
         self.policy.set_optimizer(self.config.actor.optim)

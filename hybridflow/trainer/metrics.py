@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hybridflow.protocol import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.trainer.protocols import Update
 
 
 def log_prob_difference(batch: DataProto) -> tuple[float, float]:
-    """Mean and largest |engine - trainer| log-probability of the sampled tokens; NaN where one is NaN, 0 without tokens."""
+    """Mean and largest |engine - trainer| log-probability of the sampled tokens; NaN where one is NaN, 0 without
+    tokens."""
     total, count, largest = 0.0, 0, [0.0]
     for piece in batch.pieces(("rollout_log_probs", "old_log_probs")):
         difference = np.abs(piece.jagged("rollout_log_probs").values - piece.jagged("old_log_probs").values)
@@ -32,7 +33,11 @@ def kl_sums(batch: DataProto) -> np.ndarray:
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
     """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch."""
-    responses, prompts, (difference, largest) = batch.lengths("response_ids"), batch.lengths("prompt_ids"), log_prob_difference(batch)
+    responses, prompts, (difference, largest) = (
+        batch.lengths("response_ids"),
+        batch.lengths("prompt_ids"),
+        log_prob_difference(batch),
+    )
     metrics = {
         **spread("critic/score", batch["scores"]),
         **spread("critic/rewards", batch["rewards"]),
@@ -84,7 +89,8 @@ def _explained_variance(batch: DataProto) -> float:
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights are the same.
+    """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights
+    are the same.
 
     Without updates (`trainer.critic_warmup`), nothing.
     """
@@ -120,17 +126,29 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
     """name/mean, name/max and name/min; nothing without values."""
     if not len(values):
         return {}
-    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": float(np.max(values)),
+        f"{name}/min": float(np.min(values)),
+    }
 
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
     """`spread` over all tokens of a jagged column."""
     parts = (piece.jagged(column).values for piece in batch.pieces([column]))
-    spreads = [(float(values.sum(dtype=np.float64)), len(values), values.max(), values.min()) for values in parts if len(values)]
+    spreads = [
+        (float(values.sum(dtype=np.float64)), len(values), values.max(), values.min())
+        for values in parts
+        if len(values)
+    ]
     if not spreads:
         return {}
     totals, counts, highest, lowest = zip(*spreads, strict=True)
-    return {f"{name}/mean": sum(totals) / sum(counts), f"{name}/max": float(np.max(highest)), f"{name}/min": float(np.min(lowest))}
+    return {
+        f"{name}/mean": sum(totals) / sum(counts),
+        f"{name}/max": float(np.max(highest)),
+        f"{name}/min": float(np.min(lowest)),
+    }
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:

@@ -1,4 +1,5 @@
-"""How a reward model's scores enter the reward: as they are, between 0 and 1, or over their spread in the run so far."""
+"""How a reward model's scores enter the reward: as they are, between 0 and 1, or over their spread in the run so
+far."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ _SMALLEST = 1e-6  # standard deviation of scores that are all alike
 
 
 class ModelScores:
-    """By `reward_model.squash`. With `standard`, mean and spread are those of all scores of the run, which a checkpoint keeps.
+    """By `reward_model.squash`. With `standard`, mean and spread are those of all scores of the run, which a checkpoint
+    keeps.
 
-    Scores of a comparison of pairs have neither zero nor unit: only differences between answers mean something, and a sigmoid, which
-    says how likely an answer beats one with score 0, is 0 or 1 almost everywhere. Over the spread of the run they keep their order
-    and their distances, and their size is that of the verifier's score. Mean and spread move ever less: a policy that improves is
-    seen to improve, which a spread of the present batch would hide.
+    Scores of a comparison of pairs have neither zero nor unit: only differences between answers mean something, and a
+    sigmoid, which says how likely an answer beats one with score 0, is 0 or 1 almost everywhere. Over the spread of the
+    run they keep their order and their distances, and their size is that of the verifier's score. Mean and spread move
+    ever less: a policy that improves is seen to improve, which a spread of the present batch would hide.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -25,7 +27,8 @@ class ModelScores:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0  # squares: summed squared distances from the mean
 
     def add(self, scores_B: np.ndarray) -> np.ndarray:
-        """[B] f32 what a batch's scores count in the reward, before `reward_model.weight`; with `standard` they join the spread first."""
+        """[B] f32 what a batch's scores count in the reward, before `reward_model.weight`; with `standard` they join
+        the spread first."""
         if self.config.squash == "sigmoid":
             return np.asarray(0.5 * (1.0 + np.tanh(0.5 * scores_B)), dtype=np.float32)  # without overflow
         if self.config.squash == "none":
@@ -48,22 +51,27 @@ class ModelScores:
         if not len(scores_B):
             return
         total, difference = self.count + len(scores_B), float(scores_B.mean()) - self.mean
-        self.squares += float(((scores_B - scores_B.mean()) ** 2).sum()) + difference**2 * self.count * len(scores_B) / total
+        self.squares += (
+            float(((scores_B - scores_B.mean()) ** 2).sum()) + difference**2 * self.count * len(scores_B) / total
+        )
         self.mean += difference * len(scores_B) / total
         self.count = total
 
 
 def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
-    """cov(part, whole) / var(whole): shares of parts that add up to the whole add up to 1; 0 where the whole does not vary."""
+    """cov(part, whole) / var(whole): shares of parts that add up to the whole add up to 1; 0 where the whole does not
+    vary."""
     part, whole = (np.asarray(values, np.float64) - np.mean(values, dtype=np.float64) for values in (part_B, whole_B))
     variance = float((whole**2).sum())
     return float((part * whole).sum()) / variance if variance > 0 else 0.0
 
 
 def agreement(model_B: np.ndarray, verifier_B: np.ndarray, group_B: np.ndarray) -> float | None:
-    """Of all pairs of answers to one prompt that the verifier tells apart, the share that the model puts in the same order (ties: half).
+    """Of all pairs of answers to one prompt that the verifier tells apart, the share that the model puts in the same
+    order (ties: half).
 
-    None without such pairs. Half is chance: the model then adds noise to the reward, whatever it says of the pairs it was trained on.
+    None without such pairs. Half is chance: the model then adds noise to the reward, whatever it says of the pairs it
+    was trained on.
     """
     alike, pairs = 0.0, 0
     for group in np.unique(group_B):

@@ -13,7 +13,8 @@ _GB = 1e9
 
 
 def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict[str, float]:
-    """The largest peak of any rank, in GB (10^9 bytes): over the step, and of each worker method; and what of the role was off the device.
+    """The largest peak of any rank, in GB (10^9 bytes): over the step, and of each worker method; and what of the role
+    was off the device.
 
     Args:
         observations: `RoleMemory.take` of every rank.
@@ -31,8 +32,8 @@ def memory_metrics(observations: Sequence[Mapping[str, Any]], role: str) -> dict
 
 
 def model_metrics(observations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many numbers training changes: all weights of the model, or its adapters; and, where a sync sends merged copies of weights, their
-    GB on the rank with most.
+    """How many numbers training changes: all weights of the model, or its adapters; and, where a sync sends merged
+    copies of weights, their GB on the rank with most.
     """
     metrics = {"actor/trainable_parameters": float(observations[0]["trainable"])} if observations else {}
     if copied := max((observed["copied"] for observed in observations), default=0):
@@ -59,7 +60,8 @@ def token_layers(prompts: np.ndarray, responses: np.ndarray, routers: int, kind:
     Args:
         prompts, responses: [B] tokens of each sample.
         routers: layers with experts.
-        kind: `actor.router_replay`. r3 and compare: an engine does not route the last token of a sample, and none of an empty response.
+        kind: `actor.router_replay`. r3 and compare: an engine does not route the last token of a sample, and none of an
+            empty response.
     """
     tokens = int((prompts + responses).sum()) if kind == "r2" else int((prompts + responses - 1)[responses > 0].sum())
     return tokens * routers
@@ -68,8 +70,8 @@ def token_layers(prompts: np.ndarray, responses: np.ndarray, routers: int, kind:
 def replay_metrics(
     observations: Sequence[Mapping[str, Any]], prompts: np.ndarray, responses: np.ndarray, kind: str, ppo_epochs: int
 ) -> dict[str, float]:
-    """Token-layers replayed over all ranks, and the shares of them for which the live router would have chosen otherwise: `differing` from
-    the engine at the same weights, `drifted` during updates.
+    """Token-layers replayed over all ranks, and the shares of them for which the live router would have chosen
+    otherwise: `differing` from the engine at the same weights, `drifted` during updates.
 
     Args:
         observations: `PolicyWorker.take_observations` of every rank.
@@ -82,12 +84,17 @@ def replay_metrics(
     if kind == "none":
         return {}
     counts = {name: sum(observed["routes"][name] for observed in observations) for name in observations[0]["routes"]}
-    once, (scored, trained) = token_layers(prompts, responses, counts["routers"], kind), replayed_passes(kind, ppo_epochs)
+    once, (scored, trained) = (
+        token_layers(prompts, responses, counts["routers"], kind),
+        replayed_passes(kind, ppo_epochs),
+    )
     expected = once * (scored + trained)
     if not counts["sent"] == counts["used"] == expected or counts["mismatched"]:
         raise RouterReplayError(
-            f"actor.router_replay={kind}: {expected} token-layers have recorded experts ({counts['routers']} layers with experts), "
-            f"{counts['sent']} reached the routers, {counts['used']} were used, {counts['mismatched']} with other experts"
+            f"actor.router_replay={kind}: {expected} token-layers have recorded experts ({counts['routers']} layers "
+            f"with experts), "
+            f"{counts['sent']} reached the routers, {counts['used']} were used, {counts['mismatched']} with other "
+            f"experts"
         )
     metrics = {"tokens": float(counts["used"] if kind != "compare" else 0), "mismatches": float(counts["mismatched"])}
     if scored:

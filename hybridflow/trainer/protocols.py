@@ -1,4 +1,5 @@
-"""What the loop sees. The composition root builds the real ones; tests of the loop's logic build small ones without Ray."""
+"""What the loop sees. The composition root builds the real ones; tests of the loop's logic build small ones without
+Ray."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hybridflow.config.schema import OptimConfig, SamplingConfig
-from hybridflow.protocol import DataProto
-from hybridflow.residency import Part
+from hybridflow.batch import DataProto
+from hybridflow.config.schema import OptimConfig
+from hybridflow.device.residency import Part
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update, merged over data-parallel ranks: `means` of each metric, and grad_norm, lr, applied (1 or 0)."""
+    """One optimizer update, merged over data-parallel ranks: `means` of each metric, and grad_norm, lr, applied (1 or
+    0)."""
 
     means: Mapping[str, float]
     grad_norm: float
@@ -75,7 +77,8 @@ class TrainGroup(Protocol):
 
 
 class Sleeper(Protocol):
-    """A role beside the policy whose memory leaves the device when it is idle. Each of its methods brings in what it needs."""
+    """A role beside the policy whose memory leaves the device when it is idle. Each of its methods brings in what it
+    needs."""
 
     def sleep(self, parts: tuple[Part, ...]) -> None:
         """Those of `parts` that the role's `offload` names leave the device, until a method needs them."""
@@ -143,46 +146,4 @@ class RewardModel(Sleeper, Protocol):
 
     def scores(self, batch: DataProto) -> DataProto:
         """rm_scores [B] f32."""
-        ...
-
-
-class RolloutService(Protocol):
-    """Engines that answer prompts."""
-
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version; routed_experts when they are replayed."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the device memory away."""
-        ...
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """Take that of `weights` or `kv_cache` again; weights come with the next sync."""
-        ...
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was left out, why."""
-
-    version: int
-    seconds: float
-    nbytes: int
-    stale: Mapping[str, str]
-
-    def metrics(self) -> dict[str, float]:
-        """For the step's record."""
-        return {"sync/seconds": self.seconds, "sync/bytes": float(self.nbytes), "sync/engines_stale": float(len(self.stale))}
-
-
-class WeightSync(Protocol):
-    """Brings the policy's weights to the engines."""
-
-    def sync(self, version: int) -> SyncReport:
-        """After it returns, every engine that gets requests answers with these weights, and says so in weight_version.
-
-        Raises:
-            WeightSyncError: no engine could take them.
-        """
         ...

@@ -1,4 +1,5 @@
-"""Carrying on in the same process when ranks of the policy are lost: the group starts again and the loop goes back to a checkpoint."""
+"""Carrying on in the same process when ranks of the policy are lost: the group starts again and the loop goes back to a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Restartable(Protocol):
 
 
 def fit_with_restarts(trainer: RLTrainer, group: Restartable, max_restarts: int, progress: Progress) -> None:
-    """`trainer.fit()`; when the group breaks, restart it (its hooks take the trainer back to the last checkpoint) and fit again.
+    """`trainer.fit()`; when the group breaks, restart it (its hooks take the trainer back to the last checkpoint) and
+    fit again.
 
     Args:
         trainer: the loop.
@@ -34,18 +36,26 @@ def fit_with_restarts(trainer: RLTrainer, group: Restartable, max_restarts: int,
         progress: told about each restart.
 
     Raises:
-        HybridFlowError: the error of the loop, when the group is whole (then a restart would not help) or `max_restarts` are used up;
+        HybridFlowError: the error of the loop, when the group is whole (then a restart would not help) or
+        `max_restarts` are used up;
             or what went wrong in a restart.
     """
     left = max_restarts
     while True:
         try:
             return trainer.fit()
-        except HybridFlowError as error:  # of another type where a peer noticed first: an engine that was receiving weights, say
+        except (
+            HybridFlowError
+        ) as error:  # of another type where a peer noticed first: an engine that was receiving weights, say
             if left < 1 or group.is_alive():
                 raise
             left -= 1
-            log.warning("the policy's group broke in step %d and is started again (%d more times): %s", trainer.step, left, error)
+            log.warning(
+                "the policy's group broke in step %d and is started again (%d more times): %s",
+                trainer.step,
+                left,
+                error,
+            )
             reason = str(error).splitlines()[0]
         progress.message(f"step {trainer.step}: {reason}")
         with progress.stage("start the Megatron ranks again"):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.batch import DataProto
 from hybridflow.config.schema import RewardTrainingConfig
 from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.errors import HybridFlowError
-from hybridflow.protocol import DataProto
-from hybridflow.trainer.checkpoints import Checkpoint
+from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.value_groups import RewardModelGroup
 
@@ -24,7 +24,12 @@ class RewardTrainer:
     """`config.steps` updates on pairs."""
 
     def __init__(
-        self, config: RewardTrainingConfig, session: Session, model: RewardModelGroup, dataset: PreferenceDataset, seed: int
+        self,
+        config: RewardTrainingConfig,
+        session: Session,
+        model: RewardModelGroup,
+        dataset: PreferenceDataset,
+        seed: int,
     ) -> None:
         self.config, self.session, self.model, self.dataset = config, session, model, dataset
         self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
@@ -39,18 +44,26 @@ class RewardTrainer:
     def fit(self) -> None:
         """Run all remaining steps and checkpoint the end."""
         session, every = self.session, self.session.config.trainer.save_every_steps
-        with session.timed("seconds_reward"), session.progress(self.config.steps, "reward model", self.step, throttle_s=5.0) as progress:
+        with (
+            session.timed("seconds_reward"),
+            session.progress(self.config.steps, "reward model", self.step, throttle_s=5.0) as progress,
+        ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
                 update = self.model.pair_step(self.dataset.batch(next(self.sampler)))
                 self.step += 1
                 if not update.applied:
                     raise HybridFlowError(
-                        f"reward step {self.step}: the gradient is not finite (loss {update.means['loss']}); lower reward_training.optim.lr"
+                        f"reward step {self.step}: the gradient is not finite (loss {update.means['loss']}); lower "
+                        f"reward_training.optim.lr"
                     )
                 means = {("reward/loss" if name == "loss" else name): value for name, value in update.means.items()}
                 seconds = {"step": time.perf_counter() - started}
-                metrics = means | {"reward/grad_norm": update.grad_norm, "reward/lr": update.lr, "timing_s/step": seconds["step"]}
+                metrics = means | {
+                    "reward/grad_norm": update.grad_norm,
+                    "reward/lr": update.lr,
+                    "timing_s/step": seconds["step"],
+                }
                 session.tracker.log(self.step, metrics, phase="reward")
                 shown = {"loss": means["reward/loss"], "accuracy": means["reward/accuracy"]}
                 progress.update(self.step, shown, seconds)

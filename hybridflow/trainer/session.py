@@ -1,4 +1,5 @@
-"""What a job writes down while it runs: metrics, timeline, progress, checkpoints, and the numbers its summary is made of."""
+"""What a job writes down while it runs: metrics, timeline, progress, checkpoints, and the numbers its summary is made
+of."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Phase, Tracker
+from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import waited_seconds
-from hybridflow.trainer.checkpoints import Checkpoint, CheckpointStore, Retention
 
 _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
 
@@ -25,7 +26,8 @@ _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
 class Session:
     """The run folder in use.
 
-    `totals` are numbers that grow over the run and survive a resume inside the checkpoint: seconds of each phase, accuracies, extremes.
+    `totals` are numbers that grow over the run and survive a resume inside the checkpoint: seconds of each phase,
+        accuracies, extremes.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -43,7 +45,8 @@ class Session:
         self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
 
-    # ---- what happened ----------------------------------------------------------------------------------------------------------------
+    # ---- what happened
+    # --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
@@ -56,13 +59,15 @@ class Session:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Measure `controller_share`: of the time spent inside, the share in which no worker and no engine was waited for."""
+        """Measure `controller_share`: of the time spent inside, the share in which no worker and no engine was waited
+        for."""
         start, waited = time.perf_counter(), waited_seconds()
         yield
         self.controller_share = 1.0 - (waited_seconds() - waited) / max(time.perf_counter() - start, 1e-9)
 
     def totals_now(self) -> dict[str, float]:
-        """The totals with `seconds_total`, the time all sessions of this run have taken so far (what a kill lost is not in it)."""
+        """The totals with `seconds_total`, the time all sessions of this run have taken so far (what a kill lost is not
+        in it)."""
         self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
         return dict(self.totals)
 
@@ -84,10 +89,12 @@ class Session:
         enabled = "console" in self.config.trainer.loggers
         return Progress(total, title, initial=initial, throttle_s=throttle_s, enabled=enabled)
 
-    # ---- checkpoints ------------------------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # --------------------------------------------------------------------------------------------------------
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the records.
+        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the
+        records.
 
         None: an earlier attempt, if there was one, left no checkpoint; nothing of it counts.
         """
@@ -103,7 +110,8 @@ class Session:
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """`resume` inside a session that goes on: time that passed stays counted, and `totals["restarts"]` counts how often.
+        """`resume` inside a session that goes on: time that passed stays counted, and `totals["restarts"]` counts how
+        often.
 
         None: back to before the first step.
         """
@@ -119,7 +127,8 @@ class Session:
         self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
-        """Drop records and dumps of the loop after `step`. What was validated before the first step is validated again."""
+        """Drop records and dumps of the loop after `step`. What was validated before the first step is validated
+        again."""
         last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)

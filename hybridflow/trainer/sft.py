@@ -11,7 +11,7 @@ from hybridflow.config.schema import SftConfig
 from hybridflow.data.dataset import SftDataset
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.errors import HybridFlowError
-from hybridflow.trainer.checkpoints import Checkpoint
+from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.protocols import TrainGroup
 from hybridflow.trainer.session import Session
 
@@ -31,18 +31,24 @@ class SftTrainer:
         self.step = checkpoint.step
 
     def fit(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Run all remaining steps. `on_step` is called between steps (to notice an engine that failed to start, say)."""
+        """Run all remaining steps. `on_step` is called between steps (to notice an engine that failed to start,
+        say)."""
         session, every = self.session, self.session.config.trainer.save_every_steps
         if self.step == 0:
             self.policy.set_optimizer(self.config.optim)
-        with session.timed("seconds_sft"), session.progress(self.config.steps, "SFT", self.step, throttle_s=5.0) as progress:
+        with (
+            session.timed("seconds_sft"),
+            session.progress(self.config.steps, "SFT", self.step, throttle_s=5.0) as progress,
+        ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
                 update = self.policy.sft_step(self.dataset.batch(next(self.sampler)))
                 self.step += 1
                 loss = update.means.get("loss", float("nan"))
                 if session.config.actor.on_nonfinite == "stop" and not update.applied:
-                    raise HybridFlowError(f"SFT step {self.step}: the gradient is not finite (loss {loss}); lower sft.optim.lr")
+                    raise HybridFlowError(
+                        f"SFT step {self.step}: the gradient is not finite (loss {loss}); lower sft.optim.lr"
+                    )
                 seconds = time.perf_counter() - started
                 metrics = {"sft/loss": loss, "sft/grad_norm": update.grad_norm, "sft/lr": update.lr}
                 session.tracker.log(self.step, metrics | {"timing_s/step": seconds}, phase="sft")

@@ -1,4 +1,5 @@
-"""Critic, reference, teacher, reward model on the driver's side: the loop's protocols over worker groups of their own or the policy's."""
+"""Critic, reference, teacher, reward model on the driver's side: the loop's protocols over worker groups of their own
+or the policy's."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
-from hybridflow.protocol import DataProto
-from hybridflow.residency import Part
+from hybridflow.device.residency import Part
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.groups import merge
 from hybridflow.trainer.observations import memory_metrics
@@ -40,7 +41,9 @@ class CriticGroup:
 
     def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
         """See ValueGroup."""
-        rows = derived.critic_samples_per_mini_batch(self.config) // derived.role_data_parallel_size(self.config, "critic")
+        rows = derived.critic_samples_per_mini_batch(self.config) // derived.role_data_parallel_size(
+            self.config, "critic"
+        )
         share = batch.select(["prompt_ids", "response_ids", "values", "returns"]).reorder(self._shares.order(batch))
         reports = self.group.run(CriticWorker.update_critic, share, rows, seed)
         return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]

@@ -1,4 +1,5 @@
-"""What a training backend offers to the policy's worker; `mcore` and `fsdp` have one implementation each, and mypy holds both to it."""
+"""What a training backend offers to the policy's worker; `mcore` and `fsdp` have one implementation each, and mypy
+holds both to it."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from typing import Any, Literal, Protocol
 import torch
 
 from hybridflow.algorithms.losses import LossFunction
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.device.residency import Part
 from hybridflow.models import Family, family_of
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
-from hybridflow.platform import Platform
-from hybridflow.protocol import DataProto, Jagged
-from hybridflow.rendezvous import join_world
+from hybridflow.process.rendezvous import join_world
 from hybridflow.reshard.layout import Catalog, Layout
-from hybridflow.residency import Part
 from hybridflow.saving.saver import Holder, Saver
 
 
@@ -54,12 +55,21 @@ class Backend(Holder, Protocol):
         """(data-parallel rank, size, whether this rank returns its group's results)."""
         ...
 
-    def log_probs(self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool) -> tuple[Jagged, Jagged] | None:
+    def log_probs(
+        self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
+    ) -> tuple[Jagged, Jagged] | None:
         """(log-probs, entropies) of every response token of this rank's rows; None on ranks that return no results."""
         ...
 
     def train_mini_batch(
-        self, batch: DataProto, loss: LossFunction, *, columns: Sequence[str], max_tokens: int, temperature: float, with_entropy: bool
+        self,
+        batch: DataProto,
+        loss: LossFunction,
+        *,
+        columns: Sequence[str],
+        max_tokens: int,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}."""
         ...
@@ -77,7 +87,8 @@ class Backend(Holder, Protocol):
         ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by the names of its layout, over live memory; with adapters merged copies, which `release_copies` frees."""
+        """This rank's tensors by the names of its layout, over live memory; with adapters merged copies, which
+        `release_copies` frees."""
         ...
 
     def release_copies(self) -> None:

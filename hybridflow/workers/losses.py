@@ -9,14 +9,17 @@ from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.config.schema import ActorConfig, CriticConfig
 
 
-def sft_loss(log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+def sft_loss(
+    log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
+) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
     """Cross-entropy of the response tokens."""
     total, count = aggregate(-log_probs, micro.lengths, "token-mean")
     return total, count, {}
 
 
 class PolicyLoss:
-    """PPO's clipped surrogate, minus an entropy bonus, plus a KL penalty to the reference, by the actor's configuration."""
+    """PPO's clipped surrogate, minus an entropy bonus, plus a KL penalty to the reference, by the actor's
+    configuration."""
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
@@ -26,7 +29,9 @@ class PolicyLoss:
     @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns that the loss reads."""
-        return ("old_log_probs", "advantages", "ref_log_probs") if self.with_reference else ("old_log_probs", "advantages")
+        return (
+            ("old_log_probs", "advantages", "ref_log_probs") if self.with_reference else ("old_log_probs", "advantages")
+        )
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
@@ -66,7 +71,9 @@ class ValueLoss:
 
     def __call__(self, values: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Values of response tokens [n]."""
-        loss, metrics = value_token_loss(values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value)
+        loss, metrics = value_token_loss(
+            values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value
+        )
         total, count = aggregate(loss, micro.lengths, self.config.loss_agg_mode)
         return total, count, metrics
 

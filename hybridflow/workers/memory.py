@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hybridflow.config.schema import OffloadConfig
+from hybridflow.device.platform import Platform
+from hybridflow.device.residency import Part, Residency
 from hybridflow.errors import MemoryExhaustedError
-from hybridflow.platform import Platform
-from hybridflow.residency import Part, Residency
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,8 @@ class RoleMemory:
         """
         self.platform.reset_peak_memory()
         try:
-            # translated twice: inside, while what the method needs is still resident and counts; outside, for bringing it in
+            # translated twice: inside, while what the method needs is still resident and counts; outside, for bringing
+            # it in
             with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
                 yield
         finally:
@@ -78,7 +79,8 @@ class RoleMemory:
         return reserved
 
     def take(self) -> dict[str, Any]:
-        """Since the last call: {memory: peak bytes by method, reserved: bytes, offloaded: the most bytes off the device at once}."""
+        """Since the last call: {memory: peak bytes by method, reserved: bytes, offloaded: the most bytes off the device
+        at once}."""
         offloaded, self._offloaded = self._offloaded, self.residency.asleep_bytes()
         return {"memory": self.take_peaks(), "reserved": self.take_reserved(), "offloaded": offloaded}
 
@@ -94,12 +96,16 @@ class RoleMemory:
     def _exhausted(self, name: str, error: BaseException) -> MemoryExhaustedError:
         held = ", ".join(f"{part} {_gib(size)}" for part, size in self.residency.resident_bytes().items() if size)
         role = self.residency.role
-        keys = [f"{role}.offload.{part}=true" for part in ("weights", "gradients", "optimizer") if not self._offloads[part]]
+        keys = [
+            f"{role}.offload.{part}=true" for part in ("weights", "gradients", "optimizer") if not self._offloads[part]
+        ]
         offload = f", set {' '.join(keys)}" if keys else ""
         return MemoryExhaustedError(
-            f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of {_gib(self.platform.total_memory_bytes())}, of "
+            f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of "
+            f"{_gib(self.platform.total_memory_bytes())}, of "
             f"which {held or 'nothing'} of the model. Lower {role}.max_tokens_per_micro_batch{offload}, raise "
-            f"{self.layout}.parallel.tensor, pipeline or expert, or lower rollout.mem_fraction_static where engines share the device. "
+            f"{self.layout}.parallel.tensor, pipeline or expert, or lower rollout.mem_fraction_static where engines "
+            f"share the device. "
             f"({str(error).splitlines()[0][:200]})"
         )
 

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.batch import DataProto
+from hybridflow.batch.routes import ROUTES
 from hybridflow.config.schema import OptimConfig, RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.device.residency import PARTS, Part, Residency
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.models.fp8 import BlockQuantisation
-from hybridflow.platform import Platform
-from hybridflow.protocol import DataProto
-from hybridflow.rendezvous import master_store
-from hybridflow.reshard import session
+from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import Catalog
-from hybridflow.reshard.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
-from hybridflow.reshard.session import Order, Outcome
-from hybridflow.reshard.transports import chosen, part_bytes
-from hybridflow.residency import PARTS, Part, Residency
-from hybridflow.routes import ROUTES
+from hybridflow.sync import session
+from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.sync.sender import WeightSender
+from hybridflow.sync.session import Order, Outcome
+from hybridflow.sync.transports import chosen, part_bytes
 from hybridflow.workers.backend import open_backend
 from hybridflow.workers.losses import PolicyLoss, sft_loss
 from hybridflow.workers.memory import RoleMemory, needs
-from hybridflow.workers.weights import WeightSender
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -54,7 +54,8 @@ class PolicyWorker:
         self.memory = RoleMemory(residency, self.platform, config.actor.offload)
         self._saver = self.policy.saver(config.trainer.checkpoint_timeout_s)
         self.host, self.sync = context.master_addr, config.rollout.sync
-        self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None  # of the engines
+        # of the engines
+        self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
         self._store: TCPStore | None = None
         self._sender = WeightSender(context.rank, self.policy.parameters)
 
@@ -67,7 +68,8 @@ class PolicyWorker:
         """What computes here, for the run's record."""
         return self.policy.describe()
 
-    # ---- training ---------------------------------------------------------------------------------------------------------------------
+    # ---- training
+    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
@@ -80,16 +82,23 @@ class PolicyWorker:
     def sft_step(self, batch: DataProto) -> Report:
         """One supervised update. Returns {sums: {loss: (sum, count)}, info: {grad_norm, lr, applied}}."""
         sums, info = self.policy.train_mini_batch(
-            _own_rows(batch), sft_loss, columns=(), max_tokens=self.actor.max_tokens_per_micro_batch, temperature=1.0, with_entropy=False
+            _own_rows(batch),
+            sft_loss,
+            columns=(),
+            max_tokens=self.actor.max_tokens_per_micro_batch,
+            temperature=1.0,
+            with_entropy=False,
         )
         return {"sums": sums, "info": info}
 
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
     def update_policy(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
-        """PPO epochs over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update, in order.
+        """PPO epochs over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update,
+        in order.
 
-        Reads prompt_ids, response_ids, old_log_probs, advantages, with a KL loss ref_log_probs, and replays routed_experts if it is there.
+        Reads prompt_ids, response_ids, old_log_probs, advantages, with a KL loss ref_log_probs, and replays
+        routed_experts if it is there.
         """
         with self.policy.replay.during("replay") if ROUTES in batch else nullcontext():
             return self._update(_own_rows(batch), rows_per_update, seed)
@@ -108,7 +117,8 @@ class PolicyWorker:
             reports.append({"sums": sums, "info": info})
         return reports
 
-    # ---- log-probs --------------------------------------------------------------------------------------------------------------------
+    # ---- log-probs
+    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"))
     @needs("weights")
@@ -159,11 +169,13 @@ class PolicyWorker:
             columns[entropy_name] = found[1]
         return DataProto.from_columns(columns)
 
-    # ---- memory ----------------------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Those of `parts` that `actor.offload` names leave the device, until a method needs them or `wake`. Returns the bytes freed."""
+        """Those of `parts` that `actor.offload` names leave the device, until a method needs them or `wake`. Returns
+        the bytes freed."""
         return self.memory.sleep(parts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -173,17 +185,19 @@ class PolicyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Since the last call: what `RoleMemory.take` says, and {routes: `RouterReplay.take_counts`}; and of the model {trainable: numbers
-        that training changes, copied: bytes of copies that a sync makes on this rank}.
+        """Since the last call: what `RoleMemory.take` says, and {routes: `RouterReplay.take_counts`}; and of the model
+        {trainable: numbers that training changes, copied: bytes of copies that a sync makes on this rank}.
         """
         model = {"trainable": self.policy.trainable_parameters, "copied": self.policy.copied_bytes}
         return {**self.memory.take(), "routes": self.policy.replay.take_counts(), **model}
 
-    # ---- weights to the engines -------------------------------------------------------------------------------------------------------
+    # ---- weights to the engines
+    # -------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.RANK_ZERO)
     def open_sync_store(self) -> tuple[str, int]:
-        """Open the store at which trainer and engines agree on syncs, with the catalog of tensors in it; returns host and port."""
+        """Open the store at which trainer and engines agree on syncs, with the catalog of tensors in it; returns host
+        and port."""
         self._store = master_store(self.host, 0, self.sync.timeout_s)
         post_catalog(self._store, self.policy.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
@@ -194,8 +208,13 @@ class PolicyWorker:
         layout, facts, wait_s = self.policy.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.policy.family.tensors(), self._quantisation))
-            staging, part = self.sync.staging_bytes, part_bytes(chosen(self.sync.transport, self.platform), self.platform)
-            facts = make_weight_plan(self._store, self.policy.family, source, engines, staging, wait_s, part, self._quantisation)
+            staging, part = (
+                self.sync.staging_bytes,
+                part_bytes(chosen(self.sync.transport, self.platform), self.platform),
+            )
+            facts = make_weight_plan(
+                self._store, self.policy.family, source, engines, staging, wait_s, part, self._quantisation
+            )
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)
         return facts
@@ -209,7 +228,8 @@ class PolicyWorker:
         finally:
             self.policy.release_copies()
 
-    # ---- disk -------------------------------------------------------------------------------------------------------------------------
+    # ---- disk
+    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)

@@ -1,13 +1,14 @@
-"""The reference in processes of its own: the policy as it was when reinforcement learning began, or another model (a teacher)."""
+"""The reference in processes of its own: the policy as it was when reinforcement learning began, or another model (a
+teacher)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from hybridflow.batch import DataProto
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
-from hybridflow.protocol import DataProto
 from hybridflow.workers.value_roles import ValueSpec
 from hybridflow.workers.world import join_world, mesh_position
 

@@ -1,4 +1,5 @@
-"""The rollout worker: one process beside each SGLang engine, which it starts, watches, and speaks to over loopback HTTP."""
+"""The rollout worker: one process beside each SGLang engine, which it starts, watches, and speaks to over loopback
+HTTP."""
 
 from __future__ import annotations
 
@@ -10,24 +11,26 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch.routes import ROUTES, unknown, with_free_end
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
+from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.engines.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.keeper import UP, EngineKeeper, EngineState
-from hybridflow.engines.nodes import FirstNode
-from hybridflow.engines.server import EngineSpec
-from hybridflow.engines.weight_transaction import answer_deadline, describe, receive, refuse
+from hybridflow.engines.sglang.client import Completion, EngineClient, SamplingParams
+from hybridflow.engines.sglang.keeper import UP, EngineKeeper, EngineState
+from hybridflow.engines.sglang.nodes import FirstNode
+from hybridflow.engines.sglang.server import EngineSpec
+from hybridflow.engines.sglang.weight_transaction import answer_deadline, describe, receive, refuse
 from hybridflow.errors import EngineError, WeightSyncError
-from hybridflow.platform import Platform
-from hybridflow.protocol import DataProto, Jagged
-from hybridflow.reshard.schedule import EngineLayout
-from hybridflow.reshard.session import Order, Outcome
-from hybridflow.routes import ROUTES, unknown, with_free_end
+from hybridflow.sync.schedule import EngineLayout
+from hybridflow.sync.session import Order, Outcome
 
 WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reason", "weight_version")
 
 
-def engine_spec(config: RolloutConfig, number: int, model_folder: Path, dtype: str, seed: int, with_routes: bool) -> EngineSpec:
+def engine_spec(
+    config: RolloutConfig, number: int, model_folder: Path, dtype: str, seed: int, with_routes: bool
+) -> EngineSpec:
     """What engine `number` of a run serves; of several nodes, the first one's, which has no address yet."""
     return EngineSpec(
         name=f"engine-{number}",
@@ -56,7 +59,13 @@ class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
     def __init__(
-        self, context: WorkerContext, config: RolloutConfig, model_folder: Path, dtype: str, seed: int, with_routes: bool = False
+        self,
+        context: WorkerContext,
+        config: RolloutConfig,
+        model_folder: Path,
+        dtype: str,
+        seed: int,
+        with_routes: bool = False,
     ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
@@ -78,7 +87,8 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def node_store(self) -> tuple[str, int]:
-        """Where the other nodes of this engine learn when to start (`RolloutNodeWorker.follow`). Only with several nodes an engine."""
+        """Where the other nodes of this engine learn when to start (`RolloutNodeWorker.follow`). Only with several
+        nodes an engine."""
         assert self.keeper.nodes is not None
         return self.keeper.nodes.address
 
@@ -89,7 +99,9 @@ class RolloutWorker:
         return self.keeper.server.url
 
     @register(Dispatch.DP, reads=("prompt_ids",), writes=WRITES)
-    def generate(self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]) -> DataProto:
+    def generate(
+        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
+    ) -> DataProto:
         """One response a row. The stop token is part of the response.
 
         Raises:
@@ -101,14 +113,20 @@ class RolloutWorker:
     def generate_with_routes(
         self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> DataProto:
-        """The same, with the experts that each token of prompt and response went through (`hybridflow.routes`)."""
+        """The same, with the experts that each token of prompt and response went through
+        (`hybridflow.batch.routes`)."""
         completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
         tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
         rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
         return _columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
 
     def _generate(
-        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int], with_routes: bool = False
+        self,
+        batch: DataProto,
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        with_routes: bool = False,
     ) -> list[Completion]:
         state = self.keeper.state()
         if state.state != UP or state.life != self._served_life:
@@ -125,11 +143,13 @@ class RolloutWorker:
             return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
         return with_free_end(completion.routes, tokens, layers, f"engine {self.keeper.spec.name}")
 
-    # ---- memory -----------------------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them. A dead engine has none."""
+        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them. A dead
+        engine has none."""
         state, tags = self.keeper.state(), ("kv_cache", "weights")
         if state.state == UP:
             self.keeper.client.flush_cache()
@@ -138,14 +158,16 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again. Weights are then empty until the next sync. An engine started since is awake."""
+        """Take the memory of these parts again. Weights are then empty until the next sync. An engine started since is
+        awake."""
         state, (life, asleep) = self.keeper.state(), self._asleep
         again = [tag for tag in tags if tag in asleep]
         if state.state == UP and state.life == life and again:
             self.keeper.client.resume_memory(again)
             self._asleep = (life, tuple(tag for tag in asleep if tag not in again))
 
-    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def describe_weights(self, host: str, port: int) -> EngineLayout:
@@ -175,7 +197,8 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def engine_state(self, wait_s: float = 0.0) -> EngineState:
-        """How the engine stands, after waiting up to `wait_s` for a restart under way. A dead engine is started again."""
+        """How the engine stands, after waiting up to `wait_s` for a restart under way. A dead engine is started
+        again."""
         self.keeper.state()
         return self.keeper.wait_restarted(wait_s)
 
@@ -197,12 +220,16 @@ class RolloutWorker:
     def _describe(self, client: EngineClient) -> EngineLayout:
         host, port = self._sync_store
         spec, config = self.keeper.spec, self.config
-        return describe(self._patient(client), spec.name, spec.ranks, host, port, config.sync.timeout_s, config.pipeline)
+        return describe(
+            self._patient(client), spec.name, spec.ranks, host, port, config.sync.timeout_s, config.pipeline
+        )
 
     def _check_layout(self, client: EngineClient) -> None:
         """What a restarted engine must pass: the plan is made for where the weights lay before."""
         if self._described is not None and self._describe(client) != self._described:
-            raise WeightSyncError(f"{self.keeper.spec.name} holds its weights otherwise than before its restart; start the run again")
+            raise WeightSyncError(
+                f"{self.keeper.spec.name} holds its weights otherwise than before its restart; start the run again"
+            )
 
     def _patient(self, client: EngineClient) -> EngineClient:
         """The same engine, with the deadline of a sync's control calls."""
@@ -216,13 +243,16 @@ def _columns(completions: list[Completion]) -> DataProto:
         "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
         "response_versions": Jagged.from_rows([_versions(c) for c in completions], np.int64),
         # the version that made the last token; a response may span several once rollouts are partial
-        "weight_version": np.array([c.weight_versions[-1].version if c.weight_versions else "" for c in completions], dtype=object),
+        "weight_version": np.array(
+            [c.weight_versions[-1].version if c.weight_versions else "" for c in completions], dtype=object
+        ),
     }
     return DataProto.from_columns(columns)
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """Of every token, the version of the weights that made it `[t]`; -1 for a name that is no number (before the first sync)."""
+    """Of every token, the version of the weights that made it `[t]`; -1 for a name that is no number (before the first
+    sync)."""
     versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
     for span in completion.weight_versions:
         versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else -1

@@ -8,25 +8,35 @@ from pathlib import Path
 
 from hybridflow.config.schema import RolloutConfig
 from hybridflow.dispatch import Dispatch, WorkerContext, register
-from hybridflow.engines.nodes import OtherNode
+from hybridflow.engines.sglang.nodes import OtherNode
 from hybridflow.workers.rollout import engine_spec
 
 
 class RolloutNodeWorker:
-    """Owns one node's server of one engine. Rank r belongs to engine r // (nodes - 1), and is its node r % (nodes - 1) + 1."""
+    """Owns one node's server of one engine. Rank r belongs to engine r // (nodes - 1), and is its node r % (nodes - 1)
+    + 1."""
 
     def __init__(
-        self, context: WorkerContext, config: RolloutConfig, model_folder: Path, dtype: str, seed: int, with_routes: bool = False
+        self,
+        context: WorkerContext,
+        config: RolloutConfig,
+        model_folder: Path,
+        dtype: str,
+        seed: int,
+        with_routes: bool = False,
     ) -> None:
         """Nothing starts before `follow`. The arguments are `RolloutWorker`'s."""
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
-        self._spec = replace(engine_spec(config, self.engine, model_folder, dtype, seed, with_routes), node_rank=node + 1)
+        self._spec = replace(
+            engine_spec(config, self.engine, model_folder, dtype, seed, with_routes), node_rank=node + 1
+        )
         self._log_path = context.log_path.with_name(f"{self._spec.name}.node{node + 1}.log")
         self._node: OtherNode | None = None
 
     @register(Dispatch.ONE_TO_ALL)
     def follow(self, first_nodes: Sequence[tuple[str, int]]) -> None:
-        """Start and end this node's server as the engine's first node says; of all engines' addresses (`node_store`) this one's counts."""
+        """Start and end this node's server as the engine's first node says; of all engines' addresses (`node_store`)
+        this one's counts."""
         self.stop()
         self._node = OtherNode(self._spec, self._log_path, *first_nodes[self.engine])
 

@@ -1,15 +1,16 @@
-"""The teacher: another model of the policy's vocabulary, whose most likely tokens at every response token become columns of the batch."""
+"""The teacher: another model of the policy's vocabulary, whose most likely tokens at every response token become
+columns of the batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hybridflow.batch import DataProto
 from hybridflow.config import derived
+from hybridflow.device.residency import PARTS, Part
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.models import family_of
 from hybridflow.models.weights import SafetensorsFolder
-from hybridflow.protocol import DataProto
-from hybridflow.residency import PARTS, Part
 from hybridflow.workers.memory import needs
 from hybridflow.workers.value_roles import ValueSpec
 from hybridflow.workers.world import join_world, mesh_position, role_memory
@@ -35,8 +36,8 @@ class TeacherWorker:
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
     @needs("weights")
     def compute_teacher_top(self, batch: DataProto) -> DataProto | None:
-        """The `teacher.top_k` most likely tokens at every response token, jagged [t, k], likeliest first: log-probs over the whole
-        vocabulary at the policy's sampling temperature, and token ids.
+        """The `teacher.top_k` most likely tokens at every response token, jagged [t, k], likeliest first: log-probs
+        over the whole vocabulary at the policy's sampling temperature, and token ids.
         """
         found = self.teacher.top_log_probs(
             batch,
@@ -44,11 +45,16 @@ class TeacherWorker:
             max_tokens=self.config.max_tokens_per_micro_batch,
             temperature=self.spec.config.rollout.sampling.temperature,
         )
-        return None if found is None else DataProto.from_columns({"teacher_top_log_probs": found[0], "teacher_top_ids": found[1]})
+        return (
+            None
+            if found is None
+            else DataProto.from_columns({"teacher_top_log_probs": found[0], "teacher_top_ids": found[1]})
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_teacher(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Those of `parts` that `teacher.offload` names leave the device, until a method needs them. Returns the bytes freed."""
+        """Those of `parts` that `teacher.offload` names leave the device, until a method needs them. Returns the bytes
+        freed."""
         return self.memory.sleep(parts)
 
     @register(Dispatch.ONE_TO_ALL)

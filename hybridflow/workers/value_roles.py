@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, ParallelConfig, RunConfig
+from hybridflow.device.residency import PARTS, Part
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.models import family_of
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
-from hybridflow.protocol import DataProto
-from hybridflow.residency import PARTS, Part
 from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.world import join_world, mesh_position, role_memory
@@ -28,9 +28,11 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """What every rank of a role is told: the run's configuration, the Hugging Face config of the role's model, its weights.
+    """What every rank of a role is told: the run's configuration, the Hugging Face config of the role's model, its
+    weights.
 
-    `path` is a Hugging Face folder: with a head of the role's kind, or a causal model, which gets a fresh one. None: random weights.
+    `path` is a Hugging Face folder: with a head of the role's kind, or a causal model, which gets a fresh one. None:
+        random weights.
     """
 
     config: RunConfig
@@ -56,7 +58,8 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_critic(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Those of `parts` that `critic.offload` names leave the device, until a method needs them. Returns the bytes freed."""
+        """Those of `parts` that `critic.offload` names leave the device, until a method needs them. Returns the bytes
+        freed."""
         return self.memory.sleep(parts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -67,7 +70,8 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def start_critic(self, optim: OptimConfig, folder: Path) -> None:
-        """Begin a run: a fresh optimizer over the weights of a Hugging Face folder, with a fresh head if that has none."""
+        """Begin a run: a fresh optimizer over the weights of a Hugging Face folder, with a fresh head if that has
+        none."""
         self.critic.load_from(_source(self.critic.family, str(folder), self.spec.config.seed))
         self.critic.set_optimizer(optim)
 
@@ -81,11 +85,14 @@ class CriticWorker:
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", "values", "returns"))
     @needs("weights", "gradients", "optimizer")
     def update_critic(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
-        """Epochs of regression over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update."""
+        """Epochs of regression over this rank's share, `rows_per_update` of its rows an optimizer update. One report an
+        update."""
         config, reports = self.config, []
         loss = ValueLoss(config)
         for mini_batch in _own_rows(batch).mini_batches(rows_per_update, epochs=config.ppo_epochs, seed=seed):
-            sums, info = self.critic.train_values(mini_batch, loss, columns=loss.columns, max_tokens=config.max_tokens_per_micro_batch)
+            sums, info = self.critic.train_values(
+                mini_batch, loss, columns=loss.columns, max_tokens=config.max_tokens_per_micro_batch
+            )
             reports.append({"sums": sums, "info": info})
         return reports
 
@@ -115,7 +122,8 @@ class CriticWorker:
 
 
 class RewardModelWorker:
-    """One Megatron rank of the reward model: scores in reinforcement learning, or learns from pairs. Methods are collectives."""
+    """One Megatron rank of the reward model: scores in reinforcement learning, or learns from pairs. Methods are
+    collectives."""
 
     def __init__(self, context: WorkerContext, spec: ValueSpec) -> None:
         self.spec, self.config = spec, spec.config.reward_model
@@ -131,7 +139,8 @@ class RewardModelWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep_reward_model(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Those of `parts` that `reward_model.offload` names leave the device, until a method needs them. Returns the bytes freed."""
+        """Those of `parts` that `reward_model.offload` names leave the device, until a method needs them. Returns the
+        bytes freed."""
         return self.memory.sleep(parts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -149,7 +158,8 @@ class RewardModelWorker:
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def start_reward_model(self, optim: OptimConfig, folder: Path | None) -> None:
-        """Begin training: a fresh optimizer over the weights of `folder` (a Hugging Face folder), or over the present ones."""
+        """Begin training: a fresh optimizer over the weights of `folder` (a Hugging Face folder), or over the present
+        ones."""
         if folder is not None:
             self.reward_model.load_from(_source(self.reward_model.family, str(folder), self.spec.config.seed))
         self.reward_model.set_optimizer(optim)
@@ -188,9 +198,12 @@ class RewardModelWorker:
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:
-    """Pairs [B] as rows [2 B]: chosen, rejected, chosen, ..., each behind its prompt, as `ValueModel.train_pairs` takes them."""
+    """Pairs [B] as rows [2 B]: chosen, rejected, chosen, ..., each behind its prompt, as `ValueModel.train_pairs` takes
+    them."""
     prompts = batch.select(["prompt_ids"])
-    chosen, rejected = (prompts.with_columns(response_ids=batch.jagged(name)) for name in ("chosen_ids", "rejected_ids"))
+    chosen, rejected = (
+        prompts.with_columns(response_ids=batch.jagged(name)) for name in ("chosen_ids", "rejected_ids")
+    )
     rows = DataProto.concat([chosen, rejected])
     count = len(batch)
     return rows.rows([i // 2 + (i % 2) * count for i in range(2 * count)])

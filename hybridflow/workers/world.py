@@ -1,7 +1,8 @@
-"""What every role with a Megatron model of its own does at its start: join the world, and say what of the model may leave the device.
+"""What every role with a Megatron model of its own does at its start: join the world, and say what of the model may
+leave the device.
 
-Worker modules load `hybridflow.mcore` where a rank needs it, not when they are imported: the driver imports them to name their methods, and
-would spend 3 s on a Megatron that it never uses.
+Worker modules load `hybridflow.mcore` where a rank needs it, not when they are imported: the driver imports them to
+name their methods, and would spend 3 s on a Megatron that it never uses.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from hybridflow.config import derived
 from hybridflow.config.schema import OffloadConfig, ParallelConfig, RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.device.residency import Residency
 from hybridflow.dispatch import MeshPosition, WorkerContext
-from hybridflow.platform import Platform
-from hybridflow.residency import Residency
 from hybridflow.workers.memory import RoleMemory
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def mesh_position() -> MeshPosition:
 
 
 def join_world(context: WorkerContext, config: RunConfig, layout: ParallelConfig) -> None:
-    """Choose the device and create the process groups of `layout`, unless another role of this process has created them.
+    """Choose the device and create the process groups of `layout`, unless another role of this process has created
+    them.
 
     Every collective is bounded by `cluster.call_timeout_s`.
     """
@@ -40,7 +42,8 @@ def join_world(context: WorkerContext, config: RunConfig, layout: ParallelConfig
 
 
 def role_memory(config: RunConfig, role: str, model: Policy) -> RoleMemory:
-    """The memory of `critic`, `reward_model` or `teacher`: what of `model` leaves the device is said in the role's section, `offload`."""
+    """The memory of `critic`, `reward_model` or `teacher`: what of `model` leaves the device is said in the role's
+    section, `offload`."""
     from hybridflow.mcore.model_parts import model_parts
 
     platform = Platform.detect()

@@ -1,4 +1,5 @@
-"""The repository names no machine of ours: no absolute paths of a home or work folder, no package or container registry."""
+"""The repository names no machine of ours: no absolute paths of a home or work folder, no package or container
+registry."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_absolute_paths_are_seen(text: str, folder: str) -> None:
     assert offending(text.format(folder))
 
 
-@pytest.mark.parametrize("text", ["data/work/x", "a network/root/b", "./home/x", "/tmp/x", "/usr/bin/env bash", "read/opt/x"])
+@pytest.mark.parametrize(
+    "text", ["data/work/x", "a network/root/b", "./home/x", "/tmp/x", "/usr/bin/env bash", "read/opt/x"]
+)
 def test_relative_paths_and_system_tools_are_fine(text: str) -> None:
     assert offending(text) == []
 
@@ -71,6 +74,10 @@ def test_locks_are_exact_and_name_no_host() -> None:
 
 
 def test_the_cpu_lock_holds_no_cuda_package() -> None:
-    names = re.findall(r"^([^#=\s]+)==", (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert [name for name in names if re.match(r"nvidia|cuda|flashinfer|sglang-kernel|torchvision|torch$", name.lower())] == []
+    names = re.findall(
+        r"^([^#=\s]+)==", (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert [
+        name for name in names if re.match(r"nvidia|cuda|flashinfer|sglang-kernel|torchvision|torch$", name.lower())
+    ] == []
     assert {"sglang", "triton", "xgrammar", "megatron-core", "ray"} <= set(names)

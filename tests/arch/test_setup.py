@@ -1,4 +1,5 @@
-"""requirements/setup.sh installs once, again after a change or a failure; requirements/verify.py sees what does not belong."""
+"""requirements/setup.sh installs once, again after a change or a failure; requirements/verify.py sees what does not
+belong."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def test_development_tools_come_on_top(tree: Tree) -> None:
     assert [call.split()[-1] for call in calls if " install " in call] == ["requirements/dev.txt"]
 
 
-@pytest.mark.parametrize("changed", ["requirements/cpu.txt", "requirements/torch-cpu.txt", "requirements/build.txt", "setup.py"])
+@pytest.mark.parametrize(
+    "changed", ["requirements/cpu.txt", "requirements/torch-cpu.txt", "requirements/build.txt", "setup.py"]
+)
 def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
     tree.setup("cpu", "dev")
     with (tree.folder / changed).open("a") as file:
@@ -89,7 +92,12 @@ def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", ["requirements/cpu.txt", "verify.py", "install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation -e ."]
+    "step",
+    [
+        "requirements/cpu.txt",
+        "verify.py",
+        "install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation -e .",
+    ],
 )
 def test_a_setup_that_failed_is_done_again(tree: Tree, step: str) -> None:
     (tree.folder / "fail_on").write_text(step)
@@ -112,12 +120,16 @@ def test_verify_names_absent_and_other_versions(verify: ModuleType, tmp_path: Pa
     assert other.startswith(f"rich {metadata.version('rich')} is installed")
 
 
-def test_verify_sees_nvidia_packages_and_cuda_torch(verify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_sees_nvidia_packages_and_cuda_torch(
+    verify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\ncuda = '13.0'\n")
     (tmp_path / "NVIDIA_nccl-1.0.dist-info").mkdir()
-    (tmp_path / "NVIDIA_nccl-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: NVIDIA_nccl\nVersion: 1.0\n")
+    (tmp_path / "NVIDIA_nccl-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: NVIDIA_nccl\nVersion: 1.0\n"
+    )
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
     package, torch = verify.cuda_problems()

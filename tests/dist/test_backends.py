@@ -1,4 +1,5 @@
-"""The contract of training backends: the same cases on Megatron and on FSDP2, against transformers and against each other."""
+"""The contract of training backends: the same cases on Megatron and on FSDP2, against transformers and against each
+other."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from hybridflow.models.layout import LocalTensor
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
-from hybridflow.reshard.schedule import plan_and_prove
-from tests.dist.ranks import FSDP, MEGATRON, run_ranks
+from hybridflow.sync.schedule import plan_and_prove
+from tests.dist.harness.ranks import FSDP, MEGATRON, run_ranks
 from tests.dist.test_mcore import DENSE, LLAMA, oracle
-from tests.unit.reshard_cases import engine_buffers, execute
+from tests.unit.reshard.reshard_cases import engine_buffers, execute
 
 pytestmark = pytest.mark.slow
 BACKENDS = ("megatron", "fsdp")
@@ -29,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 def run_backend(backend: str, ranks: int, case: str, **arguments: Any) -> list[dict[str, Any]]:
-    return run_ranks(ranks, f"tests.dist.backend_cases:{case}", loaded=LOADED[backend], backend=backend, **arguments)
+    return run_ranks(ranks, f"tests.dist.cases.backend:{case}", loaded=LOADED[backend], backend=backend, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,10 @@ def test_log_probs_and_entropies_equal_transformers(lives: Any, backend: str, mo
 @pytest.mark.parametrize(
     ("backend", "ranks", "model"),
     # one model is enough for a single process
-    [*((backend, RANKS, model) for backend in BACKENDS for model in MODELS), *(("fsdp", 1, model) for model in MODELS if model != "llama")],
+    [
+        *((backend, RANKS, model) for backend in BACKENDS for model in MODELS),
+        *(("fsdp", 1, model) for model in MODELS if model != "llama"),
+    ],
 )
 def test_three_updates_equal_those_of_megatron_on_one_process(lives: Any, backend: str, ranks: int, model: str) -> None:
     folder, results = lives(backend, model, ranks)
@@ -85,11 +89,16 @@ def test_three_updates_equal_those_of_megatron_on_one_process(lives: Any, backen
     np.testing.assert_allclose(steps_of(results), expected, rtol=0, atol=TOLERANCE)
     assert expected[:, 1].min() > 1.0  # or nothing would have been clipped
     assert expected[:, 2] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)  # warm-up, then cosine
-    before, mine, theirs = tensors_of(folder / "before"), tensors_of(folder / "trained"), tensors_of(one_folder / "trained")
+    before, mine, theirs = (
+        tensors_of(folder / "before"),
+        tensors_of(folder / "trained"),
+        tensors_of(one_folder / "trained"),
+    )
     assert mine.keys() == theirs.keys() == family_of(MODELS[model]).tensors().keys()
     worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
     assert worst < TOLERANCE
-    assert min(float((mine[name] - before[name]).abs().max()) for name in mine) > 100 * TOLERANCE  # all of them were trained
+    # all of them were trained
+    assert min(float((mine[name] - before[name]).abs().max()) for name in mine) > 100 * TOLERANCE
 
 
 def test_both_write_the_same_folder(lives: Any) -> None:
@@ -123,7 +132,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one(lives: Any, backend: str) -> N
 
 
 def test_the_tools_read_an_fsdp_checkpoint(lives: Any, tmp_path: Path) -> None:
-    from hybridflow.trainer.checkpoint_tools import export, inspect, verify
+    from hybridflow.saving.tools import export, inspect, verify
 
     folder, _ = lives("fsdp", "qwen3-tied", RANKS)
     assert verify(folder / "checkpoint")[1] == []
@@ -160,7 +169,8 @@ def test_bf16_keeps_fp32_weights_and_learns(tmp_path: Path) -> None:
         assert result["losses"][-1] < result["losses"][0]
 
 
-# ---- weights to the engines -----------------------------------------------------------------------------------------------------------
+# ---- weights to the engines
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sources(backend: str, hf: dict[str, Any]) -> tuple[Layout, list[list[LocalTensor]]]:

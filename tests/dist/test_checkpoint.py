@@ -1,4 +1,5 @@
-"""Checkpoints of four ranks: training resumed in any layout is the uninterrupted one; broken ones are named, failed saves leave nothing."""
+"""Checkpoints of four ranks: training resumed in any layout is the uninterrupted one; broken ones are named, failed
+saves leave nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.manifest import Manifest, problems_of
-from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import run_ranks
+from hybridflow.saving.manifest import Manifest, problems_of
+from tests.dist.cases.mcore import TINY
+from tests.dist.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
@@ -24,7 +25,9 @@ Results = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """(folder, by rank: the uninterrupted run)."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, run_ranks(4, "tests.dist.checkpoint_cases:save_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), full_disk_on=3)
+    return folder, run_ranks(
+        4, "tests.dist.cases.checkpoint:save_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), full_disk_on=3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,13 @@ def results(saved: tuple[Path, list[dict[str, Any]]]) -> Results:
     (folder / "unmarked" / "manifest.json").unlink()
     broken = ["missing", "torn", "flipped", "empty", "unmarked"]
     resumed = run_ranks(
-        4, "tests.dist.checkpoint_cases:load_and_go_on", parallel=FULL, hf=TINY, folder=str(folder), broken=broken, other=OTHER
+        4,
+        "tests.dist.cases.checkpoint:load_and_go_on",
+        parallel=FULL,
+        hf=TINY,
+        folder=str(folder),
+        broken=broken,
+        other=OTHER,
     )
     return folder, whole, resumed
 
@@ -78,10 +87,17 @@ def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(results: Result
 def test_another_layout_goes_on_as_the_uninterrupted_run(
     saved: tuple[Path, list[dict[str, Any]]], world: int, parallel: dict[str, Any]
 ) -> None:
-    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2, PP2·VPP2·EP2 and others."""
+    """Optimizer included: steps 4 to 6 (counted from one) of TP2·PP2·EP2, in one process, DP2, PP2·VPP2·EP2 and
+    others."""
     folder, whole = saved
     resumed = run_ranks(
-        world, "tests.dist.checkpoint_cases:load_and_go_on", parallel=parallel, hf=TINY, folder=str(folder), broken=[], other={}
+        world,
+        "tests.dist.cases.checkpoint:load_and_go_on",
+        parallel=parallel,
+        hf=TINY,
+        folder=str(folder),
+        broken=[],
+        other={},
     )
     np.testing.assert_allclose([rank["history"] for rank in resumed], [whole[0]["history"]] * world, rtol=1e-5)
     for part in ("weights", "reference"):
@@ -98,7 +114,10 @@ def merged(ranks: list[dict[str, Any]], part: str) -> dict[str, list[float]]:
 def test_a_failed_save_is_reported_on_every_rank(results: Results) -> None:
     for rank in results[1]:
         for name in ("bad", "later"):
-            assert f"{name} could not be written" in rank["errors"][name] and "previous checkpoint is untouched" in rank["errors"][name]
+            assert (
+                f"{name} could not be written" in rank["errors"][name]
+                and "previous checkpoint is untouched" in rank["errors"][name]
+            )
             assert "rank 3: File too large" in rank["errors"][name] and "unexpected pos" not in rank["errors"][name]
 
 

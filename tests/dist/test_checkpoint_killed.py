@@ -1,4 +1,5 @@
-"""Ranks killed at every moment of an asynchronous save: the checkpoint in force is whole, and the next world loads it."""
+"""Ranks killed at every moment of an asynchronous save: the checkpoint in force is whole, and the next world loads
+it."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from hybridflow.manifest import Manifest, problems_of
-from tests.dist.ranks import free_port
+from hybridflow.saving.manifest import Manifest, problems_of
+from tests.dist.harness.ranks import free_port
 
 pytestmark = pytest.mark.slow
-# what is seen in the folder when the kill comes (pieces of the paths of a save, in the order of their appearance), or seconds of delay
+# what is seen in the folder when the kill comes (pieces of the paths of a save, in the order of their appearance), or
+# seconds of delay
 SEEN = (
     *("_{}.partial", "_{}.partial/driver.json", "_{}.partial/policy", "_{}.partial/policy/__0_0.distcp"),
     *("_{}.partial/policy/__1_0.distcp", "_{}.partial/policy/common.pt", "_{}.partial/policy/.metadata"),
@@ -38,8 +40,15 @@ class World:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
         self.folder, self.log = folder, (folder.parent / "log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.kill_world"],
-            **{"env": env, "cwd": root, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True},
+            [sys.executable, "-m", "tests.dist.harness.kill_world"],
+            **{
+                "env": env,
+                "cwd": root,
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": self.log,
+                "text": True,
+            },
         )
         self.lines: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -107,7 +116,13 @@ def names(folder: Path) -> set[str]:
 
 
 def kill_points() -> list[tuple[str | float, tuple[int, ...]]]:
-    return [*((seen, BOTH) for seen in SEEN), *((delay, BOTH) for delay in DELAYS), (SEEN[3], FIRST), (SEEN[4], SECOND), (SEEN[9], SECOND)]
+    return [
+        *((seen, BOTH) for seen in SEEN),
+        *((delay, BOTH) for delay in DELAYS),
+        (SEEN[3], FIRST),
+        (SEEN[4], SECOND),
+        (SEEN[9], SECOND),
+    ]
 
 
 def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(world: World) -> None:

@@ -1,4 +1,5 @@
-"""Columns that stay in the object store: what a data-parallel call writes is passed on by reference and fetched when it is read."""
+"""Columns that stay in the object store: what a data-parallel call writes is passed on by reference and fetched when it
+is read."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ModelError, SchemaError, WorkerError
-from hybridflow.protocol import DataProto, Jagged
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
-from tests.dist import sc_workers as sw
+from tests.dist.harness import sc_workers as sw
 
 pytestmark = pytest.mark.slow
 CONFIG = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=90, call_timeout_s=60)
@@ -40,7 +41,9 @@ def prompts(rows: int) -> DataProto:
 
 
 @pytest.mark.parametrize("rows", [4, 7, 12])
-def test_large_columns_stay_in_the_store_and_read_like_others(groups: tuple[WorkerGroup, WorkerGroup], rows: int) -> None:
+def test_large_columns_stay_in_the_store_and_read_like_others(
+    groups: tuple[WorkerGroup, WorkerGroup], rows: int
+) -> None:
     out = groups[0].run(sw.Tokens.generate, prompts(rows))
     assert out.deferred == ("tokens",)  # uid and weight are small enough to be brought here
     assert out["uid"].tolist() == list(range(rows))
@@ -53,7 +56,9 @@ def test_large_columns_stay_in_the_store_and_read_like_others(groups: tuple[Work
 
 
 @pytest.mark.parametrize("rows", [3, 8, 11])
-def test_a_batch_of_references_is_cut_reordered_and_sent_to_another_group(groups: tuple[WorkerGroup, WorkerGroup], rows: int) -> None:
+def test_a_batch_of_references_is_cut_reordered_and_sent_to_another_group(
+    groups: tuple[WorkerGroup, WorkerGroup], rows: int
+) -> None:
     wide, narrow = groups
     out = prompts(rows).union(wide.run(sw.Tokens.generate, prompts(rows)))
     order = np.random.default_rng(0).permutation(rows)
@@ -77,16 +82,24 @@ def test_futures_chain_without_waiting_on_the_driver(groups: tuple[WorkerGroup, 
     assert slow.result()["uid"].tolist() == list(range(9))
 
 
-def test_an_error_upstream_is_reported_as_that_and_not_as_one_of_the_next_group(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_an_error_upstream_is_reported_as_that_and_not_as_one_of_the_next_group(
+    groups: tuple[WorkerGroup, WorkerGroup],
+) -> None:
     wide, narrow = groups
     failing = wide.submit(sw.Tokens.generate, prompts(4), 0.0, True)
     chained = narrow.submit(sw.Tokens.sums, failing.batch())
     with pytest.raises(ModelError, match=r"no tokens today \(wide rank \d on"):
         chained.result(timeout=30)
-    assert narrow.run(sw.Tokens.sums, prompts(3).union(wide.run(sw.Tokens.generate, prompts(3))))["uid"].tolist() == [0, 1, 2]
+    assert narrow.run(sw.Tokens.sums, prompts(3).union(wide.run(sw.Tokens.generate, prompts(3))))["uid"].tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
-def test_a_death_upstream_names_the_group_that_died(cluster: Cluster, groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path) -> None:
+def test_a_death_upstream_names_the_group_that_died(
+    cluster: Cluster, groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
+) -> None:
     pool = ResourcePool.allocate(cluster, 1, 1)
     doomed = WorkerGroup(cluster, pool, sw.Tokens, role="doomed", args=(1,), log_dir=tmp_path)
     promise = doomed.submit(sw.Tokens.generate, prompts(3), 0.0, False, True).batch()
@@ -116,7 +129,9 @@ def test_references_are_given_back_with_the_batch(groups: tuple[WorkerGroup, Wor
     assert out.jagged("tokens").nbytes > 10 << 20
 
 
-def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path) -> None:
+def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(
+    groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
+) -> None:
     out = groups[0].run(sw.Tokens.generate, prompts(5))
     out.drop(["weight"]).write_parquet(tmp_path / "a.parquet")
     assert isinstance(DataProto.read_parquet(tmp_path / "a.parquet")["tokens"], Jagged)
@@ -124,7 +139,9 @@ def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(groups: tuple[Wor
 
 def test_two_roles_in_one_process_are_called_through_their_own_classes(cluster: Cluster, tmp_path: Path) -> None:
     pool = ResourcePool.allocate(cluster, 1, 2)
-    both = WorkerGroup(cluster, pool, colocated(sw.Counter, sw.Tokens), role="both", args=((40,), (2,)), log_dir=tmp_path)
+    both = WorkerGroup(
+        cluster, pool, colocated(sw.Counter, sw.Tokens), role="both", args=((40,), (2,)), log_dir=tmp_path
+    )
     assert both.run(sw.Counter.next) == [41, 41]
     assert both.run(sw.Tokens.generate, prompts(5))["uid"].tolist() == list(range(5))
     assert both.run(sw.Counter.next) == [42, 42]
@@ -151,7 +168,9 @@ def test_columns_share_an_object_on_one_node_and_have_their_own_elsewhere(
     joined = Cluster(cluster.config, tmp_path, None)  # as one that this driver did not start
     apart = WorkerGroup(joined, pool, sw.Tokens, role="apart", args=(1,), log_dir=tmp_path)
     made = [group.submit(sw.Tokens.generate, prompts(6)) for group in (groups[0], apart)]
-    objects = [{dict(future.batch().items())[name].parts[0].ref for name in ("uid", "tokens", "weight")} for future in made]
+    objects = [
+        {dict(future.batch().items())[name].parts[0].ref for name in ("uid", "tokens", "weight")} for future in made
+    ]
     assert [len(found) for found in objects] == [1, 3]
     whole = DataProto.concat([future.result().rename({"tokens": "others"}) for future in made])
     assert whole.jagged("others").lengths.tolist() == [TOKENS - uid for uid in range(6)] * 2

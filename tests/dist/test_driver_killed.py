@@ -1,4 +1,5 @@
-"""A driver killed with SIGKILL leaves nothing behind: no Ray process, no worker, no child of a worker. And a new start works."""
+"""A driver killed with SIGKILL leaves nothing behind: no Ray process, no worker, no child of a worker. And a new start
+works."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 def start_driver(out: Path) -> tuple[subprocess.Popen[bytes], list[int], str]:
     """The driver, the pids it reported (2 workers, then a child of each), and its cluster's temporary folder."""
     out.mkdir()
-    driver = subprocess.Popen([sys.executable, "-m", "tests.dist.sc_workers", str(out)], cwd=ROOT)
+    driver = subprocess.Popen([sys.executable, "-m", "tests.dist.harness.sc_workers", str(out)], cwd=ROOT)
     deadline = time.monotonic() + 90
     while not (out / "pids").exists():
         assert driver.poll() is None, "the driver ended early"

@@ -1,4 +1,5 @@
-"""The driver works through a batch of token columns (metrics, scores, dump) without ever holding one: they stay in the object store."""
+"""The driver works through a batch of token columns (metrics, scores, dump) without ever holding one: they stay in the
+object store."""
 
 from __future__ import annotations
 
@@ -10,21 +11,31 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.observe.rollouts import dump_path, read_rollouts
-from hybridflow.protocol import DataProto, Jagged
+from hybridflow.rollout.evaluation import dump_batch
 from hybridflow.single_controller import Cluster, keep_in_store
-from hybridflow.trainer.evaluate import dump_batch
 from hybridflow.trainer.metrics import batch_metrics, kl_sums, log_prob_difference
 
 pytestmark = pytest.mark.slow
 ROWS, TOKENS = 512, 12_000
-COLUMNS = ("response_ids", "response_versions", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropys", "advantages")
+COLUMNS = (
+    "response_ids",
+    "response_versions",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "entropys",
+    "advantages",
+)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster.start(ClusterConfig(start_timeout_s=90), tmp_path_factory.mktemp("run"), object_store_bytes=512 << 20) as started:
+    with Cluster.start(
+        ClusterConfig(start_timeout_s=90), tmp_path_factory.mktemp("run"), object_store_bytes=512 << 20
+    ) as started:
         yield started
 
 
@@ -65,10 +76,20 @@ def finished_batch() -> DataProto:
     values = {name: np.random.default_rng(i).random(ROWS * TOKENS, np.float32) for i, name in enumerate(COLUMNS)}
     values |= {name: values[name].astype(np.int64) for name in ("response_ids", "response_versions")}
     tokens = {name: Jagged.from_lengths(column, lengths) for name, column in values.items()}
-    plain = {"data_source": objects("toy"), "ground_truth": objects("1"), "extra_info": objects({}), "response_text": objects("x")}
+    plain = {
+        "data_source": objects("toy"),
+        "ground_truth": objects("1"),
+        "extra_info": objects({}),
+        "response_text": objects("x"),
+    }
     plain |= {"finish_reason": objects("stop"), "weight_version": objects("1")}
     prompts = Jagged.from_lengths(np.zeros(ROWS, np.int64), np.ones(ROWS, np.int64))
-    numbers = {"scores": np.zeros(ROWS, np.float32), "rewards": np.zeros(ROWS, np.float32), "uid": np.arange(ROWS), "prompt_ids": prompts}
+    numbers = {
+        "scores": np.zeros(ROWS, np.float32),
+        "rewards": np.zeros(ROWS, np.float32),
+        "uid": np.arange(ROWS),
+        "prompt_ids": prompts,
+    }
     return keep_in_store(DataProto.from_columns({**tokens, **plain, **numbers}))
 
 

@@ -1,4 +1,5 @@
-"""Unmodified SGLang servers of every shape on this machine against transformers, among them DeepSeek's latent attention."""
+"""Unmodified SGLang servers of every shape on this machine against transformers, among them DeepSeek's latent
+attention."""
 
 from __future__ import annotations
 
@@ -19,39 +20,78 @@ import requests
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridflow.engines import guard
-from hybridflow.engines.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.engines.sglang import guard
+from hybridflow.engines.sglang.client import Completion, EngineClient, SamplingParams
+from hybridflow.engines.sglang.server import EngineServer, EngineSpec
 from hybridflow.errors import EngineError
-from tests.dist.ranks import free_port
-from tests.dist.sync_world import SyncWorld
+from tests.dist.harness.ranks import free_port
+from tests.dist.harness.sync_world import SyncWorld
 
 pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "max_position_embeddings": 1024, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
 QWEN = {
-    **SIZES, "model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "norm_topk_prob": True, "tie_word_embeddings": False,
-}  # fmt: skip
+    **SIZES,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 DEEPSEEK = {
-    **SIZES, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
-    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 0, "rope_theta": 10000.0,
+    **SIZES,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 10000.0,
     "rope_scaling": {
-        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
         "mscale_all_dim": 1.0,
     },
-}  # fmt: skip
+}
 MOONLIGHT = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
-ONLY_PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}  # transformers does not keep these
+ONLY_PUBLISHED = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+}  # transformers does not keep these
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 90)), [9] * 25, [3, 1, 4, 1, 5]]
 
 
 def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
-    """A random model whose norms and expert biases differ from one and zero, with a config as published checkpoints have it."""
+    """A random model whose norms and expert biases differ from one and zero, with a config as published checkpoints
+    have it."""
     torch.manual_seed(seed)
     sizes = {key: value for key, value in model.items() if key != "model_type"}
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(model["model_type"], **sizes)).float()
@@ -68,7 +108,9 @@ def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
     return folder
 
 
-def worst_difference(model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]]) -> float:
+def worst_difference(
+    model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]]
+) -> float:
     """Largest |log-prob of the engine - transformers'| over all tokens, prompts included."""
     reference, worst = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
     for prompt, completion, given in zip(PROMPTS, completions, prompt_log_probs, strict=True):
@@ -92,13 +134,20 @@ def check(server: EngineServer, model: Path) -> None:
 
 def prompt_log_probs(server: EngineServer, prompt: list[int]) -> list[float]:
     """Of all tokens but the first."""
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
     answer = post(server, "generate", body)
     return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
 def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
-    answer = requests.post(f"{server.url}/{path}", json=body, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60)
+    answer = requests.post(
+        f"{server.url}/{path}", json=body, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -112,7 +161,12 @@ def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
         pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
         pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
         pytest.param(QWEN, {"tensor": 2, "data_attention": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
-        pytest.param(DEEPSEEK, {"tensor": 2, "data_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2-ep2", marks=pytest.mark.full),
+        pytest.param(
+            DEEPSEEK,
+            {"tensor": 2, "data_attention": 2, "expert": 2},
+            id="deepseek-tp2-dpa2-ep2",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
@@ -131,8 +185,18 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
     [
         # `test_weight_layouts` brings slices of this family to such an engine, too
         pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2", marks=pytest.mark.full),
-        pytest.param(DEEPSEEK, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="deepseek-tp2-dpa2", marks=pytest.mark.full),
-        pytest.param(QWEN, {"tensor": 2, "data_parallel_attention": 2, "expert": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
+        pytest.param(
+            DEEPSEEK,
+            {"tensor": 2, "data_parallel_attention": 2, "expert": 2},
+            id="deepseek-tp2-dpa2",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            QWEN,
+            {"tensor": 2, "data_parallel_attention": 2, "expert": 2},
+            id="qwen3-moe-tp2-dpa2",
+            marks=pytest.mark.full,
+        ),
         pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
         pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
         pytest.param(QWEN, {"tensor": 2, "pipeline": 2}, id="qwen3-moe-tp2-pp2", marks=pytest.mark.full),
@@ -156,7 +220,7 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
     first, second = (save(tmp_path / name, MOONLIGHT, seed) for seed, name in enumerate(("first", "second")))
     monkeypatch.setenv("TEST_WEIGHTS", str(second / "model.safetensors"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    loader = "tests.dist.engine_loaders.load_in_place"
+    loader = "tests.dist.harness.engine_loaders.load_in_place"
     spec = EngineSpec(name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]})
     with EngineServer(spec, tmp_path / "engine.log") as server:
         server.start()
@@ -164,15 +228,22 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
         check(server, first)
         post(server, "begin_weight_update", {})
         nothing = base64.b64encode(pickle.dumps([])).decode()
-        answer = post(server, "update_weights_from_tensor", {"serialized_named_tensors": [nothing], "load_format": loader})
+        answer = post(
+            server, "update_weights_from_tensor", {"serialized_named_tensors": [nothing], "load_format": loader}
+        )
         assert answer["success"], answer
         post(server, "end_weight_update", {})
         check(server, second)
 
 
-@pytest.mark.parametrize(("shape", "killed"), [("pipeline", False), pytest.param("tensor", True, marks=pytest.mark.full)])
-def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(tmp_path: Path, shape: str, killed: bool) -> None:
-    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node may be killed in between."""
+@pytest.mark.parametrize(
+    ("shape", "killed"), [("pipeline", False), pytest.param("tensor", True, marks=pytest.mark.full)]
+)
+def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
+    tmp_path: Path, shape: str, killed: bool
+) -> None:
+    """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node may be killed
+    in between."""
     world = SyncWorld(QWEN, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path)
     try:
         world.configure(pause="abort")  # which a pipeline needs
@@ -206,7 +277,9 @@ def _kill_and_wait(world: SyncWorld, session: int) -> None:
 def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
     """Two servers on this machine, one a node, with one rank each."""
     model = save(tmp_path / "model", DEEPSEEK, 0)
-    spec = EngineSpec(name="first", model_path=str(model), tensor=2, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}")
+    spec = EngineSpec(
+        name="first", model_path=str(model), tensor=2, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}"
+    )
     servers = [EngineServer(replace(spec, name=f"node{i}", node_rank=i), tmp_path / f"node{i}.log") for i in range(2)]
     with ExitStack() as stack:
         for server in servers:

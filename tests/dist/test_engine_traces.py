@@ -1,4 +1,5 @@
-"""The engines' real layouts against the hand-written ones and against plans: every family, SGLang's own loaders on every rank."""
+"""The engines' real layouts against the hand-written ones and against plans: every family, SGLang's own loaders on
+every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece
+from hybridflow.engines.sglang.layout_tracer import TracedLayout, TracedPiece
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import FP8, BlockQuantisation
@@ -20,8 +21,8 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, RankLayout, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
-from tests.unit import fp8_cases as fp8
-from tests.unit import reshard_cases as cases
+from tests.unit.reshard import fp8_cases as fp8
+from tests.unit.reshard import reshard_cases as cases
 
 pytestmark = pytest.mark.slow
 SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
@@ -34,12 +35,20 @@ SHAPES = {
 FP8_BLOCK = (8, 8)
 FP8_CASES = [("qwen3_moe", "tp2-ep2"), ("deepseek_v3", "tp2"), ("glm4_moe", "tp2")]
 CASES = [(model, shape) for shape, (_, models) in SHAPES.items() for model in models]
-TRAINERS = (ParallelShape(4, tensor=2, pipeline=2, expert=2), ParallelShape(4, tensor=4), ParallelShape(2, pipeline=2, virtual_pipeline=2))
+TRAINERS = (
+    ParallelShape(4, tensor=2, pipeline=2, expert=2),
+    ParallelShape(4, tensor=4),
+    ParallelShape(2, pipeline=2, virtual_pipeline=2),
+)
 
 
 def checkpoint_config(model: str) -> dict[str, Any]:
     """The config as a published checkpoint has it."""
-    published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1} if model in ("deepseek_v3", "moonlight") else {}
+    published = (
+        {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        if model in ("deepseek_v3", "moonlight")
+        else {}
+    )
     return {**cases.MODELS[model], **published, "architectures": [family_of(cases.MODELS[model]).architecture]}
 
 
@@ -58,17 +67,24 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], li
         sizes = {key: getattr(shape, key) for key in ("tensor", "expert", "pipeline", "data_attention")}
         asked.append({"name": f"{model}-{name}", "model": str(place), **sizes})
     (folder / "cases.json").write_text(json.dumps(asked))
-    command = [sys.executable, "-m", "tests.dist.engine_traces", str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2], check=False)
+    command = [sys.executable, "-m", "tests.dist.harness.engine_traces", str(folder)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2], check=False
+    )
     errors = {path.name: path.read_text()[-1500:] for path in folder.glob("*.error")}
     assert run.returncode == 0 and not errors, f"{errors}\n{run.stderr[-2000:]}"
-    return {(model, name): [read_trace(folder / f"{model}-{name}-{rank}.json") for rank in range(2)] for model, _, name, _ in everything}
+    return {
+        (model, name): [read_trace(folder / f"{model}-{name}-{rank}.json") for rank in range(2)]
+        for model, _, name, _ in everything
+    }
 
 
 def read_trace(path: Path) -> TracedLayout:
     data = json.loads(path.read_text())
     buffers = {name: (tuple(shape), dtype) for name, (shape, dtype) in data["buffers"].items()}
-    pieces = tuple(TracedPiece(**{k: tuple(v) if isinstance(v, list) else v for k, v in piece.items()}) for piece in data["pieces"])
+    pieces = tuple(
+        TracedPiece(**{k: tuple(v) if isinstance(v, list) else v for k, v in piece.items()}) for piece in data["pieces"]
+    )
     return TracedLayout(buffers, pieces, tuple(data["untouched"]))
 
 
@@ -80,7 +96,9 @@ def contents(rank: RankLayout, catalog: Catalog, weights: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_engines_hold_what_the_hand_written_layout_says(model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
+def test_engines_hold_what_the_hand_written_layout_says(
+    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
     decoder = cases.decoder_of(model)
     catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
     written = engine_layout(decoder, (SHAPES[name][0],), "float32")
@@ -96,7 +114,9 @@ def test_engines_hold_what_the_hand_written_layout_says(model: str, name: str, t
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_plans_to_the_real_layouts_are_proven_and_execute(model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
+def test_plans_to_the_real_layouts_are_proven_and_execute(
+    model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
+) -> None:
     decoder = cases.decoder_of(model)
     catalog, weights = Catalog.of(decoder.tensors()), cases.random_weights(decoder)
     ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, name])
@@ -104,7 +124,10 @@ def test_plans_to_the_real_layouts_are_proven_and_execute(model: str, name: str,
     for shape in TRAINERS:
         plan = make_plan(catalog, megatron_layout(decoder, shape.coordinates(), "float32"), target, 1 << 20)
         assert prove(plan).unused == ()
-        trainers, engines = cases.trainer_buffers(decoder, shape.coordinates(), weights), cases.engine_buffers(target, catalog, None)
+        trainers, engines = (
+            cases.trainer_buffers(decoder, shape.coordinates(), weights),
+            cases.engine_buffers(target, catalog, None),
+        )
         cases.execute(plan, trainers, engines)
         for want, got in zip(cases.engine_buffers(target, catalog, weights), engines, strict=True):
             assert all(np.array_equal(want[buffer], got[buffer]) for buffer in want)
@@ -114,16 +137,23 @@ def test_plans_to_the_real_layouts_are_proven_and_execute(model: str, name: str,
 def test_engines_in_fp8_get_their_slices_of_the_quantised_tensors(
     model: str, name: str, traces: dict[tuple[str, str], list[TracedLayout]]
 ) -> None:
-    """SGLang's own fp8 buffers, traced: those of the hand-written layout, and a plan to them brings what the whole tensors' form has."""
+    """SGLang's own fp8 buffers, traced: those of the hand-written layout, and a plan to them brings what the whole
+    tensors' form has."""
     decoder, quantisation = cases.decoder_of(model), BlockQuantisation(FP8_BLOCK)
     catalog, weights = Catalog.of(decoder.tensors(), quantisation), cases.random_weights(decoder)
     ranks = tuple(traced.rank_layout(catalog) for traced in traces[model, f"{name}-fp8"])
     target = Layout(ranks, np.arange(2), np.zeros(2, np.int64))
     want = fp8.engine_buffers(target, catalog, fp8.forms_of(weights, quantisation))
     written = engine_layout(decoder, (SHAPES[name][0],), "bfloat16", catalog, quantisation)
-    assert [sorted(mine) for mine in want] == [sorted(written.classes[number].names) for number in written.rank_class.tolist()]
+    assert [sorted(mine) for mine in want] == [
+        sorted(written.classes[number].names) for number in written.rank_class.tolist()
+    ]
     by_hand = fp8.engine_buffers(written, catalog, fp8.forms_of(weights, quantisation))
-    quantised = {name for name, dtype in zip(ranks[0].names, ranks[0].dtypes, strict=True) if dtype == FP8 or name.endswith("_scale_inv")}
+    quantised = {
+        name
+        for name, dtype in zip(ranks[0].names, ranks[0].dtypes, strict=True)
+        if dtype == FP8 or name.endswith("_scale_inv")
+    }
     fp8.assert_equal([{n: v for n, v in mine.items() if n in quantised} for mine in by_hand], want)
     shape = ParallelShape(4, tensor=2, pipeline=2, expert=2)
     plan = make_plan(catalog, megatron_layout(decoder, shape.coordinates(), "float32", catalog), target, 1 << 20)
@@ -135,10 +165,15 @@ def test_engines_in_fp8_get_their_slices_of_the_quantised_tensors(
 
 
 def test_scales_that_an_engine_would_drop_are_found(traces: dict[tuple[str, str], list[TracedLayout]]) -> None:
-    """SGLang's Llama renames `weight_scale_inv` while it loads, finds no such parameter and goes on (sglang/srt/models/llama.py:724)."""
+    """SGLang's Llama renames `weight_scale_inv` while it loads, finds no such parameter and goes on
+    (sglang/srt/models/llama.py:724)."""
     decoder = cases.decoder_of("llama")
     catalog = Catalog.of(decoder.tensors(), BlockQuantisation(FP8_BLOCK))
-    target = Layout(tuple(traced.rank_layout(catalog) for traced in traces["llama", "tp2-fp8"]), np.arange(2), np.zeros(2, np.int64))
-    plan = make_plan(catalog, megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", catalog), target, 1 << 20)
+    target = Layout(
+        tuple(traced.rank_layout(catalog) for traced in traces["llama", "tp2-fp8"]), np.arange(2), np.zeros(2, np.int64)
+    )
+    plan = make_plan(
+        catalog, megatron_layout(decoder, ParallelShape(1).coordinates(), "float32", catalog), target, 1 << 20
+    )
     with pytest.raises(WeightSyncError, match=r"no part of model\.layers\.0\.\S+_scale_inv is taken"):
         prove(plan)

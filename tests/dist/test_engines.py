@@ -20,14 +20,14 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hybridflow.engines import guard
-from hybridflow.engines.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.server import EngineServer, EngineSpec
-from hybridflow.engines.weight_control import Control
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch.routes import ROUTES, with_free_end
+from hybridflow.engines.sglang import guard
+from hybridflow.engines.sglang.client import Completion, EngineClient, SamplingParams
+from hybridflow.engines.sglang.server import EngineServer, EngineSpec
+from hybridflow.engines.sglang.weight_control import Control
 from hybridflow.errors import EngineError
-from hybridflow.protocol import DataProto, Jagged
-from hybridflow.routes import ROUTES, with_free_end
-from tests.dist.ranks import run_ranks
+from tests.dist.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 LAYERS, VOCABULARY = 4, 96
@@ -94,7 +94,9 @@ def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert [guard.session_members(server.pid) for server in servers] == [[], []]
 
 
-def worst_difference(model: Path, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float) -> float:
+def worst_difference(
+    model: Path, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float
+) -> float:
     """Largest |log-prob of the engine - log softmax(transformers' logits / temperature)| over all generated tokens."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     worst = 0.0
@@ -108,7 +110,8 @@ def worst_difference(model: Path, prompts: Sequence[Sequence[int]], completions:
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(0.7, 0.8, 12), SamplingParams(temperature=0.0)]
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(0.7, 0.8, 12), SamplingParams(temperature=0.0)],
 )
 def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Path], sampling: SamplingParams) -> None:
     for completions in pair.each(lambda client: client.generate(PROMPTS, sampling, 12)):
@@ -129,10 +132,14 @@ def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, 
 
 
 def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models: list[Path], tmp_path: Path) -> None:
-    """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own routes and along the engine's."""
+    """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own routes and along
+    the engine's."""
     prompts = PROMPTS * 4
     completions = pair.clients[0].generate(prompts, SamplingParams(), 40, with_routes=True)
-    rows = [with_free_end(c.routes, len(p) + len(c.token_ids), LAYERS, "engine") for p, c in zip(prompts, completions, strict=True)]
+    rows = [
+        with_free_end(c.routes, len(p) + len(c.token_ids), LAYERS, "engine")
+        for p, c in zip(prompts, completions, strict=True)
+    ]
     batch = {
         "prompt_ids": Jagged.from_rows(prompts, np.int64),
         "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
@@ -143,7 +150,7 @@ def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models
     hf = json.loads((models[0] / "config.json").read_text())
     hf |= {"rope_theta": hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"]}
     arguments = {"hf": hf, "folder": str(models[0]), "engine": str(tmp_path / "samples.parquet")}
-    [found] = run_ranks(1, "tests.dist.replay_cases:along_engine_routes", **arguments)
+    [found] = run_ranks(1, "tests.dist.cases.replay:along_engine_routes", **arguments)
     token_layers = sum(len(row) - 1 for row in rows) * LAYERS
     same, rounded = found["same"], found["rounded"]
     assert same["compared"] == rounded["compared"] == token_layers
@@ -166,7 +173,9 @@ def test_memory_calls_are_answered(pair: Pair) -> None:
 def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pair) -> None:
     first, second = pair.each(lambda client: client.generate(PROMPTS, SamplingParams(temperature=0.0), 8))
     server = pair.servers[0]
-    cut = EngineClient(server.url, server.admin_key, 60.0, batch_size=4).generate(PROMPTS, SamplingParams(temperature=0.0), 8)
+    cut = EngineClient(server.url, server.admin_key, 60.0, batch_size=4).generate(
+        PROMPTS, SamplingParams(temperature=0.0), 8
+    )
     assert [c.token_ids for c in first] == [c.token_ids for c in second] == [c.token_ids for c in cut]
 
 
@@ -185,7 +194,9 @@ def test_a_prompt_longer_than_the_model_is_refused(pair: Pair) -> None:
 def test_everything_listens_on_loopback(pair: Pair) -> None:
     for server in pair.servers:
         members = [psutil.Process(pid) for pid in (server.pid, *guard.session_members(server.pid))]
-        heard = {(c.laddr.ip, c.laddr.port) for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+        heard = {
+            (c.laddr.ip, c.laddr.port) for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN
+        }
         assert {ip for ip, _ in heard} == {"127.0.0.1"} and ("127.0.0.1", server.port) in heard
 
 
@@ -232,7 +243,7 @@ def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Pa
 
 START_AND_WAIT = """
 import sys, time
-from hybridflow.engines.server import EngineServer, EngineSpec
+from hybridflow.engines.sglang.server import EngineServer, EngineSpec
 server = EngineServer(EngineSpec(name="orphan", model_path=sys.argv[1]), sys.argv[2])
 server.start()
 print(server.pid, flush=True)
@@ -247,7 +258,8 @@ def test_an_engine_does_not_outlive_a_killed_parent(models: list[Path], tmp_path
         assert parent.stdout is not None
         session = int(parent.stdout.readline())
         deadline = time.monotonic() + 60.0
-        while len(guard.session_members(session)) < 3:  # server, scheduler, detokenizer: still starting, the worst moment
+        # server, scheduler, detokenizer: still starting, the worst moment
+        while len(guard.session_members(session)) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         parent.kill()
@@ -265,7 +277,8 @@ def test_messages_to_the_ranks_outside_a_session_are_refused(pair: Pair) -> None
 
 
 def test_a_message_that_nobody_can_answer_does_not_end_the_engine(pair: Pair) -> None:
-    """The store is gone: no report can be posted. SGLang says success; that the engine lives on is our loader's doing."""
+    """The store is gone: no report can be posted. SGLang says success; that the engine lives on is our loader's
+    doing."""
     pair.clients[0].begin_weight_update()
     pair.clients[0].call_ranks(Control("describe", "127.0.0.1", 1, 0.5, "described", 0, 1))
     pair.clients[0].end_weight_update()
@@ -285,7 +298,9 @@ def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
     """Last: it costs the engine its life."""
     server = pair.servers[1]
     server.check_alive()
-    scheduler = next(pid for pid in guard.session_members(server.pid) if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
+    scheduler = next(
+        pid for pid in guard.session_members(server.pid) if "scheduler" in " ".join(psutil.Process(pid).cmdline())
+    )
     os.kill(scheduler, signal.SIGKILL)
     deadline = time.monotonic() + 20.0
     with pytest.raises(EngineError, match="engine engine-1: ended with status"):

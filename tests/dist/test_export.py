@@ -1,4 +1,5 @@
-"""Hugging Face folders: written by ranks without a whole model on any, and by one process out of a checkpoint; bit for bit the same."""
+"""Hugging Face folders: written by ranks without a whole model on any, and by one process out of a checkpoint; bit for
+bit the same."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.cli.main import main
 from hybridflow.errors import CheckpointError
-from hybridflow.models.checkpoint_source import CheckpointFolder
-from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import NOTHING, run_ranks
+from hybridflow.saving.checkpoint_source import CheckpointFolder
+from tests.dist.cases.mcore import TINY
+from tests.dist.harness.ranks import NOTHING, run_ranks
 
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
@@ -31,7 +32,10 @@ BIG = {
     "intermediate_size": 2048,
     "head_dim": 64,
 }
-BIG = {key: value for key, value in BIG.items() if "expert" not in key} | {"num_attention_heads": 8, "num_key_value_heads": 4}
+BIG = {key: value for key, value in BIG.items() if "expert" not in key} | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 MIB = 1 << 20
 
 
@@ -39,7 +43,14 @@ MIB = 1 << 20
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks: `hf` written by them, `checkpoint` of the same weights (at tp2·pp2·ep2)."""
     folder = tmp_path_factory.mktemp("export")
-    run_ranks(4, "tests.dist.checkpoint_cases:export_and_save", parallel=FULL, hf=TINY, folder=str(folder), max_shard_bytes=SHARD)
+    run_ranks(
+        4,
+        "tests.dist.cases.checkpoint:export_and_save",
+        parallel=FULL,
+        hf=TINY,
+        folder=str(folder),
+        max_shard_bytes=SHARD,
+    )
     return folder
 
 
@@ -61,18 +72,27 @@ def test_shards_are_bounded_indexed_and_checksummed(folder: Path) -> None:
         assert sum(sizes) <= SHARD or len(names) == 1
         assert {index["weight_map"][name] for name in names} == {file.name}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(folder / "hf").values())
-    checked = subprocess.run(["sha256sum", "-c", "checksums.sha256"], cwd=folder / "hf", capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["sha256sum", "-c", "checksums.sha256"], cwd=folder / "hf", capture_output=True, text=True, check=False
+    )
     assert checked.returncode == 0 and checked.stdout.count(": OK") == len(files)
 
 
-def test_one_process_exports_a_checkpoint_of_four_ranks(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "out"), "--max-shard-size", "30000"]) == 0
+def test_one_process_exports_a_checkpoint_of_four_ranks(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "out"), "--max-shard-size", "30000"])
+        == 0
+    )
     found, expected = tensors_in(tmp_path / "out"), tensors_in(folder / "hf")
     assert found.keys() == expected.keys() and len(found) > 40
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     assert "tensors in" in capsys.readouterr().out
-    assert main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert (
+        main(["checkpoint", "export", str(folder / "checkpoint"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    )
     for name, tensor in tensors_in(tmp_path / "half").items():
         assert torch.equal(tensor, expected[name].bfloat16()), name
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -113,7 +133,11 @@ def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.Capture
     (copy / "policy" / "stray").write_text("")
     assert main(["checkpoint", "verify", str(copy)]) == 1
     err = capsys.readouterr().err
-    assert f"{largest} does not have the content" in err and "stray does not belong" in err and err.count("hybridflow: ") == 2
+    assert (
+        f"{largest} does not have the content" in err
+        and "stray does not belong" in err
+        and err.count("hybridflow: ") == 2
+    )
     assert main(["checkpoint", "verify", str(copy), "--json"]) == 1
     [report] = json.loads(capsys.readouterr().out)
     assert len(report["problems"]) == 2
@@ -125,7 +149,9 @@ def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "is not a whole checkpoint" in capsys.readouterr().err
 
 
-def test_import_checks_and_rewrites_a_hugging_face_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_checks_and_rewrites_a_hugging_face_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = tmp_path / "given"
     shutil.copytree(folder / "hf", given)
     index = json.loads((given / "model.safetensors.index.json").read_text())
@@ -149,9 +175,15 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(folder: Path, tmp_path
 
 
 def test_no_rank_holds_more_than_a_tensor_and_its_staging(tmp_path: Path) -> None:
-    """A model of 200 MiB, its largest tensor 16 MiB: two ranks' memory grows by little more than that tensor while they export it."""
+    """A model of 200 MiB, its largest tensor 16 MiB: two ranks' memory grows by little more than that tensor while they
+    export it."""
     results: list[dict[str, Any]] = run_ranks(
-        2, "tests.dist.checkpoint_cases:memory_of_export", loaded=NOTHING, parallel={"tensor": 2}, hf=BIG, folder=str(tmp_path / "hf")
+        2,
+        "tests.dist.cases.checkpoint:memory_of_export",
+        loaded=NOTHING,
+        parallel={"tensor": 2},
+        hf=BIG,
+        folder=str(tmp_path / "hf"),
     )
     for rank in results:
         assert rank["largest"] == 16 * MIB and rank["model"] > 150 * MIB

@@ -1,4 +1,5 @@
-"""Groups that outlive something: a rank that died (restart) and the driver (detached, joined by name); and the debugger."""
+"""Groups that outlive something: a rank that died (restart) and the driver (detached, joined by name); and the
+debugger."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import pytest
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.errors import ResourceError, WorkerError
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
-from tests.dist import sc_workers as sw
+from tests.dist.harness import sc_workers as sw
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,14 @@ def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_pat
     assert group.run(sw.Counter.next) == [1, 1]
     with pytest.raises(ResourceError, match="'counter' exists already"):
         WorkerGroup(cluster, pool, sw.Counter, role="twin", log_dir=tmp_path, name="counter")
-    command = [sys.executable, "-m", "tests.dist.sc_workers", "join", ray.get_runtime_context().gcs_address, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.dist.harness.sc_workers",
+        "join",
+        ray.get_runtime_context().gcs_address,
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert "joined stays 2 [2, 2]" in done.stdout, done.stderr[-2000:]
     assert group.run(sw.Counter.next) == [3, 3]
@@ -74,7 +82,9 @@ def test_another_driver_joins_a_detached_group_by_name(cluster: Cluster, tmp_pat
     pool.release()
 
 
-def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_debugger_sees_a_worker_that_stopped_at_a_breakpoint_and_can_attach(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     pool = ResourcePool.allocate(cluster, 1, 1)
     group = WorkerGroup(cluster, pool, sw.Counter, role="paused", env={"RAY_DEBUG": "legacy"}, log_dir=tmp_path)
     future = group.submit(sw.Counter.stop_here, 41)
@@ -105,7 +115,9 @@ def test_ray_debug_lists_the_worker_that_stopped_and_attaches_to_it(cluster: Clu
     command = [Path(sys.executable).with_name("ray"), "debug", "--address", ray.get_runtime_context().gcs_address]
     env = {**os.environ, "RAY_DEBUG": "legacy", "PYTHONUNBUFFERED": "1"}
     assert env["RAY_AUTH_MODE"] == "token" and env["RAY_AUTH_TOKEN"]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as terminal:
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as terminal:
         try:
             shown = _read_until(terminal, "to refresh: ")
             assert "Host.call" in shown and "sc_workers.py:" in shown

@@ -1,6 +1,8 @@
-"""Low-rank adapters: every layout trains them as one process does, nothing else moves, and merged they are what transformers computes.
+"""Low-rank adapters: every layout trains them as one process does, nothing else moves, and merged they are what
+transformers computes.
 
-The oracle of a merge is transformers: the base model's folder, with alpha / rank * B A of the exported PEFT adapter added here.
+The oracle of a merge is transformers: the base model's folder, with alpha / rank * B A of the exported PEFT adapter
+added here.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.cli.main import main
-from tests.dist.lora_cases import CASES, LORA, MUTANTS
-from tests.dist.mcore_cases import TINY, batch_of
-from tests.dist.parity_cases import ROWS
-from tests.dist.ranks import run_ranks
+from tests.dist.cases.lora import CASES, LORA, MUTANTS
+from tests.dist.cases.mcore import TINY, batch_of
+from tests.dist.cases.parity import ROWS
+from tests.dist.harness.ranks import run_ranks
 from tests.dist.test_mcore import DEEPSEEK
 
 pytestmark = pytest.mark.slow
@@ -31,7 +33,7 @@ TOLERANCE = 1e-5
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All layouts, and those with a communication left out, in one set of processes."""
     folder = str(tmp_path_factory.mktemp("lora"))
-    found = run_ranks(4, "tests.dist.lora_cases:run_cases", timeout_s=300, names=[*CASES, *MUTANTS], folder=folder)
+    found = run_ranks(4, "tests.dist.cases.lora:run_cases", timeout_s=300, names=[*CASES, *MUTANTS], folder=folder)
     return [result for results in found for result in results]
 
 
@@ -43,7 +45,8 @@ def differences(results: list[dict[str, Any]], names: Iterable[str]) -> dict[tup
 
 
 def test_every_layout_trains_adapters_as_one_process_does(results: list[dict[str, Any]]) -> None:
-    """Factors, merged weights and log-probs after three clipped updates; gradient norms say that no share is counted twice or missed."""
+    """Factors, merged weights and log-probs after three clipped updates; gradient norms say that no share is counted
+    twice or missed."""
     assert differences(results, CASES) == {}
     assert min(result["moved"] for result in results if result["name"] in CASES) > 1e-3  # every B has left zero
 
@@ -55,9 +58,15 @@ def test_a_communication_that_is_left_out_is_noticed(results: list[dict[str, Any
 
 def test_training_begins_at_the_base_and_moves_adapters_alone(results: list[dict[str, Any]]) -> None:
     one = {result["name"].split()[0]: result for result in results if result["world"] == 1}
-    assert {model: result["begins_at_the_base"] for model, result in one.items()} == {"dense": True, "moe": True, "deepseek": True}
+    assert {model: result["begins_at_the_base"] for model, result in one.items()} == {
+        "dense": True,
+        "moe": True,
+        "deepseek": True,
+    }
     assert max(result["begins_off_by"] for result in one.values()) < TOLERANCE
-    assert [(r["name"], r["base_moved"], r["not_adapters"]) for r in results if r["base_moved"] or r["not_adapters"]] == []
+    assert [
+        (r["name"], r["base_moved"], r["not_adapters"]) for r in results if r["base_moved"] or r["not_adapters"]
+    ] == []
     # 4 layers: qkv 32 -> 64, proj 32 -> 32, fc1 32 -> 128, fc2 64 -> 32, at rank 4
     assert one["dense"]["trainable"] == 4 * 4 * ((32 + 64) + (32 + 32) + (32 + 128) + (64 + 32))
     assert one["moe"]["trainable"] == 4 * 4 * ((32 + 64) + (32 + 32))  # routed experts have none
@@ -65,10 +74,16 @@ def test_training_begins_at_the_base_and_moves_adapters_alone(results: list[dict
 
 
 @pytest.fixture(scope="module", params=["dense", pytest.param("deepseek", marks=pytest.mark.full)])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, list[dict[str, Any]]]:
     """(model, folder, by rank: the uninterrupted run at TP 2, PP 2)."""
     folder, [hf, parallel] = tmp_path_factory.mktemp("lora"), _model(request.param)
-    return request.param, folder, run_ranks(4, "tests.dist.lora_cases:export_save_and_go_on", parallel=parallel, hf=hf, folder=str(folder))
+    return (
+        request.param,
+        folder,
+        run_ranks(4, "tests.dist.cases.lora:export_save_and_go_on", parallel=parallel, hf=hf, folder=str(folder)),
+    )
 
 
 def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -82,7 +97,9 @@ def log_probs_of(model: Any) -> np.ndarray:
     for i in range(len(batch)):
         prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
         with torch.no_grad():
-            logits = model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+            logits = (
+                model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+            )
         found.append(logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].numpy())
     return np.concatenate(found)
 
@@ -93,7 +110,9 @@ def opened(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def test_merged_weights_and_base_with_adapter_are_the_trained_policy(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
+def test_merged_weights_and_base_with_adapter_are_the_trained_policy(
+    saved: tuple[str, Path, Any], tmp_path: Path
+) -> None:
     _, folder, ranks = saved
     ours = np.array(ranks[0]["log_probs"][0])
     assert ranks[0]["moved"] > 1e-2
@@ -111,7 +130,11 @@ def test_merged_weights_and_base_with_adapter_are_the_trained_policy(saved: tupl
         base.get_submodule(module).weight.data += config["lora_alpha"] / config["r"] * b @ a
     assert np.abs(log_probs_of(base) - ours).max() < TOLERANCE
     # PEFT adapts a module whose name is a target or ends with one
-    matched = {name for name, _ in base.named_modules() if any(name == t or name.endswith(f".{t}") for t in config["target_modules"])}
+    matched = {
+        name
+        for name, _ in base.named_modules()
+        if any(name == t or name.endswith(f".{t}") for t in config["target_modules"])
+    }
     assert matched == modules
 
 
@@ -129,12 +152,12 @@ def test_training_resumes_exactly_and_in_another_layout(saved: tuple[str, Path, 
     hf, parallel = _model(model)
     assert whole[0]["reference_off_by"] == 0  # the reference is the policy at that step, and a copy of adapters alone
     assert 0 < whole[0]["reference_elements"] < 10_000
-    same = run_ranks(4, "tests.dist.lora_cases:load_and_go_on", parallel=parallel, hf=hf, folder=str(folder))
+    same = run_ranks(4, "tests.dist.cases.lora:load_and_go_on", parallel=parallel, hf=hf, folder=str(folder))
     for expected, found in zip(whole, same, strict=True):
         assert all(found[key] == expected[key] for key in ("history", "factors", "reference"))
         assert len(found["errors"]) == 3
         assert all("actor.lora" in error and "was not loaded" in error for error in found["errors"])
-    [one] = run_ranks(1, "tests.dist.lora_cases:load_and_go_on", parallel={}, hf=hf, folder=str(folder))
+    [one] = run_ranks(1, "tests.dist.cases.lora:load_and_go_on", parallel={}, hf=hf, folder=str(folder))
     for name, values in whole[0]["factors"].items():
         assert np.abs(np.array(one["factors"][name]) - np.array(values)).max() < TOLERANCE, name
     assert np.abs(np.array(one["reference"]) - np.array(whole[0]["reference"])).max() < TOLERANCE

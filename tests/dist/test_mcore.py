@@ -8,34 +8,74 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.mcore_cases import TINY, TOP, batch_of
-from tests.dist.ranks import run_ranks
+from tests.dist.cases.mcore import TINY, TOP, batch_of
+from tests.dist.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 FULL_DENSE = {"tensor": 2, "pipeline": 2, "sequence": True}
 DENSE = {**TINY, "model_type": "qwen3", "tie_word_embeddings": True}
-SIZES = {key: value for key, value in TINY.items() if "expert" not in key and key not in ("decoder_sparse_step", "mlp_only_layers")}
+SIZES = {
+    key: value
+    for key, value in TINY.items()
+    if "expert" not in key and key not in ("decoder_sparse_step", "mlp_only_layers")
+}
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 QWEN2 = {**SIZES, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 GLM4 = {
-    **SIZES, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True,
-    "partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True,
-}  # fmt: skip
+    **SIZES,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
 # the published shape of a config: yarn, groups of experts, a first dense layer; head widths differ for keys and values
 DEEPSEEK = {
-    **SIZES, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "q_lora_rank": 24,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 4, "topk_group": 2,
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False,
-    "num_nextn_predict_layers": 1, "hidden_act": "silu", "rope_interleave": True,
+    **SIZES,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "rope_interleave": True,
     "rope_scaling": {
-        "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
         "mscale_all_dim": 0.7,
     },
-}  # fmt: skip
+}
 del DEEPSEEK["head_dim"]
 MOONLIGHT = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
 
@@ -76,7 +116,12 @@ def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray, np
 def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, max_tokens):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
     results = run_ranks(
-        world, "tests.dist.mcore_cases:log_probs_and_export", parallel=parallel, hf=hf, folder=str(tmp_path / "hf"), max_tokens=max_tokens
+        world,
+        "tests.dist.cases.mcore:log_probs_and_export",
+        parallel=parallel,
+        hf=hf,
+        folder=str(tmp_path / "hf"),
+        max_tokens=max_tokens,
     )
     found = next(result for result in results if result)
     expected_log_probs, expected_entropy, whole = oracle(tmp_path / "hf", 0.7)
@@ -90,10 +135,11 @@ def test_log_probs_and_entropy_equal_transformers_on_the_exported_folder(tmp_pat
 
 
 def test_a_wrong_map_entry_changes_log_probs():
-    """With the comparison to transformers above: whoever mixes up two tensors of one shape, which no proof can see, is caught."""
+    """With the comparison to transformers above: whoever mixes up two tensors of one shape, which no proof can see, is
+    caught."""
     models = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": DENSE, "qwen3_moe": TINY, "mixtral": MIXTRAL, "glm4_moe": GLM4}
     models |= {"deepseek_v3": DEEPSEEK, "moonlight": MOONLIGHT}
-    [changes] = run_ranks(1, "tests.dist.mutation_cases:log_prob_changes", models=models)
+    [changes] = run_ranks(1, "tests.dist.cases.mutation:log_prob_changes", models=models)
     everywhere = {"gate and up exchanged", "norms exchanged", "next layer's output projection"}
     sparse, grouped = {"one expert off", "router's rows exchanged"}, {"key and value exchanged"}
     latent = {"rows of the latents' up projection exchanged", "no expert bias"} | sparse
@@ -107,7 +153,9 @@ def test_a_wrong_map_entry_changes_log_probs():
         "deepseek_v3": latent | {"rows of the query's up projection exchanged"},
         "moonlight": latent,
     }
-    assert {name: set(found) for name, found in changes.items()} == {name: everywhere | more for name, more in expected.items()}
+    assert {name: set(found) for name, found in changes.items()} == {
+        name: everywhere | more for name, more in expected.items()
+    }
     assert {(n, m): c for n, found in changes.items() for m, c in found.items() if c < 1e-3} == {}
 
 
@@ -118,7 +166,13 @@ def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tm
 
     before, after = tmp_path / "before", tmp_path / "after"
     [log_probs] = run_ranks(
-        1, "tests.dist.mcore_cases:move_expert_biases", parallel={}, hf=DEEPSEEK, before=str(before), after=str(after), rate=0.01
+        1,
+        "tests.dist.cases.mcore:move_expert_biases",
+        parallel={},
+        hf=DEEPSEEK,
+        before=str(before),
+        after=str(after),
+        rate=0.01,
     )
     assert log_probs[0] == log_probs[1]
     model = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32, attn_implementation="eager").eval()
@@ -147,7 +201,9 @@ def test_expert_biases_move_towards_even_load_and_the_reference_keeps_its_own(tm
 
 def test_ranks_with_unequal_loads_run_the_same_number_of_micro_batches():
     """Experts' collectives span data-parallel ranks: a rank with less to do takes part with empty micro-batches."""
-    found = run_ranks(2, "tests.dist.mcore_cases:unequal_loads", parallel={"expert": 2}, hf=TINY, rows=[1, 12], max_tokens=20)
+    found = run_ranks(
+        2, "tests.dist.cases.mcore:unequal_loads", parallel={"expert": 2}, hf=TINY, rows=[1, 12], max_tokens=20
+    )
     counts = [rank["micro_batches"] for rank in found]
     assert counts[0] == counts[1] > 1
     assert [rank["rows"] for rank in found] == [1, 12]

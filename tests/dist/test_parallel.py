@@ -1,4 +1,5 @@
-"""Gradients that do not depend on the cut, updates that are not finite, upstream's silent faults, bfloat16: on four ranks."""
+"""Gradients that do not depend on the cut, updates that are not finite, upstream's silent faults, bfloat16: on four
+ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist.gradient_cases import CUTS, LOSSES
-from tests.dist.precision_cases import LAYOUTS
-from tests.dist.ranks import run_ranks
+from tests.dist.cases.gradient import CUTS, LOSSES
+from tests.dist.cases.precision import LAYOUTS
+from tests.dist.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 Results = list[dict[str, Any]]
@@ -18,14 +19,18 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each of the four ranks found."""
-    return run_ranks(4, "tests.dist.parallel_cases:run_all", timeout_s=500, folder=str(tmp_path_factory.mktemp("parallel")))
+    return run_ranks(
+        4, "tests.dist.cases.parallel:run_all", timeout_s=500, folder=str(tmp_path_factory.mktemp("parallel"))
+    )
 
 
 def test_the_gradient_of_every_loss_does_not_depend_on_the_cut(results: Results) -> None:
     found = {cut: differences for rank in results for cut, differences in rank["gradients"].items()}
     assert found.keys() == {cut.name for cut in CUTS}
     assert all(differences.keys() == LOSSES.keys() for differences in found.values())
-    wrong = {f"{cut}, {loss}": value for cut, losses in found.items() for loss, value in losses.items() if not value <= 1e-6}
+    wrong = {
+        f"{cut}, {loss}": value for cut, losses in found.items() for loss, value in losses.items() if not value <= 1e-6
+    }
     assert wrong == {}
 
 
@@ -61,7 +66,9 @@ def test_a_policy_that_stops_says_the_same_on_all_ranks(results: Results) -> Non
     assert all(result["nonfinite"]["stop_untouched"] for result in results)
 
 
-@pytest.mark.parametrize("fault", ["batched sends of two interleaved stages", "experts of other tensor parallelism", "resumed optimizer"])
+@pytest.mark.parametrize(
+    "fault", ["batched sends of two interleaved stages", "experts of other tensor parallelism", "resumed optimizer"]
+)
 def test_what_upstream_gets_wrong_is_right_here_and_wrong_without_our_workaround(results: Results, fault: str) -> None:
     found = results[0]["faults"][fault]
     assert found["ours"] == pytest.approx(found["expected"], rel=1e-5)

@@ -1,4 +1,5 @@
-"""Every layout trains as one process does: log-probs, loss, gradient norm and weights after three clipped and scheduled updates.
+"""Every layout trains as one process does: log-probs, loss, gradient norm and weights after three clipped and scheduled
+updates.
 
 `PARITY_TABLE=docs/parity.md pytest -m full tests/dist/test_parity.py` writes the table of measured differences.
 """
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.parity_cases import CASES
-from tests.dist.ranks import run_ranks
+from tests.dist.cases.parity import CASES
+from tests.dist.harness.ranks import run_ranks
 
 TOLERANCE = 1e-5
 LONG_S = 1500  # for all layouts in one set of processes, 8 of them on 2 cores
@@ -21,7 +22,7 @@ LONG_S = 1500  # for all layouts in one set of processes, 8 of them on 2 cores
 def run(names: list[str], folder: Path, timeout_s: float = 230) -> list[dict[str, Any]]:
     """All cases in one set of processes, as many as the largest needs."""
     ranks = max(CASES[name].world for name in names)
-    found = run_ranks(ranks, "tests.dist.parity_cases:run_cases", timeout_s=timeout_s, names=names, folder=str(folder))
+    found = run_ranks(ranks, "tests.dist.cases.parity:run_cases", timeout_s=timeout_s, names=names, folder=str(folder))
     by_name = {result["name"]: result for results in found for result in results}
     return [by_name[name] for name in names]
 
@@ -59,16 +60,20 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Measured: every layout against one process",
         "",
-        "Written by `PARITY_TABLE=docs/parity.md make test-full ARGS=tests/dist/test_parity.py`; fp32, 4 layers, three updates with",
-        "gradient clipping, warm-up and cosine decay on packed sequences of unequal length. Largest absolute difference from one process",
-        "in log-probs and entropies before the first update, in the loss and (relative) gradient norm of the updates, and in the weights",
+        "Written by `PARITY_TABLE=docs/parity.md make test-full ARGS=tests/dist/test_parity.py`; fp32, 4 layers, "
+        "three updates with",
+        "gradient clipping, warm-up and cosine decay on packed sequences of unequal length. Largest absolute "
+        "difference from one process",
+        "in log-probs and entropies before the first update, in the loss and (relative) gradient norm of the updates, "
+        "and in the weights",
         f"after them. The test fails at {TOLERANCE:.0e}.",
         "",
         "| Layout | Processes | log-probs | loss | gradient norm | weights |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['name']} | {r['world']} | {r['log_probs']:.1e} | {r['loss']:.1e} | {r['grad_norm']:.1e} | {r['weights']:.1e} |"
+        f"| {r['name']} | {r['world']} | {r['log_probs']:.1e} | {r['loss']:.1e} | {r['grad_norm']:.1e} | "
+        f"{r['weights']:.1e} |"
         for r in results
         if r["world"] > 1
     ]

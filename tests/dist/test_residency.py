@@ -7,18 +7,26 @@ from typing import Any
 
 import pytest
 
-from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import NOTHING, run_ranks
+from tests.dist.cases.mcore import TINY
+from tests.dist.harness.ranks import NOTHING, run_ranks
 from tests.dist.test_mcore import FULL
 
 pytestmark = pytest.mark.slow
 # large enough that what stays (a Python process) does not drown what goes
-LARGE = {**TINY, "hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256, "intermediate_size": 512, "vocab_size": 4096}
+LARGE = {
+    **TINY,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+}
 WITHOUT_VOCABULARY = {**LARGE, "moe_intermediate_size": 1024}  # the last stage of a value role has no output layer
 ALL = ["gradients", "optimizer", "reference", "weights"]
 
 
-# name -> processes, layout, dtype, roles: one after another in the same processes, which load everything themselves: they are measured
+# name -> processes, layout, dtype, roles: one after another in the same processes, which load everything themselves:
+# they are measured
 LAYOUTS: dict[str, tuple[int, dict[str, Any], str, tuple[str, ...]]] = {
     "tp2-pp2-ep2": (4, FULL, "float32", ("actor", "critic")),
     "dp2-ep2-bfloat16-sharded-main-parameters": (2, {"expert": 2}, "bfloat16", ("actor", "reward_model")),
@@ -31,29 +39,55 @@ def of_layout(layout: str) -> list[dict[str, Any]]:
     """By rank and role."""
     world, parallel, dtype, roles = LAYOUTS[layout]
     models = {role: LARGE if role == "actor" else WITHOUT_VOCABULARY for role in roles}
-    return run_ranks(world, "tests.dist.residency_cases:offloaded_roles", loaded=NOTHING, parallel=parallel, models=models, dtype=dtype)
+    return run_ranks(
+        world,
+        "tests.dist.cases.residency:offloaded_roles",
+        loaded=NOTHING,
+        parallel=parallel,
+        models=models,
+        dtype=dtype,
+    )
 
 
-@pytest.mark.parametrize(("layout", "role"), [(layout, role) for layout, (*_, roles) in LAYOUTS.items() for role in roles])
+@pytest.mark.parametrize(
+    ("layout", "role"), [(layout, role) for layout, (*_, roles) in LAYOUTS.items() for role in roles]
+)
 def test_everything_sleeps_and_comes_back_exactly(layout: str, role: str) -> None:
     for rank in (roles[role] for roles in of_layout(layout)):
         held, left = sum(rank["held"].values()), sum(rank["left"].values())
-        assert all(size > 4 << 20 for part, size in rank["held"].items() if role == "actor" or part != "reference"), rank["held"]
+        assert all(size > 4 << 20 for part, size in rank["held"].items() if role == "actor" or part != "reference"), (
+            rank["held"]
+        )
         assert left < 0.05 * held and rank["freed"] == held - left
         # the process itself, as the kernel counts it
         assert rank["fell"] > 0.95 * held, rank
         assert rank["same"] and rank["moved"] and rank["gradient"] > 1e-3
         without_weights = ["gradients", "optimizer", "reference"]
-        assert rank["seen"] == [without_weights, ["gradients", "reference"], ["gradients", "reference"], without_weights, ALL]
+        assert rank["seen"] == [
+            without_weights,
+            ["gradients", "reference"],
+            ["gradients", "reference"],
+            without_weights,
+            ALL,
+        ]
         assert rank["history"][0] == rank["history"][1] and rank["same_end"] and rank["tensors"] > 50
 
 
 def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_path: Any) -> None:
-    [rank] = run_ranks(1, "tests.dist.residency_cases:no_room", loaded=NOTHING, parallel={}, hf=TINY, folder=str(tmp_path))
+    [rank] = run_ranks(
+        1, "tests.dist.cases.residency:no_room", loaded=NOTHING, parallel={}, hf=TINY, folder=str(tmp_path)
+    )
     said = rank["said"]
-    assert "no room to offload" in said["disk"] and "still in memory" in said["disk"] and "actor.offload.weights=false" in said["disk"]
+    assert (
+        "no room to offload" in said["disk"]
+        and "still in memory" in said["disk"]
+        and "actor.offload.weights=false" in said["disk"]
+    )
     assert "out of memory in compute_log_probs: peak " in said["memory"] and "weights 0.00 GiB" in said["memory"]
-    assert "Lower actor.max_tokens_per_micro_batch, set actor.offload.optimizer=true, raise actor.parallel.tensor" in said["memory"]
+    assert (
+        "Lower actor.max_tokens_per_micro_batch, set actor.offload.optimizer=true, raise actor.parallel.tensor"
+        in said["memory"]
+    )
     assert (said["goes on"], said["other"]) == ("1", "something else")
     assert rank["peaks"].keys() == {"compute_log_probs", "wrong"} and min(rank["peaks"].values()) > 100 << 20
     assert rank["again"] == {}

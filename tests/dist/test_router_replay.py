@@ -1,4 +1,5 @@
-"""Router replay in Megatron: any layout against one process, own routes against none, recomputation against none, what is refused."""
+"""Router replay in Megatron: any layout against one process, own routes against none, recomputation against none, what
+is refused."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.mcore_cases import TINY
-from tests.dist.ranks import run_ranks
+from tests.dist.cases.mcore import TINY
+from tests.dist.harness.ranks import run_ranks
 from tests.dist.test_mcore import FULL, GLM4
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,7 @@ def total(ranks: list[dict[str, Any]], name: str, count: str) -> int:
     return sum(rank[name][count] for rank in ranks)
 
 
-CASE = "tests.dist.replay_cases:replayed"
+CASE = "tests.dist.cases.replay:replayed"
 LAYOUTS = {
     "tp2-pp2-ep2": (4, FULL, TINY),
     "pp2-vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}, TINY),
@@ -77,7 +78,7 @@ def test_replay_is_the_same_on_any_layout(layout: str) -> None:
 
 
 def test_what_cannot_be_replayed_is_an_error_that_says_why() -> None:
-    [said] = run_ranks(1, "tests.dist.replay_cases:broken", parallel={}, hf=TINY)
+    [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf=TINY)
     assert said["fine"] == said["fine again"] == "nothing"
     assert "has no column 'routed_experts'" in said["no column"]
     assert "shape [3, 2] a token; the model has 4 layers and 2 experts" in said["other layers"]
@@ -86,5 +87,5 @@ def test_what_cannot_be_replayed_is_an_error_that_says_why() -> None:
     assert "router replay is not live" in said["twice"]
     assert "router replay is not live" in said["not asked"]
     assert all(line.startswith("RouterReplayError: ") for name, line in said.items() if not name.startswith("fine"))
-    [said] = run_ranks(1, "tests.dist.replay_cases:broken", parallel={}, hf={**TINY, "model_type": "qwen3"})
+    [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf={**TINY, "model_type": "qwen3"})
     assert "needs a mixture of experts" in said["fine"]

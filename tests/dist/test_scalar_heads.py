@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.mcore_cases import TINY, batch_of
-from tests.dist.ranks import run_ranks
+from tests.dist.cases.mcore import TINY, batch_of
+from tests.dist.harness.ranks import run_ranks
 from tests.dist.test_mcore import DENSE, FULL, FULL_DENSE, LLAMA, QWEN2
 
 pytestmark = pytest.mark.slow
@@ -17,11 +17,14 @@ TOKENS, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 
 
 def oracle(folder: Path, task: str) -> tuple[list[float], list[float]]:
-    """Values of response tokens (token classifier) or scores (sequence classifier) of transformers, one sequence at a time."""
+    """Values of response tokens (token classifier) or scores (sequence classifier) of transformers, one sequence at a
+    time."""
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     auto = AutoModelForTokenClassification if task == TOKENS else AutoModelForSequenceClassification
-    model, report = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    model, report = auto.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     model.eval()
     batch, values, scores = batch_of(12, 3), [], []
@@ -52,8 +55,17 @@ def oracle(folder: Path, task: str) -> tuple[list[float], list[float]]:
 def test_values_and_scores_equal_transformers_on_the_exported_folder(tmp_path, parallel, hf, task, bias, max_tokens):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     hf = {**hf, "architectures": ["ThisForCausalLM"]}
-    arguments = {"parallel": parallel, "hf": hf, "folder": str(tmp_path / "hf"), "task": task, "bias": bias, "max_tokens": max_tokens}
-    found = next(result for result in run_ranks(world, "tests.dist.scalar_cases:outputs_and_export", **arguments) if result)
+    arguments = {
+        "parallel": parallel,
+        "hf": hf,
+        "folder": str(tmp_path / "hf"),
+        "task": task,
+        "bias": bias,
+        "max_tokens": max_tokens,
+    }
+    found = next(
+        result for result in run_ranks(world, "tests.dist.cases.scalar:outputs_and_export", **arguments) if result
+    )
     expected_values, expected_scores = oracle(tmp_path / "hf", task)
     if task == TOKENS:
         assert np.abs(np.array(found["values"]) - expected_values).max() < 1e-5
@@ -73,8 +85,10 @@ def test_values_and_scores_equal_transformers_on_the_exported_folder(tmp_path, p
 )
 def test_training_does_not_depend_on_the_layout(parallel, pairs):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) if "tensor" in parallel else 2
-    [one] = run_ranks(1, "tests.dist.scalar_cases:train", parallel={}, hf=TINY, pairs=pairs, steps=3, max_tokens=4096)
-    many = run_ranks(world, "tests.dist.scalar_cases:train", parallel=parallel, hf=TINY, pairs=pairs, steps=3, max_tokens=40)
+    [one] = run_ranks(1, "tests.dist.cases.scalar:train", parallel={}, hf=TINY, pairs=pairs, steps=3, max_tokens=4096)
+    many = run_ranks(
+        world, "tests.dist.cases.scalar:train", parallel=parallel, hf=TINY, pairs=pairs, steps=3, max_tokens=40
+    )
     np.testing.assert_allclose(many[0]["history"], one["history"], rtol=1e-4, atol=1e-5)
     weights: dict[str, list[float]] = {}
     for rank in many:
@@ -86,6 +100,6 @@ def test_training_does_not_depend_on_the_layout(parallel, pairs):
 
 def test_a_critic_goes_on_from_its_checkpoint(tmp_path):
     arguments = {"parallel": FULL, "hf": TINY, "folder": str(tmp_path / "critic")}
-    whole = run_ranks(4, "tests.dist.scalar_cases:save_or_load", **arguments, load=False)
-    resumed = run_ranks(4, "tests.dist.scalar_cases:save_or_load", **arguments, load=True)
+    whole = run_ranks(4, "tests.dist.cases.scalar:save_or_load", **arguments, load=False)
+    resumed = run_ranks(4, "tests.dist.cases.scalar:save_or_load", **arguments, load=True)
     assert resumed == whole

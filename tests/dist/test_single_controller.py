@@ -10,13 +10,13 @@ import numpy as np
 import psutil
 import pytest
 
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.dispatch import MeshError
 from hybridflow.errors import EngineError, ModelError, ResourceError, SchemaError, WorkerError
-from hybridflow.protocol import DataProto, Jagged
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from hybridflow.single_controller.cluster import _MAX_TEMP_DIR
-from tests.dist import sc_workers as sw
+from tests.dist.harness import sc_workers as sw
 
 pytestmark = pytest.mark.slow
 CONFIG = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=90, call_timeout_s=60)
@@ -47,7 +47,9 @@ def group(cluster: Cluster, pool: ResourcePool, tmp_path_factory: pytest.TempPat
     return WorkerGroup(cluster, pool, sw.Worker, role="actor", args=(10,), env={"EXTRA": "yes"}, log_dir=logs)
 
 
-def small_group(cluster: Cluster, pool: ResourcePool, where: Path, worker: type = sw.Worker, ranks: int = 2) -> WorkerGroup:
+def small_group(
+    cluster: Cluster, pool: ResourcePool, where: Path, worker: type = sw.Worker, ranks: int = 2
+) -> WorkerGroup:
     part = pool.split([ranks, len(pool) - ranks])[0]
     return WorkerGroup(cluster, part, worker, role="small", log_dir=where)
 
@@ -61,7 +63,9 @@ def batch(rows: int) -> DataProto:
 def test_each_rank_gets_its_environment_and_log(group: WorkerGroup) -> None:
     seen = group.run(sw.Worker.environment)
     assert [(e["RANK"], e["LOCAL_RANK"]) for e in seen] == [(str(r), str(r)) for r in range(4)]
-    assert {(e["WORLD_SIZE"], e["MASTER_ADDR"], e["OMP_NUM_THREADS"], e["EXTRA"]) for e in seen} == {("4", "127.0.0.1", "1", "yes")}
+    assert {(e["WORLD_SIZE"], e["MASTER_ADDR"], e["OMP_NUM_THREADS"], e["EXTRA"]) for e in seen} == {
+        ("4", "127.0.0.1", "1", "yes")
+    }
     ports = {int(e["MASTER_PORT"]) for e in seen}
     assert len(ports) == 1 and ports.pop() < 32768
     assert [e["pid"] for e in seen] == group.pids()
@@ -129,7 +133,11 @@ def test_a_method_of_another_class_is_refused(group: WorkerGroup) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [("model", ModelError, "model trouble"), ("value", WorkerError, "ValueError: value trouble"), ("engine", EngineError, "it refused")],
+    [
+        ("model", ModelError, "model trouble"),
+        ("value", WorkerError, "ValueError: value trouble"),
+        ("engine", EngineError, "it refused"),
+    ],
 )
 def test_first_error_surfaces_while_others_block(
     cluster: Cluster, pool: ResourcePool, tmp_path: Path, case: tuple[str, type[Exception], str]
@@ -151,7 +159,9 @@ def test_first_error_surfaces_while_others_block(
 
 
 @pytest.mark.parametrize("how", ["exit", "sigkill"])
-def test_death_of_a_rank_is_reported_rather_than_its_consequences(cluster: Cluster, pool: ResourcePool, tmp_path: Path, how: str) -> None:
+def test_death_of_a_rank_is_reported_rather_than_its_consequences(
+    cluster: Cluster, pool: ResourcePool, tmp_path: Path, how: str
+) -> None:
     small = small_group(cluster, pool, tmp_path, ranks=3)
     start = time.monotonic()
     with pytest.raises(WorkerError, match="the worker process died") as caught:
@@ -175,8 +185,12 @@ def test_a_hang_ends_at_the_deadline_and_shows_where(cluster: Cluster, pool: Res
     small.kill()
 
 
-def test_constructor_error_keeps_its_type_and_leaves_no_process(cluster: Cluster, pool: ResourcePool, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"does not divide by 4 heads \(small rank 1 on 127.0.0.1, in BadConstructor.__init__"):
+def test_constructor_error_keeps_its_type_and_leaves_no_process(
+    cluster: Cluster, pool: ResourcePool, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ModelError, match=r"does not divide by 4 heads \(small rank 1 on 127.0.0.1, in BadConstructor.__init__"
+    ):
         small_group(cluster, pool, tmp_path, sw.BadConstructor)
 
 
@@ -223,7 +237,9 @@ def test_a_pool_that_cannot_be_placed_says_what_is_free(cluster: Cluster, pool: 
         ResourcePool.allocate(cluster, 2, 1)
     assert time.monotonic() - start < 5  # a local cluster will not grow: no waiting
     total = int(cluster.nodes()[0].total["CPU"])
-    with pytest.raises(ResourceError, match=rf"after waiting 1 s\. There: 127\.0\.0\.1: {total - len(pool)} of {total} CPU free"):
+    with pytest.raises(
+        ResourceError, match=rf"after waiting 1 s\. There: 127\.0\.0\.1: {total - len(pool)} of {total} CPU free"
+    ):
         ResourcePool.allocate(cluster, 1, total, timeout_s=1)
     ResourcePool.allocate(cluster, 1, total - len(pool), timeout_s=10).release()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist import transport_cases as cases
-from tests.dist.ranks import TORCH, run_ranks
+from tests.dist.cases import transport as cases
+from tests.dist.harness.ranks import TORCH, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, Path]:
     """One start of seven processes goes through all layouts and all faults of all transports."""
     folder = tmp_path_factory.mktemp("transports")
     arguments = {"transports": TRANSPORTS, "folder": str(folder)}
-    return run_ranks(7, "tests.dist.transport_cases:all_syncs", timeout_s=500, loaded=TORCH, **arguments), folder
+    return run_ranks(7, "tests.dist.cases.transport:all_syncs", timeout_s=500, loaded=TORCH, **arguments), folder
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -105,11 +105,14 @@ def test_a_killed_peer_is_named_at_once(bad: tuple[str, Facts, Path], side: str)
 def test_a_stalled_peer_is_named_at_the_deadline(bad: tuple[str, Facts, Path], side: str) -> None:
     transport, facts, _ = bad
     outcomes = [rank[f"stall {side}"] for rank in facts]
-    _peers_know(transport, outcomes, side, within_s=2 * cases.DEADLINE + 2, word=f"did nothing for {cases.DEADLINE:g} s")
+    _peers_know(
+        transport, outcomes, side, within_s=2 * cases.DEADLINE + 2, word=f"did nothing for {cases.DEADLINE:g} s"
+    )
 
 
 def _peers_know(transport: str, outcomes: Facts, side: str, within_s: float, word: str) -> None:
-    """Those who wait for the bad rank say so; nobody hangs. A rank may wait for one that waits itself, so two deadlines can add up."""
+    """Those who wait for the bad rank say so; nobody hangs. A rank may wait for one that waits itself, so two deadlines
+    can add up."""
     others = outcomes[cases.TRAINERS :] if side == "trainer" else outcomes[: cases.TRAINERS]
     bad_name = f"trainer rank {cases.BAD_TRAINER}" if side == "trainer" else f"engine rank {cases.BAD_ENGINE}"
     named = [o for o in others if f"with {bad_name} over {transport}" in o["error"] and word in o["error"]]

@@ -1,7 +1,8 @@
 """Slices of every family from every trainer layout into real SGLang engines of unlike shapes at once.
 
-Each family's engines start once, without weights, and take new ones from each layout in turn. The oracles are transformers on a folder
-written from the same tensors, and the engine's own checksum after it has loaded that folder as a cold start does.
+Each family's engines start once, without weights, and take new ones from each layout in turn. The oracles are
+transformers on a folder written from the same tensors, and the engine's own checksum after it has loaded that folder as
+a cold start does.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.sync_world import SyncWorld
-from tests.unit import reshard_cases as cases
+from tests.dist.harness.sync_world import SyncWorld
+from tests.unit.reshard import reshard_cases as cases
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -23,28 +24,49 @@ LAYOUTS = {
     "DP2.EP2": {"ranks": 2, "expert": 2},
 }
 PUBLISHED: dict[str, Any] = {
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": {"sliding_window": None},
-    "glm4_moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "partial_rotary_factor": 0.5,
+    },
     "deepseek_v3": {
-        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "moe_layer_freq": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": 1,
         "rope_scaling": {
-            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
     },
-}  # fmt: skip
+}
 OF_FAMILY["moonlight"] = OF_FAMILY["deepseek_v3"] | {"rope_scaling": None}
 IN_MAKE_TEST = ("deepseek_v3",)  # `test_weight_sync` has a Qwen3-MoE, the main job another
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name in IN_MAKE_TEST else [pytest.mark.full]) for name in cases.MODELS]
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in IN_MAKE_TEST else [pytest.mark.full]) for name in cases.MODELS],
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
     model = PUBLISHED | cases.MODELS[request.param] | OF_FAMILY.get(request.param, {})

@@ -1,7 +1,7 @@
 """Slices into real SGLang engines (TP 1 and TP 2), and every fault that a sync may meet.
 
-The oracle of the weights is transformers on a folder written from the same tensors, and SGLang's own checksum after loading that folder.
-After each fault an engine must answer with whole old or whole new weights, or not at all.
+The oracle of the weights is transformers on a folder written from the same tensors, and SGLang's own checksum after
+loading that folder. After each fault an engine must answer with whole old or whole new weights, or not at all.
 """
 
 from __future__ import annotations
@@ -19,21 +19,38 @@ from typing import Any
 import psutil
 import pytest
 
-from hybridflow.engines import guard
+from hybridflow.engines.sglang import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
+from hybridflow.rollout.protocols import SyncReport
 from hybridflow.trainer import groups
-from hybridflow.trainer.protocols import SyncReport
-from tests.dist.sync_world import PROMPTS, SYNC, Senders, SyncWorld
+from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 
 pytestmark = pytest.mark.slow
 MODEL = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 64, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-    "max_position_embeddings": 256, "vocab_size": 331, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None, "hidden_act": "silu",
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "vocab_size": 331,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "hidden_act": "silu",
+}
 SHAPE = {"ranks": 2, "pipeline": 2}
 TENSORS = (1, 2)
 CLOSE = 1e-5
@@ -57,7 +74,8 @@ def as_it_was(world: SyncWorld) -> Iterator[None]:
 
 
 def analytic_bytes(tensors: int) -> int:
-    """What a TP engine's ranks hold of the model, by SGLang's conventions and nothing of ours: matrices are cut, the rest is repeated."""
+    """What a TP engine's ranks hold of the model, by SGLang's conventions and nothing of ours: matrices are cut, the
+    rest is repeated."""
     total = 0
     for name, shape in family_of(MODEL).tensors().items():
         is_cut = len(shape) == 2 and "mlp.gate.weight" not in name
@@ -89,13 +107,14 @@ def heal(world: SyncWorld, seed: int, wait_s: float = 150.0) -> None:
 
 
 def versions(world: SyncWorld, number: int) -> set[str]:
-    from hybridflow.engines.client import SamplingParams
+    from hybridflow.engines.sglang.client import SamplingParams
 
     (completion,) = world.client(number).generate([[1, 2, 3]], SamplingParams(), 4)
     return {span.version for span in completion.weight_versions}
 
 
-# ---- what a sync brings -----------------------------------------------------------------------------------------------------------
+# ---- what a sync brings
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_random_updates_arrive_bit_for_bit_with_the_fewest_bytes(world: SyncWorld) -> None:
@@ -121,11 +140,13 @@ def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
 
 
 def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: SyncWorld) -> None:
-    from hybridflow.engines.client import SamplingParams
+    from hybridflow.engines.sglang.client import SamplingParams
 
     synced(world, 5)
     before, done = world.version, []
-    asking = threading.Thread(target=lambda: done.extend(world.client(1, 60.0).generate([[5, 6, 7]] * 8, SamplingParams(), 150)))
+    asking = threading.Thread(
+        target=lambda: done.extend(world.client(1, 60.0).generate([[5, 6, 7]] * 8, SamplingParams(), 150))
+    )
     asking.start()
     time.sleep(0.4)
     synced(world, 6)
@@ -161,8 +182,8 @@ def test_every_way_brings_the_same(world: SyncWorld, settings: dict[str, Any]) -
 def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
     world: SyncWorld, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks before. Adapters arrive merged: as many
-    bytes, by the same plan.
+    """TP 2, PP 2, EP 2 with sequence parallelism; the engines were planned for other trainer ranks before. Adapters
+    arrive merged: as many bytes, by the same plan.
     """
     held, shape = world.senders, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2, "sequence": True, "lora": lora}
     megatron = Senders(world.hf_config, shape, "megatron")
@@ -184,7 +205,8 @@ def test_megatron_ranks_that_train_reach_the_engines_without_a_whole_tensor(
         world.configure()
 
 
-# ---- refusals, before anything is touched ---------------------------------------------------------------------------------------------
+# ---- refusals, before anything is touched
+# ---------------------------------------------------------------------------------------------
 
 
 def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -> None:
@@ -192,7 +214,9 @@ def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -
     world.workers[1].adopt_plan("0" * 64)
     report = synced(world, 11)
     assert (
-        list(report.stale) == ["engine-1"] and "plan 000000000000" in report.stale["engine-1"] and "plan again" in report.stale["engine-1"]
+        list(report.stale) == ["engine-1"]
+        and "plan 000000000000" in report.stale["engine-1"]
+        and "plan again" in report.stale["engine-1"]
     )
     assert world.difference(0, 11) <= CLOSE
     assert world.answers(1) and world.difference(1, 10) <= CLOSE and versions(world, 1) == {str(world.version - 1)}
@@ -200,7 +224,9 @@ def test_another_plan_is_refused_before_the_engine_is_paused(world: SyncWorld) -
     heal(world, 12)
 
 
-def test_another_version_is_refused_before_the_engine_is_paused(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused_before_the_engine_is_paused(
+    world: SyncWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heal(world, 13)
     send = world.senders.send_weights
 
@@ -218,7 +244,8 @@ def test_another_version_is_refused_before_the_engine_is_paused(world: SyncWorld
     heal(world, 15)
 
 
-# ---- faults on the way ------------------------------------------------------------------------------------------------------------------
+# ---- faults on the way
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(world: SyncWorld) -> None:
@@ -228,7 +255,13 @@ def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(worl
     report = synced(world, 21)
     assert list(report.stale) == ["engine-1"]
     why = report.stale["engine-1"]
-    assert "engine-1" in why and "engine rank" in why and "trainer rank 0" in why and "bucket" in why and "model.layers" in why
+    assert (
+        "engine-1" in why
+        and "engine rank" in why
+        and "trainer rank 0" in why
+        and "bucket" in why
+        and "model.layers" in why
+    )
     assert world.difference(0, 21) <= CLOSE and versions(world, 0) == {str(world.version)}
     assert not world.answers(1)
     with pytest.raises(EngineError, match="engine-1: cannot answer: its last weight sync failed"):
@@ -319,7 +352,8 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
 
 @pytest.mark.full
 def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the next weights."""
+    """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the
+    next weights."""
     heal(world, 45)
     monkeypatch.setattr(groups, "_SETTLE_S", 1.0)
     life = world.engines.states()[1].life
@@ -356,7 +390,8 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
     for number in range(len(TENSORS)):
         assert not world.answers(number)
         why = world.engines.stale[number]
-        # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the deadline
+        # the engine's first reason: which engine rank, which trainer rank and how it is known, which tensors, and the
+        # deadline
         named = r"engine-\d rank (\d): .*engine rank \1, "
         named += rf"message \d+ with trainer rank 1 over {SYNC.transport}: the peer is gone: its process has ended "
         named += rf"\(deadline {SYNC.timeout_s:g} s\).*\(bucket \d+, \S*weight\S* and what follows it\)"
@@ -370,7 +405,7 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
 def _prompts() -> Any:
     import numpy as np
 
-    from hybridflow.protocol import DataProto, Jagged
+    from hybridflow.batch import DataProto, Jagged
 
     return DataProto.from_columns({"prompt_ids": Jagged.from_rows([np.array([1, 2, i]) for i in range(4)], np.int64)})
 

@@ -9,7 +9,8 @@ import pytest
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
 
-# Learnt or not, sampled answers differ in their digits: every group has some gradient, unlike with the verifier and an untrained model.
+# Learnt or not, sampled answers differ in their digits: every group has some gradient, unlike with the verifier and an
+# untrained model.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 7 / 7
@@ -18,7 +19,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides of the e2e recipe: data in a temporary folder, the reward above, steps large enough that stale weights would show."""
+    """Overrides of the e2e recipe: data in a temporary folder, the reward above, steps large enough that stale weights
+    would show."""
     folder: Path = tmp_path_factory.mktemp("e2e")
     (folder / "reward.py").write_text(REWARD)
     prepare("arithmetic", folder / "data", None, load_config("e2e").data.prepare.options)

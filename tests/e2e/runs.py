@@ -24,15 +24,16 @@ _MARK = "HYBRIDFLOW_TEST_RUN"
 Process = tuple[int, float]  # pid and start time: a pid may be used again
 
 
-# What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves may have been started so.
+# What a shell starts in the background ignores SIGINT, and so do its children: the tests themselves may have been
+# started so.
 HEAR_INTERRUPTS = ("env", "--default-signal=INT")
 
 
 class Run:
     """One `hybridflow ...` in a session of its own, with a temporary folder of its own.
 
-    A thread looks at the processes once a second: it remembers all that descend from the run or carry its mark in their environment
-    (daemons that were handed to init included), and every address that one of them listens on.
+    A thread looks at the processes once a second: it remembers all that descend from the run or carry its mark in their
+    environment (daemons that were handed to init included), and every address that one of them listens on.
     """
 
     def __init__(self, folder: Path, *words: str, command: Sequence[str | Path] = (HYBRIDFLOW,)) -> None:
@@ -58,7 +59,8 @@ class Run:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    # ---- what a test does -------------------------------------------------------------------------------------------------------------
+    # ---- what a test does
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def out(self) -> str:
@@ -122,7 +124,8 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    # ---- watching ---------------------------------------------------------------------------------------------------------------------
+    # ---- watching
+    # --------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._stop.wait(1.0):
@@ -139,7 +142,11 @@ class Run:
                 key = (process.pid, process.create_time())
                 if key in self.seen or key in self._strangers:
                     continue
-                found[key] = (process.ppid(), self._is_marked(process), " ".join(process.cmdline())[:100] or process.name())
+                found[key] = (
+                    process.ppid(),
+                    self._is_marked(process),
+                    " ".join(process.cmdline())[:100] or process.name(),
+                )
             except psutil.Error:
                 continue  # it ended meanwhile
         parents = {pid for pid, _ in self.seen} | {self.process.pid}

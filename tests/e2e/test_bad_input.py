@@ -23,23 +23,38 @@ def message_of(run: Run, exit_code: int) -> str:
     """The run's complaint, after everything that holds for all of them."""
     assert run.end(200) == exit_code, run.out + run.err
     assert run.left_behind(within_s=3) == []
-    assert "Traceback" not in run.err and "Traceback" not in run.out.split("last lines of its log")[0], run.out + run.err
+    assert "Traceback" not in run.err and "Traceback" not in run.out.split("last lines of its log")[0], (
+        run.out + run.err
+    )
     assert run.err.count("hybridflow: ") == 1, run.err
     assert run.err.startswith("hybridflow: "), run.err
     return run.err
 
 
-# ---- noticed before anything is started --------------------------------------------------------------------------------------------------
+# ---- noticed before anything is started
+# --------------------------------------------------------------------------------------------------
 
 CASES = {
     "unknown-key": (("actor.optim.lrr=1",), r"actor\.optim\.lrr.*did you mean.*lr"),
     "world-size": (("cluster.procs_per_node=3",), r"tensor=2 x pipeline=2 .* = 4 does not divide .* 3 processes"),
     "model-size": (("model.hf_config.num_hidden_layers=3",), r"num_hidden_layers=3 .*\.pipeline=2"),
-    "batch": (("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"), r"train_batch_size=6 is no multiple of .*ppo_mini_batch_size=4"),
-    "samples": (("data.train_batch_size=1", "rollout.n=1", "cluster.procs_per_node=8"), r"1 samples an update do not divide over 2"),
-    "fp8-on-a-cpu": (("rollout.quantization=fp8", "model.dtype=bfloat16"), r"rollout\.quantization=fp8 needs GPUs .* this is a CPU"),
+    "batch": (
+        ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
+        r"train_batch_size=6 is no multiple of .*ppo_mini_batch_size=4",
+    ),
+    "samples": (
+        ("data.train_batch_size=1", "rollout.n=1", "cluster.procs_per_node=8"),
+        r"1 samples an update do not divide over 2",
+    ),
+    "fp8-on-a-cpu": (
+        ("rollout.quantization=fp8", "model.dtype=bfloat16"),
+        r"rollout\.quantization=fp8 needs GPUs .* this is a CPU",
+    ),
     "no-file": (("data.train_files=[nowhere.parquet]",), r"data\.train_files: nowhere\.parquet does not exist"),
-    "long-prompt": (("data.max_prompt_length=3",), r"train\.parquet, row \d+: the prompt has \d+ tokens, data\.max_prompt_length is 3"),
+    "long-prompt": (
+        ("data.max_prompt_length=3",),
+        r"train\.parquet, row \d+: the prompt has \d+ tokens, data\.max_prompt_length is 3",
+    ),
 }
 
 
@@ -71,7 +86,9 @@ def _torn(table: pa.Table, path: Path) -> None:
         (_torn, r"bad\.parquet: not a readable parquet file"),
     ],
 )
-def test_a_bad_parquet_file(tmp_path: Path, settings: list[str], write: Callable[[pa.Table, Path], None], expected: str) -> None:
+def test_a_bad_parquet_file(
+    tmp_path: Path, settings: list[str], write: Callable[[pa.Table, Path], None], expected: str
+) -> None:
     data = next(word for word in settings if word.startswith("data.prepare.out=")).partition("=")[2]
     write(pq.ParquetFile(Path(data) / "train.parquet").read(), tmp_path / "bad.parquet")
     refused(tmp_path, [*settings, f"data.train_files=[{tmp_path / 'bad.parquet'}]"], expected)
@@ -81,8 +98,13 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
     """The run is refused before Ray starts, and what an earlier, unfinished run of this name left is as it was."""
     folder = tmp_path / "e2e"
     (folder / "checkpoints" / "global_step_1").mkdir(parents=True)
-    before = {"checkpoints/latest.json": '{"folder": "global_step_1"}', "metrics.jsonl": '{"step": 1, "phase": "train", "x": 1}\n'}
-    before["checkpoints/global_step_1/driver.json"] = json.dumps({"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}})
+    before = {
+        "checkpoints/latest.json": '{"folder": "global_step_1"}',
+        "metrics.jsonl": '{"step": 1, "phase": "train", "x": 1}\n',
+    }
+    before["checkpoints/global_step_1/driver.json"] = json.dumps(
+        {"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}}
+    )
     for name, text in before.items():
         (folder / name).write_text(text)
     with Run(tmp_path / "output", "train", *words, f"output_dir={tmp_path}") as run:
@@ -92,7 +114,8 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
     assert {name: (folder / name).read_text() for name in before} == before
 
 
-# ---- noticed while running ---------------------------------------------------------------------------------------------------------------
+# ---- noticed while running
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_does_not_start(tmp_path: Path, settings: list[str]) -> None:
@@ -101,14 +124,19 @@ def test_an_engine_that_does_not_start(tmp_path: Path, settings: list[str]) -> N
         message = message_of(run, 1)
         assert any("raylet" in name for name in run.seen.values())
     assert message.startswith("hybridflow: engine engine-0: ended with status")
-    assert "last lines of its log" in message and re.search(r"no.such.argument", message.partition("last lines of its log")[2]), message
+    assert "last lines of its log" in message and re.search(
+        r"no.such.argument", message.partition("last lines of its log")[2]
+    ), message
 
 
 def test_engines_that_disagree_with_the_trainer(tmp_path: Path, settings: list[str]) -> None:
     words = [*settings, *ONE_PROCESS, "rollout.logprob_diff_bound=1e-12", f"output_dir={tmp_path}"]
     with Run(tmp_path / "output", "train", *words) as run:
         message = message_of(run, 1)
-    assert re.search(r"step 1: engines and trainer differ by \S+ in mean log-probability .*bound\s+1\.00e-12", message.replace("\n", " "))
+    assert re.search(
+        r"step 1: engines and trainer differ by \S+ in mean log-probability .*bound\s+1\.00e-12",
+        message.replace("\n", " "),
+    )
     # the warm start is not lost
     assert json.loads((tmp_path / "e2e" / "checkpoints" / "latest.json").read_text()) == {"folder": "global_step_0"}
 
@@ -131,24 +159,51 @@ echo "$first $full $again" > "$REPORT/codes"
 def test_a_full_disk_leaves_the_last_checkpoint_loadable(
     tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """Three times `hybridflow sft` with checkpoints on a small file system of their own: room for one, too little for two, room again."""
+    """Three times `hybridflow sft` with checkpoints on a small file system of their own: room for one, too little for
+    two, room again."""
     checkpoints = tmp_path / "e2e" / "checkpoints"
     checkpoints.mkdir(parents=True)
     monkeypatch.setenv("CHECKPOINTS", str(checkpoints))
     monkeypatch.setenv("REPORT", str(tmp_path))
     monkeypatch.setenv("ROOM", str(room))  # per cent of a checkpoint
-    # a mount namespace of its own: the file system goes with the process, and no privilege is needed where user namespaces are allowed
-    namespace = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"]), "bash", "-c", FULL_DISK, "bash"]
-    words = [*settings, "actor=tiny", "cluster.procs_per_node=2", "actor.parallel.expert=2", "rollout=tiny", f"output_dir={tmp_path}"]
-    job = [HYBRIDFLOW, "sft", *words, "trainer.save_every_steps=1", "trainer.max_checkpoints_to_keep=1", "trainer.export=false"]
+    # a mount namespace of its own: the file system goes with the process, and no privilege is needed where user
+    # namespaces are allowed
+    namespace = [
+        "unshare",
+        "--mount",
+        *([] if os.getuid() == 0 else ["--map-root-user"]),
+        "bash",
+        "-c",
+        FULL_DISK,
+        "bash",
+    ]
+    words = [
+        *settings,
+        "actor=tiny",
+        "cluster.procs_per_node=2",
+        "actor.parallel.expert=2",
+        "rollout=tiny",
+        f"output_dir={tmp_path}",
+    ]
+    job = [
+        HYBRIDFLOW,
+        "sft",
+        *words,
+        "trainer.save_every_steps=1",
+        "trainer.max_checkpoints_to_keep=1",
+        "trainer.export=false",
+    ]
     with Run(tmp_path / "output", *map(str, job), command=namespace) as run:
         run.end(600)
         assert run.left_behind(within_s=3) == []
         first, full, again = (tmp_path / "codes").read_text().split()
     assert (first, full, again) == ("0", "1", "0"), run.out + run.err
     assert run.err.count("hybridflow: ") == 1 and "Traceback" not in run.err, run.err
-    assert re.search(r"checkpoint \S+sft_step_2\S* could not be written\b.*; the previous checkpoint is untouched", run.err), run.err
+    assert re.search(
+        r"checkpoint \S+sft_step_2\S* could not be written\b.*; the previous checkpoint is untouched", run.err
+    ), run.err
     assert (tmp_path / "listing").read_text().split() == ["latest.json", "sft_step_1"]
-    assert run.out.count(f"resuming from {checkpoints / 'sft_step_1'}") == 2  # by the run that met the full disk, and by the one after
+    # by the run that met the full disk, and by the one after
+    assert run.out.count(f"resuming from {checkpoints / 'sft_step_1'}") == 2
     records = [record["step"] for record in read_jsonl(tmp_path / "e2e" / "metrics.jsonl")]
     assert records == [1, 2, 3]

@@ -1,4 +1,5 @@
-"""A whole run on the second backend: 2 FSDP2 ranks, one SGLang engine, warm start, two GRPO steps, checkpoint, export."""
+"""A whole run on the second backend: 2 FSDP2 ranks, one SGLang engine, warm start, two GRPO steps, checkpoint,
+export."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridflow.trainer.checkpoint_tools import export, locate
+from hybridflow.saving.tools import export, locate
 from tests.e2e.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -34,5 +35,7 @@ def test_a_dense_model_trains_on_fsdp(tmp_path: Path, settings: list[str]) -> No
     assert 0 < summary["logprob_diff_max"] <= 1e-4
     assert 0 <= summary["first_ppo_kl_max"] <= 1e-6
     export(locate(folder), tmp_path / "hf", None, 1 << 30, None)
-    [one], [two] = ([load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "export", tmp_path / "hf"))
+    [one], [two] = (
+        [load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "export", tmp_path / "hf")
+    )
     assert all(torch.equal(one[name], two[name]) for name in one.keys() | two.keys())

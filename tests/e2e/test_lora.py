@@ -1,4 +1,5 @@
-"""A whole run with adapters: 4 Megatron ranks (TP 2, PP 2, EP 2), SGLang engines, warm start, two GRPO steps, checkpoint, both exports."""
+"""A whole run with adapters: 4 Megatron ranks (TP 2, PP 2, EP 2), SGLang engines, warm start, two GRPO steps,
+checkpoint, both exports."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridflow.trainer.checkpoint_tools import export, export_adapter, locate
+from hybridflow.saving.tools import export, export_adapter, locate
 from tests.e2e.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -33,7 +34,9 @@ def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: l
     # 2 layers, rank 4: qkv 64 -> 128 (4 heads, 2 groups of 16), proj 64 -> 64; routed experts have none
     assert trained == {2 * 4 * ((64 + 128) + (64 + 64))}
     export(locate(folder), tmp_path / "hf", None, 1 << 30, None)
-    [one], [two] = ([load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "export", tmp_path / "hf"))
+    [one], [two] = (
+        [load_file(file) for file in at.glob("*.safetensors")] for at in (folder / "export", tmp_path / "hf")
+    )
     for name in one.keys() | two.keys():
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-6, msg=name)
     written = export_adapter(locate(folder), tmp_path / "adapter", None)

@@ -1,4 +1,5 @@
-"""A whole run with R3 router replay and everything offloaded: the routers go along, the numbers are those of a run without either."""
+"""A whole run with R3 router replay and everything offloaded: the routers go along, the numbers are those of a run
+without either."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Ite
         "actor.offload={weights: true, gradients: true, optimizer: true}",
         "rollout.sleep_while_training=true",
     ]
-    words += ["actor.ppo_mini_batch_size=2", "actor.kl_loss_coef=0.01", "trainer.save_every_steps=1", f"output_dir={out}"]
+    words += [
+        "actor.ppo_mini_batch_size=2",
+        "actor.kl_loss_coef=0.01",
+        "trainer.save_every_steps=1",
+        f"output_dir={out}",
+    ]
     with Run(out / "output", "train", *settings, *words) as run:
         assert run.end(500) == 0, run.out + run.err
         yield out / "e2e"
@@ -43,7 +49,8 @@ def test_every_token_is_replayed_in_every_layer_and_pass(folder: Path) -> None:
         assert record["actor/router_replay/tokens"] == tokens * layers * passes > 0
         assert record["actor/router_replay/mismatches"] == 0
         assert record["actor/router_replay/differing"] <= 2e-3  # fp32 and the same weights on both sides
-        assert 0 <= record["actor/router_replay/drifted"] < 0.5  # the second update's weights are no longer those of the samples
+        # the second update's weights are no longer those of the samples
+        assert 0 <= record["actor/router_replay/drifted"] < 0.5
 
 
 def test_training_is_as_without(folder: Path) -> None:
@@ -51,7 +58,8 @@ def test_training_is_as_without(folder: Path) -> None:
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
         assert record["actor/grad_norm"] > 1e-3
-        assert 0 < record["rollout/logprob_diff/mean"] <= 1e-4  # the weights that sleep and wake are those that the engines got
+        # the weights that sleep and wake are those that the engines got
+        assert 0 < record["rollout/logprob_diff/mean"] <= 1e-4
         assert abs(record["actor/first_ppo_kl"]) <= 1e-6
     assert steps[0]["actor/ref_kl"] == 0 and steps[1]["actor/ref_kl"] != 0
     assert (folder / "checkpoints" / "global_step_2").is_dir() and (folder / "export" / "config.json").exists()

@@ -1,4 +1,5 @@
-"""One run, stopped three times in three ways, each time resumed by the same command: nothing is left behind, no step is lost or doubled."""
+"""One run, stopped three times in three ways, each time resumed by the same command: nothing is left behind, no step is
+lost or doubled."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 STEPS, PROMPTS, ROWS = 9, 4, 30
-# two stages and one engine: four starts of everything are dear, and every layout's own resuming is `tests/dist/test_checkpoint.py`'s
+# two stages and one engine: four starts of everything are dear, and every layout's own resuming is
+# `tests/dist/test_checkpoint.py`'s
 TWO_RANKS = ("actor=tiny", "cluster.procs_per_node=2", "actor.parallel.pipeline=2", "rollout=tiny")
 
 
@@ -42,7 +44,14 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
     """SIGTERM while workers start, Ctrl-C in the loop, SIGKILL in the loop, then to the end."""
     out = tmp_path_factory.mktemp("resume")
     folder = out / "e2e"
-    words = [*settings, *TWO_RANKS, f"output_dir={out}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "rollout.n=2"]
+    words = [
+        *settings,
+        *TWO_RANKS,
+        f"output_dir={out}",
+        f"trainer.total_steps={STEPS}",
+        "trainer.save_every_steps=1",
+        "rollout.n=2",
+    ]
 
     def run(number: signal.Signals | None, when: str | int, to_all: bool = False) -> Stopped:
         """`when`: words of the output, or a step whose checkpoint (or a later one: steps are short) is there."""
@@ -141,4 +150,6 @@ def test_prompts_come_in_the_order_of_one_uninterrupted_sampler(history: History
     for step in range(1, STEPS + 1):
         rows = read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")
         assert {row["weight_version"] for row in rows} == {str(step - 1)}
-        assert [json.loads(row["extra_info"])["index"] for row in rows] == np.repeat([train[i] for i in next(sampler)], 2).tolist()
+        assert [json.loads(row["extra_info"])["index"] for row in rows] == np.repeat(
+            [train[i] for i in next(sampler)], 2
+        ).tolist()

@@ -1,4 +1,5 @@
-"""Whole runs whose engine has a shape of its own: over two nodes (here one machine, as in a local cluster), and a pipeline."""
+"""Whole runs whose engine has a shape of its own: over two nodes (here one machine, as in a local cluster), and a
+pipeline."""
 
 from __future__ import annotations
 
@@ -14,14 +15,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 SHAPES = {
     "two nodes": (("rollout.tensor=2", "rollout.nodes_per_engine=2"), "1×TP2·2 nodes"),
     "pipeline": (("rollout.pipeline=2", "rollout.sync.pause=abort"), "1×TP1·PP2"),
-    "data-parallel attention": (("rollout.tensor=2", "rollout.data_parallel_attention=2", "rollout.expert=2"), "1×TP2·EP2·DPA2"),
+    "data-parallel attention": (
+        ("rollout.tensor=2", "rollout.data_parallel_attention=2", "rollout.expert=2"),
+        "1×TP2·EP2·DPA2",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_run_with_such_an_engine(tmp_path: Path, settings: list[str], name: str) -> None:
     shape, shown = SHAPES[name]
-    words = [*settings, "actor=tiny", "cluster=one-process", "rollout=tiny", f"output_dir={tmp_path}", "rollout.n=2", "sft.steps=0"]
+    words = [
+        *settings,
+        "actor=tiny",
+        "cluster=one-process",
+        "rollout=tiny",
+        f"output_dir={tmp_path}",
+        "rollout.n=2",
+        "sft.steps=0",
+    ]
     with Run(tmp_path / "output", "train", *words, *shape) as run:
         assert run.end(400) == 0, run.out + run.err
         left, listening = run.left_behind(within_s=3), run.listening

@@ -1,4 +1,5 @@
-"""The whole vertical, as a user starts it: TP 2 x PP 2 x EP 2 Megatron ranks, two SGLang engines, warm start, two GRPO steps, export."""
+"""The whole vertical, as a user starts it: TP 2 x PP 2 x EP 2 Megatron ranks, two SGLang engines, warm start, two GRPO
+steps, export."""
 
 from __future__ import annotations
 
@@ -19,14 +20,26 @@ from hybridflow.data.dataset import PromptDataset
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
-from tests.dist.ranks import run_ranks
+from tests.dist.harness.ranks import run_ranks
 from tests.e2e.runs import LOOPBACK, Run
 
 pytestmark = pytest.mark.slow
 SUMMARY = {
-    "seed", "layout", "accuracy_before", "accuracy_after", "seconds_sft", "seconds_grpo", "seconds_total", "logprob_diff_mean",
-    "logprob_diff_max", "first_ppo_kl_max", "steps", "restarts", "engine_restarts", "exported_to",
-}  # fmt: skip
+    "seed",
+    "layout",
+    "accuracy_before",
+    "accuracy_after",
+    "seconds_sft",
+    "seconds_grpo",
+    "seconds_total",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "first_ppo_kl_max",
+    "steps",
+    "restarts",
+    "engine_restarts",
+    "exported_to",
+}
 
 
 @dataclass
@@ -55,7 +68,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> I
 def test_it_ends_well_and_leaves_nothing_running(finished: Finished) -> None:
     assert finished.exit_code == 0, finished.run.out + finished.run.err
     assert "Traceback" not in finished.run.err
-    assert len(finished.run.seen) > 15  # driver, Ray's daemons, 4 ranks, 2 engines of several processes: the test does look at something
+    # driver, Ray's daemons, 4 ranks, 2 engines of several processes: the test does look at something
+    assert len(finished.run.seen) > 15
     assert finished.left == []
 
 
@@ -115,7 +129,8 @@ def test_every_rollout_tells_the_weights_it_came_from(finished: Finished) -> Non
 
 
 def test_the_exported_folder_is_what_megatron_holds(finished: Finished) -> None:
-    """The last checkpoint in four Megatron ranks against the exported folder in transformers, on the 64 held-out prompts."""
+    """The last checkpoint in four Megatron ranks against the exported folder in transformers, on the 64 held-out
+    prompts."""
     from transformers import AutoModelForCausalLM
 
     config = load_yaml(finished.folder / "config.yaml")
@@ -128,11 +143,19 @@ def test_the_exported_folder_is_what_megatron_holds(finished: Finished) -> None:
     hf_config = json.loads((finished.folder / "export" / "config.json").read_text())
     checkpoint = finished.folder / "checkpoints" / "global_step_2" / "policy"
     parallel = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
-    arguments = {"parallel": parallel, "hf": hf_config, "checkpoint": str(checkpoint), "prompts": prompts, "responses": responses}
-    found = run_ranks(4, "tests.dist.mcore_cases:log_probs_of_checkpoint", **arguments)
+    arguments = {
+        "parallel": parallel,
+        "hf": hf_config,
+        "checkpoint": str(checkpoint),
+        "prompts": prompts,
+        "responses": responses,
+    }
+    found = run_ranks(4, "tests.dist.cases.mcore:log_probs_of_checkpoint", **arguments)
     megatron = next(values for values in found if values)
 
-    model = AutoModelForCausalLM.from_pretrained(finished.folder / "export", dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        finished.folder / "export", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for prompt, response, of_megatron in zip(prompts, responses, megatron, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]

@@ -1,4 +1,5 @@
-"""A policy rank is killed in the middle of a step: the same process starts the ranks again and goes on from the last checkpoint."""
+"""A policy rank is killed in the middle of a step: the same process starts the ranks again and goes on from the last
+checkpoint."""
 
 from __future__ import annotations
 
@@ -41,9 +42,18 @@ def pid_of(run: Run, log: Path) -> int:
     raise AssertionError(f"nobody writes {log}")
 
 
-def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(tmp_path: Path, settings: list[str]) -> None:
+def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
+    tmp_path: Path, settings: list[str]
+) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
-    words = [*settings, *TWO_RANKS, f"output_dir={tmp_path}", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=2", "rollout.n=2"]
+    words = [
+        *settings,
+        *TWO_RANKS,
+        f"output_dir={tmp_path}",
+        f"trainer.total_steps={STEPS}",
+        "trainer.save_every_steps=2",
+        "rollout.n=2",
+    ]
     words += [f"reward.path={tmp_path / 'reward.py'}", f"+reward.kwargs.folder={tmp_path}", "sft.steps=1"]
     folder = tmp_path / "e2e"
     with Run(tmp_path / "output", "train", *words) as run:
@@ -62,6 +72,9 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
     assert [record["step"] for record in records if record["phase"] == "val"] == [0, STEPS]
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["restarts"], summary["steps"]) == (1, STEPS)
-    assert summary["first_ppo_kl_max"] <= 1e-6 and summary["logprob_diff_mean"] <= 1e-4  # the engines have the restored weights
+    # the engines have the restored weights
+    assert summary["first_ppo_kl_max"] <= 1e-6 and summary["logprob_diff_mean"] <= 1e-4
     for step in range(1, STEPS + 1):
-        assert {row["weight_version"] for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")} == {str(step - 1)}
+        assert {row["weight_version"] for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")} == {
+            str(step - 1)
+        }

@@ -1,4 +1,5 @@
-"""Writes `verl_advantages.json`: what verl 0.9.1 answers for GAE, whitening, the value loss and the adaptive KL coefficient.
+"""Writes `verl_advantages.json`: what verl 0.9.1 answers for GAE, whitening, the value loss and the adaptive KL
+coefficient.
 
 Needs the peer: `make bench NAME=batch_ops` installs it beside the benchmarks. Run as
 `PYTHONPATH=benchmarks/.cache/peer python tests/golden/make_verl_advantages.py`.
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from verl.trainer.ppo.core_algos import AdaptiveKLController, compute_gae_advantage_return, compute_value_loss, kl_penalty
+from verl.trainer.ppo.core_algos import (
+    AdaptiveKLController,
+    compute_gae_advantage_return,
+    compute_value_loss,
+    kl_penalty,
+)
 from verl.utils.torch_functional import masked_mean
 
 OUT = Path(__file__).with_name("verl_advantages.json")
@@ -37,7 +43,13 @@ def advantages() -> list[dict[str, Any]]:
     """GAE with and without observation tokens."""
     cases = []
     for seed, (rows, longest, gamma, lam, holes) in enumerate(
-        [(1, 5, 1.0, 1.0, False), (6, 9, 1.0, 0.95, False), (7, 12, 0.99, 0.9, False), (5, 8, 0.9, 0.0, False), (6, 10, 0.98, 0.95, True)]
+        [
+            (1, 5, 1.0, 1.0, False),
+            (6, 9, 1.0, 0.95, False),
+            (7, 12, 0.99, 0.9, False),
+            (5, 8, 0.9, 0.0, False),
+            (6, 10, 0.98, 0.95, True),
+        ]
     ):
         lengths, mask = padded(rows, longest, seed, holes)
         generator = torch.Generator().manual_seed(100 + seed)
@@ -46,9 +58,17 @@ def advantages() -> list[dict[str, Any]]:
         values = torch.randn(rows, longest, generator=generator) * inside
         whitened, returns = compute_gae_advantage_return(rewards, values, mask, gamma, lam)
         cases.append(
-            {"gamma": gamma, "lam": lam, "lengths": lengths.tolist(), "mask": cut(mask, lengths), "rewards": cut(rewards, lengths),
-             "values": cut(values, lengths), "advantages": cut(whitened, lengths), "returns": cut(returns, lengths)}
-        )  # fmt: skip
+            {
+                "gamma": gamma,
+                "lam": lam,
+                "lengths": lengths.tolist(),
+                "mask": cut(mask, lengths),
+                "rewards": cut(rewards, lengths),
+                "values": cut(values, lengths),
+                "advantages": cut(whitened, lengths),
+                "returns": cut(returns, lengths),
+            }
+        )
     return cases
 
 
@@ -63,14 +83,23 @@ def value_losses() -> list[dict[str, Any]]:
         new, old, returns = (torch.randn(6, 7, generator=generator) for _ in range(3))
         loss, share = compute_value_loss(new, returns, old, mask, clip, mode)
         cases.append(
-            {"clip": clip, "mode": mode, "lengths": lengths.tolist(), "new": cut(new, lengths), "old": cut(old, lengths),
-             "returns": cut(returns, lengths), "loss": loss.item(), "clipfrac": share.item()}
-        )  # fmt: skip
+            {
+                "clip": clip,
+                "mode": mode,
+                "lengths": lengths.tolist(),
+                "new": cut(new, lengths),
+                "old": cut(old, lengths),
+                "returns": cut(returns, lengths),
+                "loss": loss.item(),
+                "clipfrac": share.item(),
+            }
+        )
     return cases
 
 
 def penalised_rewards() -> list[dict[str, Any]]:
-    """Three steps of a reward with a KL penalty whose coefficient follows the divergence, as `apply_kl_penalty` puts them together."""
+    """Three steps of a reward with a KL penalty whose coefficient follows the divergence, as `apply_kl_penalty` puts
+    them together."""
     cases = []
     for kind in ("k1", "abs", "k2", "k3"):
         control, steps = AdaptiveKLController(0.2, 0.1, 50), []
@@ -86,9 +115,16 @@ def penalised_rewards() -> list[dict[str, Any]]:
             current = masked_mean(divergence, mask, axis=-1).mean(0).item()
             control.update(current, 4)
             steps.append(
-                {"lengths": lengths.tolist(), "old": cut(old, lengths), "reference": cut(reference, lengths), "scores": last.tolist(),
-                 "coefficient": coefficient, "kl": current, "rewards": cut(rewards, lengths)}
-            )  # fmt: skip
+                {
+                    "lengths": lengths.tolist(),
+                    "old": cut(old, lengths),
+                    "reference": cut(reference, lengths),
+                    "scores": last.tolist(),
+                    "coefficient": coefficient,
+                    "kl": current,
+                    "rewards": cut(rewards, lengths),
+                }
+            )
         cases.append({"kind": kind, "steps": steps, "coefficient_after": control.value})
     return cases
 

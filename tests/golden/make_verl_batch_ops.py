@@ -1,4 +1,5 @@
-"""Writes `verl_batch_ops.json`: what verl 0.9.1 answers for batch operations and dispatch on the cases that it and we define alike.
+"""Writes `verl_batch_ops.json`: what verl 0.9.1 answers for batch operations and dispatch on the cases that it and we
+define alike.
 
 Needs the peer: `make bench NAME=batch_ops` installs it beside the benchmarks. Run as
 `PYTHONPATH=benchmarks/.cache/peer python tests/golden/make_verl_batch_ops.py`.
@@ -29,7 +30,10 @@ def batch(rows: int, start: int = 0) -> Any:
 def plain(data: Any) -> dict[str, Any]:
     """A batch as lists."""
     tensors = {name: tensor.tolist() for name, tensor in data.batch.items()}
-    return {"columns": tensors | {name: array.tolist() for name, array in data.non_tensor_batch.items()}, "meta": data.meta_info}
+    return {
+        "columns": tensors | {name: array.tolist() for name, array in data.non_tensor_batch.items()},
+        "meta": data.meta_info,
+    }
 
 
 def row_operations() -> list[dict[str, Any]]:
@@ -39,9 +43,19 @@ def row_operations() -> list[dict[str, Any]]:
         order = np.random.default_rng(rows).permutation(rows).tolist()
         mask = [i % 3 != 1 for i in range(rows)]
         cases += [
-            {"op": "select", "rows": rows, "args": [["ids", "text"]], "out": plain(batch(rows).select(["ids"], ["text"]))},
+            {
+                "op": "select",
+                "rows": rows,
+                "args": [["ids", "text"]],
+                "out": plain(batch(rows).select(["ids"], ["text"])),
+            },
             {"op": "rows_list", "rows": rows, "args": [order], "out": plain(batch(rows).select_idxs(order))},
-            {"op": "rows_repeated", "rows": rows, "args": [[0, 0, rows - 1]], "out": plain(batch(rows).select_idxs([0, 0, rows - 1]))},
+            {
+                "op": "rows_repeated",
+                "rows": rows,
+                "args": [[0, 0, rows - 1]],
+                "out": plain(batch(rows).select_idxs([0, 0, rows - 1])),
+            },
             {"op": "rows_mask", "rows": rows, "args": [mask], "out": plain(batch(rows).select_idxs(np.array(mask)))},
             {"op": "slice", "rows": rows, "args": [0, rows // 2 + 1], "out": plain(batch(rows)[0 : rows // 2 + 1])},
             {"op": "slice_step", "rows": rows, "args": [0, rows, 2], "out": plain(batch(rows)[0:rows:2])},
@@ -57,9 +71,20 @@ def row_operations() -> list[dict[str, Any]]:
             cases.append({"op": "pad", "rows": rows, "args": [divisor], "out": plain(padded), "size": size})
             cases.append({"op": "unpad", "rows": rows, "args": [divisor], "out": plain(unpad_dataproto(padded, size))})
         for chunks in (1, rows):
-            cases.append({"op": "chunk", "rows": rows, "args": [chunks], "out": [plain(part) for part in batch(rows).chunk(chunks)]})
-        cases.append({"op": "concat", "rows": rows, "args": [3], "out": plain(DataProto.concat([batch(rows), batch(3, rows)]))})
-        cases.append({"op": "union", "rows": rows, "args": [], "out": plain(batch(rows).union(batch(rows).rename("ids", "uid")))})
+            cases.append(
+                {
+                    "op": "chunk",
+                    "rows": rows,
+                    "args": [chunks],
+                    "out": [plain(part) for part in batch(rows).chunk(chunks)],
+                }
+            )
+        cases.append(
+            {"op": "concat", "rows": rows, "args": [3], "out": plain(DataProto.concat([batch(rows), batch(3, rows)]))}
+        )
+        cases.append(
+            {"op": "union", "rows": rows, "args": [], "out": plain(batch(rows).union(batch(rows).rename("ids", "uid")))}
+        )
         cases.append({"op": "union_error", "rows": rows, "args": [], "out": refuses_union(rows)})
     return cases
 
@@ -84,7 +109,8 @@ def dispatched() -> list[dict[str, Any]]:
         dp_size = max(dp_ranks) + 1
         (chunks,), _ = decorator._split_args_kwargs_data_proto(dp_size, batch(rows))
         by_rank = [chunks[dp] for dp in dp_ranks]
-        # Ours collects in dp order; verl in rank order. They agree where the collecting ranks ascend with their groups, as here.
+        # Ours collects in dp order; verl in rank order. They agree where the collecting ranks ascend with their groups,
+        # as here.
         collected = DataProto.concat([part for part, wanted in zip(by_rank, collects, strict=True) if wanted])
         cases.append(
             {
@@ -109,10 +135,17 @@ def padded_dispatch() -> list[dict[str, Any]]:
         sizes = [len(part) for part in chunks]
         whole = DataProto.concat(chunks)
         back = whole.select_idxs(list(range(len(whole) - padding)))
-        cases.append({"rows": rows, "ranks": ranks, "sizes": sizes, "padding": padding, "ids": back.batch["ids"].tolist()})
+        cases.append(
+            {"rows": rows, "ranks": ranks, "sizes": sizes, "padding": padding, "ids": back.batch["ids"].tolist()}
+        )
     return cases
 
 
 if __name__ == "__main__":
-    golden = {"peer": "verl 0.9.1", "operations": row_operations(), "dispatch": dispatched(), "padded_dispatch": padded_dispatch()}
+    golden = {
+        "peer": "verl 0.9.1",
+        "operations": row_operations(),
+        "dispatch": dispatched(),
+        "padded_dispatch": padded_dispatch(),
+    }
     OUT.write_text(json.dumps(golden, separators=(",", ":")) + "\n")

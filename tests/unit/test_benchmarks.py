@@ -14,7 +14,13 @@ def test_without_a_gpu_no_figure_is_taken() -> None:
     before = {path.name: path.read_bytes() for path in (BENCHMARKS / "results").iterdir()}
     env = {**os.environ, "HYBRIDFLOW_PLATFORM": "cpu"}
     run = subprocess.run(
-        [sys.executable, BENCHMARKS / "train_step.py"], env=env, capture_output=True, text=True, timeout=120, check=True, cwd=BENCHMARKS
+        [sys.executable, BENCHMARKS / "train_step.py"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=BENCHMARKS,
     )
     assert "no figure was taken" in run.stdout
     assert {path.name: path.read_bytes() for path in (BENCHMARKS / "results").iterdir()} == before

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.batch import DataProto
 from hybridflow.dispatch import (
     PADDING_META,
     CallPlan,
@@ -30,11 +31,11 @@ from hybridflow.dispatch import (
     register,
 )
 from hybridflow.errors import SchemaError
-from hybridflow.protocol import DataProto
 
 
 def mesh(dp: int, model: int = 1, order: Callable[[int], tuple[int, int]] | None = None) -> Mesh:
-    """`model` ranks in each of `dp` groups; the last one collects. Ranks of a group lie `dp` apart, as in Megatron with pipelining."""
+    """`model` ranks in each of `dp` groups; the last one collects. Ranks of a group lie `dp` apart, as in Megatron with
+    pipelining."""
     return Mesh(tuple(MeshPosition(rank % dp, dp, rank // dp == model - 1) for rank in range(dp * model)))
 
 
@@ -173,7 +174,9 @@ def test_other_modes() -> None:
     for spec in (method_spec(zero), method_spec(only_zero)):
         plan = plan_call(spec, 3, None, (), {"value": 5})
         assert set(plan.calls) == {0} and execute(plan, add) == 5
-    with pytest.raises(SchemaError, match="own: argument 0 must be a list with one value for each of 3 ranks, got 2 values"):
+    with pytest.raises(
+        SchemaError, match="own: argument 0 must be a list with one value for each of 3 ranks, got 2 values"
+    ):
         plan_call(method_spec(own), 3, None, ([1, 2],), {})
 
 
@@ -212,15 +215,23 @@ def test_register_returns_the_function_itself_and_refuses_nonsense() -> None:
 def test_dataflow_check_names_step_column_and_where_it_comes_from() -> None:
     late = DataflowStep("prepare", reads=("y",), writes=("x",))
     assert check_dataflow([double, late], ["uid", "x"]) == {"uid", "x", "y"}
-    with pytest.raises(SchemaError, match=r"double reads column 'x', which is not there yet; prepare writes it, but not before"):
+    with pytest.raises(
+        SchemaError, match=r"double reads column 'x', which is not there yet; prepare writes it, but not before"
+    ):
         check_dataflow([double, late], ["uid"])
     with pytest.raises(SchemaError, match="no step writes it"):
         check_dataflow([double], ["uid"])
 
 
 def test_a_worker_module_needs_neither_ray_nor_torch() -> None:
-    code = "import sys, hybridflow.dispatch, hybridflow.platform; print({'ray', 'torch', 'pyarrow'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    code = (
+        "import sys, hybridflow.dispatch, hybridflow.device.platform; print({'ray', 'torch', 'pyarrow'} & "
+        "set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])

@@ -1,4 +1,5 @@
-"""Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a manifest into a folder, once."""
+"""Dataset preparation: `prepare("arithmetic", out)` writes parquet files, a tokenizer and a manifest into a folder,
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.prepare import arithmetic, gsm8k
-from hybridflow.data.prepare.manifest import MANIFEST, build_manifest, files_are_intact, listed_files, read_manifest, write_manifest
+from hybridflow.data.prepare.manifest import (
+    MANIFEST,
+    build_manifest,
+    files_are_intact,
+    listed_files,
+    read_manifest,
+    write_manifest,
+)
 from hybridflow.data.prepare.options import nearest, parse_options
 from hybridflow.errors import ConfigError, DataError
 
@@ -62,12 +70,15 @@ class PreparedData:
     reused: bool
 
 
-def prepare(task: str, out: Path, source: Path | None = None, options: Mapping[str, object] | None = None) -> PreparedData:
+def prepare(
+    task: str, out: Path, source: Path | None = None, options: Mapping[str, object] | None = None
+) -> PreparedData:
     """Prepares a dataset in the folder `out`, or returns at once when it already holds this request unharmed.
 
-    `out` is written as a whole: a temporary folder next to it is filled, its manifest written last, then renamed. An `out` that an
-    earlier preparation wrote for another request (or whose files were changed since) is replaced; an `out` that holds files no
-    preparation wrote is refused, so that nothing of the user's is ever deleted.
+    `out` is written as a whole: a temporary folder next to it is filled, its manifest written last, then renamed. An
+        `out` that an
+    earlier preparation wrote for another request (or whose files were changed since) is replaced; an `out` that holds
+    files no preparation wrote is refused, so that nothing of the user's is ever deleted.
 
     Args:
         task: "arithmetic" or "gsm8k".
@@ -76,7 +87,8 @@ def prepare(task: str, out: Path, source: Path | None = None, options: Mapping[s
         options: the task's options by name; missing ones take their defaults.
 
     Raises:
-        ConfigError: unknown task, unknown option, an option of a wrong type or out of range, `source` missing or superfluous.
+        ConfigError: unknown task, unknown option, an option of a wrong type or out of range, `source` missing or
+        superfluous.
         DataError: a raw file is missing or malformed, or `out` holds files that no preparation wrote.
     """
     known = TASKS.get(task)
@@ -112,7 +124,8 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
     missing = [name for name in known.source_files if not (source / name).is_file()]
     if missing:
         raise DataError(
-            f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from data.prepare.source"
+            f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from "
+            f"data.prepare.source"
         )
     return listed_files(source, known.source_files)
 
@@ -133,10 +146,13 @@ def _refuse_foreign_files(out: Path) -> None:
         raise DataError(f"{out} is a file; data.prepare.out must be a folder")
     found = read_manifest(out)
     ours = {MANIFEST, *(found["files"] if found else ())}
-    foreign = sorted(str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() and str(p.relative_to(out)) not in ours)
+    foreign = sorted(
+        str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() and str(p.relative_to(out)) not in ours
+    )
     if foreign:
         raise DataError(
-            f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose another data.prepare.out or empty it"
+            f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose another data.prepare.out "
+            f"or empty it"
         )
 
 

@@ -1,7 +1,8 @@
-"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least significant digit first).
+"""Integer arithmetic written as characters: the prompt is "12+34", the answer "46" (or "64" least significant digit
+first).
 
-Every pair of operands is one problem. The held-out problems depend on the operands' range alone (`holdout_seed`), not on `seed`:
-runs with different seeds are validated on the same problems and never train on them.
+Every pair of operands is one problem. The held-out problems depend on the operands' range alone (`holdout_seed`), not
+on `seed`: runs with different seeds are validated on the same problems and never train on them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _EXTRA_INFO = {"split": pa.string(), "index": pa.int64(), "operation": pa.string
 class _Operation:
     symbol: str
     apply: Callable[[int, int], int]
-    largest: Callable[[int, int], int]  # (min_operand, max_operand) -> the largest absolute answer, which sets the padded width
+    largest: Callable[
+        [int, int], int
+    ]  # (min_operand, max_operand) -> the largest absolute answer, which sets the padded width
 
 
 _OPERATIONS = {
@@ -52,11 +55,14 @@ class ArithmeticOptions:
         zero_pad: write operands and answers with a fixed number of digits.
         num_train: prompts for reinforcement learning, drawn from all pairs that are not held out; -1 takes all of them.
         num_test: held-out pairs, never in train.parquet or sft.parquet.
-        num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no sft.parquet.
-        num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet on prompts that are not held out,
-            several for a prompt where there are more pairs than prompts; pairs_test.parquet on the held-out ones. 0 writes neither.
-        pair_errors: what is wrong with the wrong answers. "any": one to all digits are drawn anew; "near": they are moved by one or two, as
-            those of a model that has half learnt to add. Only the latter teach a reward model to tell such a model's answers apart.
+        num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no
+            sft.parquet.
+        num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet on prompts that are
+            not held out, several for a prompt where there are more pairs than prompts; pairs_test.parquet on the
+            held-out ones. 0 writes neither.
+        pair_errors: what is wrong with the wrong answers. "any": one to all digits are drawn anew; "near": they are
+            moved by one or two, as those of a model that has half learnt to add. Only the latter teach a reward model
+            to tell such a model's answers apart.
         hold_out_swapped: with a pair (a, b) held out, keep (b, a) out of training too.
         seed: draws the training prompts and demonstrations.
         holdout_seed: draws the held-out pairs.
@@ -79,9 +85,16 @@ class ArithmeticOptions:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
         if self.operation not in _OPERATIONS:
-            raise ConfigError(f"data.prepare.options.operation {self.operation!r} is unknown{nearest(self.operation, _OPERATIONS)}")
+            raise ConfigError(
+                f"data.prepare.options.operation {self.operation!r} is unknown{nearest(self.operation, _OPERATIONS)}"
+            )
         require(self.min_operand >= 0, "min_operand", self.min_operand, "at least 0")
-        require(self.max_operand >= self.min_operand, "max_operand", self.max_operand, f"at least min_operand ({self.min_operand})")
+        require(
+            self.max_operand >= self.min_operand,
+            "max_operand",
+            self.max_operand,
+            f"at least min_operand ({self.min_operand})",
+        )
         require(self.max_operand < 10**9, "max_operand", self.max_operand, "below 10^9")
         require(self.num_train >= -1 and self.num_train != 0, "num_train", self.num_train, "positive, or -1 for all")
         require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
@@ -93,7 +106,8 @@ class ArithmeticOptions:
 
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
-    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, demonstrations and pairs; returns rows per parquet file."""
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, demonstrations and pairs; returns rows per
+    parquet file."""
     del source  # made from nothing
     held_out = _held_out(options)
     forbidden = np.union1d(held_out, _swapped(held_out, options)) if options.hold_out_swapped else np.sort(held_out)
@@ -105,12 +119,15 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
     if options.num_sft:
         sft = _draw(options, forbidden, options.num_sft, stream=1, option="num_sft")
         demonstrations = [
-            {"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]} for row in _prompts(sft, "sft", options)
+            {"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]}
+            for row in _prompts(sft, "sft", options)
         ]
         rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
     if options.num_pairs:
         free = np.setdiff1d(np.arange(_span(options) ** 2), forbidden)
-        drawn = np.random.default_rng([options.seed, 2]).choice(free, options.num_pairs, replace=options.num_pairs > len(free))
+        drawn = np.random.default_rng([options.seed, 2]).choice(
+            free, options.num_pairs, replace=options.num_pairs > len(free)
+        )
         for name, numbers in (("pairs.parquet", drawn), ("pairs_test.parquet", held_out)):
             rows[name] = write_pairs(out / name, _preferences(numbers, name, options))
     write_character_tokenizer(out / "tokenizer", CHARACTERS)
@@ -141,7 +158,8 @@ def _held_out(options: ArithmeticOptions) -> np.ndarray:
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
-            f"data.prepare.options.num_test is {options.num_test}, but operands {options.min_operand}..{options.max_operand} make only "
+            f"data.prepare.options.num_test is {options.num_test}, but operands "
+            f"{options.min_operand}..{options.max_operand} make only "
             f"{total} pairs and some must remain for training: lower num_test or raise max_operand"
         )
     return np.random.default_rng(options.holdout_seed).choice(total, options.num_test, replace=False)
@@ -153,26 +171,35 @@ def _swapped(pairs: np.ndarray, options: ArithmeticOptions) -> np.ndarray:
 
 
 def _draw(options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stream: int, option: str) -> np.ndarray:
-    """Distinct pair numbers [count] int64 in random order, none of them in the sorted `forbidden`; count -1 means all."""
+    """Distinct pair numbers [count] int64 in random order, none of them in the sorted `forbidden`; count -1 means
+    all."""
     total = _span(options) ** 2
     free = total - len(forbidden)
     wanted = free if count == -1 else count
     if not 0 < wanted <= free:
         raise ConfigError(
-            f"data.prepare.options.{option} is {count}, but only {free} pairs remain of {total} after the held-out ones: "
+            f"data.prepare.options.{option} is {count}, but only {free} pairs remain of {total} after the held-out "
+            f"ones: "
             f"lower {option} or num_test, or raise max_operand"
         )
     if wanted > _MAX_ROWS:
-        raise ConfigError(f"data.prepare.options.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number")
-    # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and keeps the draw uniform.
-    candidates = np.random.default_rng([options.seed, stream]).choice(total, min(total, wanted + len(forbidden)), replace=False)
+        raise ConfigError(
+            f"data.prepare.options.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number"
+        )
+    # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and keeps the draw
+    # uniform.
+    candidates = np.random.default_rng([options.seed, stream]).choice(
+        total, min(total, wanted + len(forbidden)), replace=False
+    )
     return candidates[~np.isin(candidates, forbidden)][:wanted]
 
 
 def _prompts(pairs: np.ndarray, split: str, options: ArithmeticOptions) -> list[dict[str, Any]]:
     first, second = np.divmod(pairs, _span(options))
     rows = []
-    for index, (a, b) in enumerate(zip((first + options.min_operand).tolist(), (second + options.min_operand).tolist(), strict=True)):
+    for index, (a, b) in enumerate(
+        zip((first + options.min_operand).tolist(), (second + options.min_operand).tolist(), strict=True)
+    ):
         question, answer = problem(a, b, options)
         extra = {"split": split, "index": index, "operation": options.operation, "a": a, "b": b}
         rows.append(prompt_row(DATA_SOURCE, question, answer, extra))
@@ -193,7 +220,11 @@ def _spoiled(answer: str, errors: str, rng: np.random.Generator) -> str:
     while True:
         spoiled = list(answer)
         for position in rng.choice(digits, rng.integers(1, len(digits) + 1), replace=False):
-            moved = int(answer[position]) + int(rng.choice((-2, -1, -1, 1, 1, 2))) if errors == "near" else int(rng.integers(10))
+            moved = (
+                int(answer[position]) + int(rng.choice((-2, -1, -1, 1, 1, 2)))
+                if errors == "near"
+                else int(rng.integers(10))
+            )
             spoiled[position] = str(moved % 10)
         if (wrong := "".join(spoiled)) != answer:
             return wrong

@@ -1,4 +1,5 @@
-"""GSM8K: grade-school word problems. Reads the published train.jsonl and test.jsonl ({"question", "answer"} a line) from a folder."""
+"""GSM8K: grade-school word problems. Reads the published train.jsonl and test.jsonl ({"question", "answer"} a line)
+from a folder."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def write(options: Gsm8kOptions, out: Path, source: Path | None) -> dict[str, in
     """Writes train.parquet, test.parquet and a byte-level tokenizer/ into `out`; returns rows per parquet file.
 
     Raises:
-        DataError: a line is not a JSON object with the strings question and answer, or its answer lacks "####". Names file and line.
+        DataError: a line is not a JSON object with the strings question and answer, or its answer lacks "####". Names
+        file and line.
     """
     assert source is not None  # `prepare` has checked that the task's source files exist
     rows = {}
@@ -54,7 +56,9 @@ def write(options: Gsm8kOptions, out: Path, source: Path | None) -> dict[str, in
             extra = {"split": split, "index": index, "question": question, "answer": answer}
             prompts.append(prompt_row(DATA_SOURCE, f"{question} {INSTRUCTION}", final, extra))
         if not prompts:
-            raise DataError(f"{source / f'{split}.jsonl'}: no rows; expected one JSON object with question and answer a line")
+            raise DataError(
+                f"{source / f'{split}.jsonl'}: no rows; expected one JSON object with question and answer a line"
+            )
         rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
     write_byte_tokenizer(out / "tokenizer")
     return rows
@@ -74,7 +78,9 @@ def _parse(line: bytes, where: str) -> tuple[str, str]:
     except ValueError as error:  # also UnicodeDecodeError
         raise DataError(f"{where}: not valid JSON ({error}); expected an object with question and answer") from error
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
-        raise DataError(f'{where}: expected an object with the strings "question" and "answer", found {str(row)[:80]!r}')
+        raise DataError(
+            f'{where}: expected an object with the strings "question" and "answer", found {str(row)[:80]!r}'
+        )
     if not row["answer"].rpartition(_MARK)[2].strip() or _MARK not in row["answer"]:
         raise DataError(f'{where}: the answer has no final answer after "{_MARK}"')
     return row["question"], row["answer"]

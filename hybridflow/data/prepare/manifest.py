@@ -24,7 +24,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, object]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of `folder`, or None when there is none of this format (then nothing in the folder is known to be ours)."""
+    """The manifest of `folder`, or None when there is none of this format (then nothing in the folder is known to be
+    ours)."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

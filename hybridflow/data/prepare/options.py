@@ -12,7 +12,8 @@ from hybridflow.errors import ConfigError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that ends an error message about an unknown name: the nearest known one when there is one, and the list."""
+    """A hint that ends an error message about an unknown name: the nearest known one when there is one, and the
+    list."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     did_you_mean = f"; did you mean {close[0]!r}?" if close else ""

@@ -1,5 +1,5 @@
-"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations {prompt, response},
-pairs {prompt, chosen, rejected}.
+"""Rows as users know them: prompts {data_source, prompt, ability, reward_model, extra_info}, demonstrations {prompt,
+response}, pairs {prompt, chosen, rejected}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tiny tokenizers made on the spot, saved in Hugging Face format: characters for arithmetic, bytes for text. Nothing is downloaded."""
+"""Tiny tokenizers made on the spot, saved in Hugging Face format: characters for arithmetic, bytes for text. Nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 END = "<|end|>"
 
 # The content of each message as it is, then "=" to ask for the answer: "12+34=".
-CHARACTER_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHARACTER_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
 ROLE_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -21,7 +24,8 @@ ROLE_TEMPLATE = (
 
 
 def write_character_tokenizer(folder: Path, characters: str) -> None:
-    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then `characters` in order. No BOS.
+    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then `characters` in order. No
+    BOS.
 
     Args:
         folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
@@ -37,7 +41,8 @@ def write_character_tokenizer(folder: Path, characters: str) -> None:
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the roles, then the 256 bytes. No BOS."""
+    """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the roles, then the 256
+    bytes. No BOS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     specials = [PAD, END, *ROLES]
@@ -54,6 +59,8 @@ def _save(tokenizer: Tokenizer, folder: Path, chat_template: str, *, eos: str, u
     from transformers import PreTrainedTokenizerFast
 
     unknown = {} if unk is None else {"unk_token": unk}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=eos, clean_up_tokenization_spaces=False, **unknown)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=eos, clean_up_tokenization_spaces=False, **unknown
+    )
     fast.chat_template = chat_template
     fast.save_pretrained(str(folder))

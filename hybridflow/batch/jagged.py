@@ -1,0 +1,160 @@
+"""`Jagged`: rows of different lengths in two numpy arrays, without padding.
+
+Row `i` is `values[offsets[i]:offsets[i + 1]]`. The pair is what crosses process boundaries: numpy buffers go
+out-of-band through Ray's object store, and torch, Arrow and Megatron's packed sequences (`cu_seqlens`) take the same
+layout without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridflow.errors import SchemaError
+
+NUMERIC_KINDS = "biuf"  # bool, signed, unsigned, floating
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A view of `array` that refuses writes; the caller's own array keeps its flags."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Jagged:
+    """B rows of different lengths.
+
+    Args:
+        values: `[sum(t), ...]` numeric; all rows one after another.
+        offsets: `[B + 1]` int64; starts at 0, never decreases, ends at `len(values)`.
+
+    Raises:
+        SchemaError: when the two do not fit together or `values` is not numeric.
+    """
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        values, offsets = self.values, self.offsets
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in NUMERIC_KINDS or values.ndim < 1:
+            raise SchemaError(f"jagged values must be a numeric array [sum(t), ...], not {describe(values)}")
+        if (
+            not isinstance(offsets, np.ndarray)
+            or offsets.dtype.kind not in "iu"
+            or offsets.ndim != 1
+            or not len(offsets)
+        ):
+            raise SchemaError(f"jagged offsets must be an int64 array [B + 1], not {describe(offsets)}")
+        offsets = offsets.astype(np.int64, copy=False)
+        if offsets[0] != 0 or offsets[-1] != len(values):
+            raise SchemaError(
+                f"jagged offsets must run from 0 to {len(values)}, not from {offsets[0]} to {offsets[-1]}"
+            )
+        if len(offsets) > 1 and int(np.diff(offsets).min()) < 0:
+            raise SchemaError(f"jagged offsets decrease at row {int(np.argmax(np.diff(offsets) < 0))}")
+        object.__setattr__(self, "values", read_only(values))
+        object.__setattr__(self, "offsets", read_only(offsets))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Jagged:
+        """Jagged from a list of arrays or lists, each `[t_i, ...]`. An empty list gives no rows and one-dimensional
+        values."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        for i, array in enumerate(arrays):
+            if array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:]:
+                raise SchemaError(
+                    f"jagged row {i} has shape {list(array.shape)}; expected [t, "
+                    f"{', '.join(map(str, arrays[0].shape[1:]))}]"
+                )
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+        return cls.from_lengths(values, [len(array) for array in arrays])
+
+    @classmethod
+    def from_lengths(cls, values: npt.NDArray[Any], lengths: npt.ArrayLike) -> Jagged:
+        """Jagged from `[sum(t), ...]` values and `[B]` row lengths."""
+        counts = np.asarray(lengths, dtype=np.int64)
+        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return cls(values, offsets)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Row lengths `[B]`."""
+        return np.diff(self.offsets)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and offsets together."""
+        return self.values.nbytes + self.offsets.nbytes
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        return (self.row(i) for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Jagged({len(self)} rows, {len(self.values)} values, {self.dtype})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Contiguous arrays pickle as out-of-band buffers of exactly the view's bytes; a strided one would be copied
+        # in-band.
+        return Jagged, (np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets))
+
+    def row(self, i: int) -> npt.NDArray[Any]:
+        """Row `i` `[t_i, ...]`, a view. Negative `i` counts from the end; IndexError outside."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        i %= len(self)
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def slice(self, start: int, stop: int) -> Jagged:
+        """Rows `start..stop` with the values as a view: nothing is copied but the few offsets, which start at 0
+        again."""
+        stop = max(stop, start)
+        first, last = self.offsets[start], self.offsets[stop]
+        return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    def take(self, index: npt.NDArray[np.int64]) -> Jagged:
+        """Rows at `index` `[K]` (non-negative, may repeat), copied."""
+        if not len(index):
+            return self.slice(0, 0)
+        starts, ends = self.offsets[index], self.offsets[index + 1]
+        pieces = [self.values[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        return Jagged.from_lengths(np.concatenate(pieces), ends - starts)
+
+    def equals(self, other: Jagged) -> bool:
+        """Same rows, same type; NaN equals NaN."""
+        return (
+            self.dtype == other.dtype
+            and np.array_equal(self.offsets, other.offsets)
+            and np.array_equal(self.values, other.values, equal_nan=self.dtype.kind == "f")
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Jagged]) -> Jagged:
+        """All rows of `parts` (at least one; same dtype and trailing shape) one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return Jagged.from_lengths(
+            np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts])
+        )
+
+
+def describe(value: object) -> str:
+    """Type and shape of any value, for error messages."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array {list(value.shape)}"
+    return type(value).__name__

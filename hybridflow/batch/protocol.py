@@ -1,0 +1,506 @@
+"""`DataProto`: the immutable batch of named columns that travels between the driver, the workers and the disk.
+
+A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or an object array `[B]` (strings, dicts).
+numpy lies underneath because it moves through Ray's object store 20 times faster than torch tensors do; torch views are
+made at use, Arrow tables at the disk boundary. bfloat16 has no numpy type: such a column is held as uint16 and tagged.
+
+A column may also be `Deferred`: its rows lie in the object store until somebody asks for them. Such a batch is cut,
+reordered and sent on like any other; reading the column fetches it. `here()` brings columns within reach without a
+copy: one that several ranks made stays in `Blocks`, and is joined when it is read as a whole. So are large columns of
+batches that were concatenated or reordered.
+
+Every operation returns a new batch, which may share memory with those it came from. Arrays are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridflow.batch.blocks import Blocks, Picked, for_each
+from hybridflow.batch.columns import (
+    Column,
+    Deferred,
+    Held,
+    all_here,
+    checked_column,
+    checked_meta,
+    concat_column,
+    human_bytes,
+    lengths_of,
+    merged_meta,
+    named_lengths,
+    row_type,
+    same_column,
+    same_row_type,
+    shape_text,
+    shown,
+    slice_column,
+    take_column,
+)
+from hybridflow.batch.jagged import Jagged, describe
+from hybridflow.errors import SchemaError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+
+__all__ = ["Column", "DataProto", "Jagged", "RowIndex"]
+
+RowIndex: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | np.ndarray
+
+
+class DataProto:
+    """B rows of named columns and a few JSON-able values that hold for all rows (`meta`).
+
+    Build with `from_columns`. All errors are `SchemaError` and name the column.
+    """
+
+    __slots__ = ("_bfloat16", "_columns", "_length", "_meta")
+    _columns: Mapping[str, Held]
+    _meta: Mapping[str, Any]
+    _bfloat16: frozenset[str]
+    _length: int
+
+    def __init__(self, columns: Mapping[str, Held], meta: Mapping[str, Any], bfloat16: Iterable[str] = ()) -> None:
+        checked = {name: checked_column(name, column) for name, column in columns.items()}
+        lengths = {name: len(column) for name, column in checked.items()}
+        if len(set(lengths.values())) > 1:
+            raise SchemaError("columns of one batch must have the same number of rows, got " + named_lengths(lengths))
+        tags = frozenset(bfloat16)
+        for name in tags:
+            if getattr(checked.get(name), "dtype", None) != np.uint16:
+                raise SchemaError(f"column {name!r} is tagged bfloat16 but is not there as uint16")
+        object.__setattr__(self, "_columns", MappingProxyType(checked))
+        object.__setattr__(self, "_meta", MappingProxyType(checked_meta(meta)))
+        object.__setattr__(self, "_bfloat16", tags)
+        object.__setattr__(self, "_length", next(iter(lengths.values()), 0))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"DataProto is immutable; with_columns() or with_meta() return a changed batch (setting {name!r})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self.fetch()
+        columns = {n: np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c for n, c in whole._columns.items()}
+        return DataProto, (columns, dict(self._meta), tuple(whole._bfloat16))
+
+    # --- building
+    # --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_columns(
+        cls, columns: Mapping[str, Held], meta: Mapping[str, Any] | None = None, *, bfloat16: Iterable[str] = ()
+    ) -> DataProto:
+        """Batch from dense `[B, ...]`, `Jagged` and object `[B]` columns.
+
+        `bfloat16` names uint16 columns that hold bfloat16 bits. Arrays are not copied (numpy string arrays become
+        object arrays).
+        """
+        return cls(columns, meta or {}, bfloat16)
+
+    def with_columns(self, **columns: Held) -> DataProto:
+        """Batch with columns added or replaced; a replaced column loses its bfloat16 tag."""
+        self._same_length_or_empty({name: len(checked_column(name, column)) for name, column in columns.items()})
+        return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
+
+    def with_torch(self, **tensors: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> DataProto:
+        """Like `with_columns`, from tensors `[B, ...]` or pairs (values `[sum(t), ...]`, offsets `[B + 1]`); bfloat16
+        gets tagged."""
+        from hybridflow.batch.torch_views import to_numpy
+
+        columns: dict[str, Held] = {}
+        tags = set()
+        for name, tensor in tensors.items():
+            values, is_bfloat16 = to_numpy(tensor[0] if isinstance(tensor, tuple) else tensor)
+            columns[name] = Jagged(values, to_numpy(tensor[1])[0]) if isinstance(tensor, tuple) else values
+            tags |= {name} if is_bfloat16 else set()
+        added = self.with_columns(**columns)
+        return DataProto(added._columns, added._meta, added._bfloat16 | tags)
+
+    def with_meta(self, **values: Any) -> DataProto:
+        """Batch with meta values added or replaced."""
+        return DataProto(self._columns, {**self._meta, **values}, self._bfloat16)
+
+    # --- looking
+    # --------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns, in order."""
+        return tuple(self._columns)
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Values that hold for all rows (read-only mapping)."""
+        return self._meta
+
+    @property
+    def bfloat16(self) -> frozenset[str]:
+        """Names of the uint16 columns that hold bfloat16 bits."""
+        return self._bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the columns; an object counts as one pointer."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __getitem__(self, name: str) -> Any:
+        self._require([name])
+        return shown(self._columns[name])
+
+    def items(self) -> Iterable[tuple[str, Held]]:
+        """Pairs of name and column, as it is held."""
+        return self._columns.items()
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Names of the columns that lie elsewhere."""
+        return tuple(name for name, column in self._columns.items() if isinstance(column, Deferred))
+
+    def here(self) -> DataProto:
+        """The same batch with every column within reach, and nothing copied that lies on this node already.
+
+        A column that several ranks made stays in blocks: `blocks()` and `torch_blocks()` give them, rows and pieces
+        inside one block are views, reading the whole column joins it.
+        """
+        far = {name: column for name, column in self._columns.items() if isinstance(column, Deferred)}
+        if not far:
+            return self
+        found = all_here(far)
+        tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
+        return DataProto({**self._columns, **{name: column for name, (column, _) in found.items()}}, self._meta, tags)
+
+    def fetch(self) -> DataProto:
+        """The same batch with every column here and in one piece."""
+        near = self.here()
+        apart = {name: column for name, column in near._columns.items() if isinstance(column, (Blocks, Picked))}
+        if not apart:
+            return near
+        joined = for_each(lambda column: column.join(), apart, sum(column.nbytes for column in apart.values()))
+        return DataProto({**near._columns, **joined}, near._meta, near._bfloat16)
+
+    def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
+        """The named columns in consecutive pieces of about `nbytes`, each here: a loop over them never holds a whole
+        deferred column."""
+        part = self.select(names)
+        far = part.deferred and part.nbytes
+        for piece in part.split(max(1, len(part) * nbytes // far)) if far and len(part) else [part]:
+            yield piece.fetch()
+
+    def blocks(self, name: str) -> list[Column]:
+        """Column `name` as the consecutive pieces that it lies in: one, unless several ranks made it. Nothing is
+        copied."""
+        self._require([name])
+        column = self._columns[name]
+        found = column.here()[0] if isinstance(column, Deferred) else column
+        return list(found.blocks) if isinstance(found, Blocks) else [shown(found)]
+
+    def lengths(self, name: str) -> np.ndarray:
+        """Row lengths `[B]` of the jagged column `name`, without fetching it."""
+        self._require([name])
+        found = lengths_of(self._columns[name])
+        if found is None:
+            raise SchemaError(f"column {name!r} is not jagged; it has no row lengths")
+        return found
+
+    def dense(self, name: str) -> np.ndarray:
+        """Column `name` as a dense or object array; SchemaError when it is jagged."""
+        column = self[name]
+        if isinstance(column, Jagged):
+            raise SchemaError(f"column {name!r} is jagged; a dense column is needed here")
+        return column
+
+    def jagged(self, name: str) -> Jagged:
+        """Column `name` as `Jagged`; SchemaError when it is not."""
+        column = self[name]
+        if not isinstance(column, Jagged):
+            raise SchemaError(f"column {name!r} is a {describe(column)}; a jagged column is needed here")
+        return column
+
+    def torch(self, name: str) -> Any:
+        """Column as torch view(s) without a copy: a tensor `[B, ...]`, or (values, offsets) for a jagged column.
+
+        Writing into a view would change the batch for everyone who shares the memory (Ray's store included): clone
+        first.
+        """
+        from hybridflow.batch.torch_views import view
+
+        here = self.select([name]).fetch()
+        column, is_bfloat16 = here[name], name in here._bfloat16
+        if isinstance(column, Jagged):
+            return view(column.values, is_bfloat16), view(column.offsets)
+        if column.dtype == object:
+            raise SchemaError(f"column {name!r} holds Python objects; it has no tensor form")
+        return view(column, is_bfloat16)
+
+    def torch_blocks(self, name: str) -> list[Any]:
+        """What `torch` gives, for each of `blocks(name)`: views without a copy, where `torch` would join the blocks."""
+        near = self.select([name]).here()
+        tags = near._bfloat16
+        return [DataProto({name: block}, {}, tags).torch(name) for block in near.blocks(name)]
+
+    def equals(self, other: DataProto) -> bool:
+        """Same columns in any order, same rows, types, tags and meta; NaN equals NaN."""
+        return (
+            set(self.columns) == set(other.columns)
+            and dict(self._meta) == dict(other._meta)
+            and self._bfloat16 == other._bfloat16
+            and all(same_column(column, other._columns[name]) for name, column in self._columns.items())
+        )
+
+    def is_like(self, other: DataProto) -> bool:
+        """Same columns in the same order, row types, tags and meta: what makes two batches parts of one."""
+        return (
+            self.columns == other.columns
+            and self._bfloat16 == other._bfloat16
+            and dict(self._meta) == dict(other._meta)
+            and all(same_row_type(column, other._columns[name]) for name, column in self._columns.items())
+        )
+
+    def __repr__(self) -> str:
+        width = max(map(len, self._columns), default=0)
+        lines = [f"DataProto: {len(self)} rows, {len(self._columns)} columns, {human_bytes(self.nbytes)}"]
+        for name, column in self._columns.items():
+            kind = "bfloat16" if name in self._bfloat16 else str(getattr(column, "dtype", "deferred"))
+            lines.append(f"  {name:<{width}}  {kind} {shape_text(column)}  {human_bytes(column.nbytes)}")
+        if self._meta:
+            lines.append(f"  meta: {dict(self._meta)}")
+        return "\n".join(lines)
+
+    # --- columns
+    # --------------------------------------------------------------------------------------------------------
+
+    def select(self, names: Iterable[str]) -> DataProto:
+        """Only the named columns, in the order given."""
+        names = list(names)
+        self._require(names)
+        return DataProto({n: self._columns[n] for n in names}, self._meta, self._bfloat16 & set(names))
+
+    def drop(self, names: Iterable[str]) -> DataProto:
+        """All but the named columns."""
+        gone = list(names)
+        self._require(gone)
+        return self.select(name for name in self._columns if name not in gone)
+
+    def rename(self, mapping: Mapping[str, str]) -> DataProto:
+        """Columns renamed from key to value; a name that is taken is an error."""
+        self._require(mapping)
+        names = [mapping.get(name, name) for name in self._columns]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SchemaError(f"rename would give two columns the name {', '.join(map(repr, twice))}")
+        tags = {mapping.get(name, name) for name in self._bfloat16}
+        return DataProto(dict(zip(names, self._columns.values(), strict=True)), self._meta, tags)
+
+    def union(self, other: DataProto) -> DataProto:
+        """Columns and meta of both. A name in both must hold equal values."""
+        if self._columns and other._columns and len(self) != len(other):
+            raise SchemaError(f"union of {len(self)} rows with {len(other)} rows")
+        for name in self._columns:
+            if name in other._columns and not (
+                same_column(self._columns[name], other._columns[name])
+                and (name in self._bfloat16) == (name in other._bfloat16)
+            ):
+                raise SchemaError(
+                    f"union: column {name!r} is in both batches with different values; drop or rename one"
+                )
+        meta = merged_meta("union", [self._meta, other._meta])
+        return DataProto({**other._columns, **self._columns}, meta, self._bfloat16 | other._bfloat16).select(
+            dict.fromkeys([*self._columns, *other._columns])
+        )
+
+    # --- rows
+    # --------------------------------------------------------------------------------------------------------
+
+    def rows(self, index: RowIndex) -> DataProto:
+        """Rows by int (one row), slice, list, boolean mask or index array. A slice of step 1 and an int are views;
+        large columns are copied when they are first read.
+        """
+        if isinstance(index, (int, np.integer)):
+            start = self._positions(np.asarray([index]))[0]
+            return self._slice(int(start), int(start) + 1)
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            return self._slice(start, stop) if step == 1 else self._take(np.arange(start, stop, step))
+        array = np.asarray(index)
+        if array.ndim != 1:
+            raise SchemaError(f"a row index is one-dimensional, got {describe(array)}")
+        if array.dtype == bool:
+            if len(array) != len(self):
+                raise SchemaError(f"a mask of {len(array)} values for {len(self)} rows")
+            array = np.flatnonzero(array)
+        return self._take(self._positions(array))
+
+    def reorder(self, index: npt.ArrayLike) -> DataProto:
+        """Rows in the order of `index` `[B]`, which must be a permutation of all rows."""
+        order = np.asarray(index)
+        if order.shape != (len(self),) or not np.array_equal(np.sort(order), np.arange(len(self))):
+            raise SchemaError(f"reorder needs a permutation of all {len(self)} rows; rows() selects or repeats some")
+        return self.rows(order)
+
+    def repeat(self, n: int) -> DataProto:
+        """Every row `n` times, interleaved: a a b b (the samples of one prompt stay together)."""
+        if n < 1:
+            raise SchemaError(f"repeat needs n >= 1, got {n}")
+        return self if n == 1 else self._take(np.repeat(np.arange(len(self)), n))
+
+    def split(self, size: int) -> list[DataProto]:
+        """Consecutive pieces of `size` rows; the last may be shorter. No rows give no pieces."""
+        if size < 1:
+            raise SchemaError(f"split needs size >= 1, got {size}")
+        return [self._slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
+
+    def chunk(self, plan: int | Sequence[npt.ArrayLike]) -> list[DataProto]:
+        """`plan` consecutive pieces whose sizes differ by at most one row, or one piece for each index array of a
+        list."""
+        if not isinstance(plan, int):
+            return [self.rows(np.asarray(index)) for index in plan]
+        if plan < 1:
+            raise SchemaError(f"chunk needs at least one piece, got {plan}")
+        small, extra = divmod(len(self), plan)
+        ends = np.cumsum([small + (i < extra) for i in range(plan)]).tolist()
+        return [self._slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts one after another. Columns, types, trailing shapes, tags and shared meta values must
+        agree."""
+        if not parts:
+            raise SchemaError("concat of no batches: the columns would be unknown")
+        first = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            odd = set(part.columns) ^ set(first.columns) or part._bfloat16 ^ first._bfloat16
+            if odd:
+                raise SchemaError(f"concat: part {i} and part 0 differ in column {', '.join(map(repr, sorted(odd)))}")
+            for name in first.columns:
+                if not same_row_type(part._columns[name], first._columns[name]):
+                    a, b = row_type(first._columns[name]), row_type(part._columns[name])
+                    raise SchemaError(f"concat: column {name!r} is {a} in part 0 and {b} in part {i}")
+        meta = merged_meta("concat", [part._meta for part in parts])
+        if len(parts) == 1:
+            return first
+        columns = {name: concat_column([part._columns[name] for part in parts]) for name in first.columns}
+        return DataProto(columns, meta, first._bfloat16)
+
+    def pad_to_divisor(self, n: int) -> tuple[DataProto, int]:
+        """Batch whose length divides by `n`, filled up with rows from the start (cyclic), and how many were added."""
+        if n < 1:
+            raise SchemaError(f"pad_to_divisor needs n >= 1, got {n}")
+        padding = -len(self) % n
+        if not padding:
+            return self, 0
+        return self._take(np.arange(len(self) + padding) % len(self)), padding
+
+    def unpad(self, num_padding: int) -> DataProto:
+        """Batch without its last `num_padding` rows."""
+        if not 0 <= num_padding <= len(self):
+            raise SchemaError(f"cannot take {num_padding} padding rows off {len(self)}")
+        return self._slice(0, len(self) - num_padding)
+
+    def mini_batches(
+        self, size: int, *, epochs: int = 1, seed: int | None = None, drop_last: bool = False
+    ) -> Iterator[DataProto]:
+        """Batches of `size` rows; with a `seed`, every epoch in another order that depends on seed and epoch alone."""
+        for epoch in range(epochs):
+            order = None if seed is None else np.random.default_rng([seed, epoch]).permutation(len(self))
+            for start in range(0, len(self), size):
+                stop = min(start + size, len(self))
+                if drop_last and stop - start < size:
+                    break
+                yield self._slice(start, stop) if order is None else self._take(order[start:stop])
+
+    # --- disk
+    # --------------------------------------------------------------------------------------------------------
+
+    def to_table(self) -> pa.Table:
+        """Arrow table: jagged columns as lists, objects as strings (JSON where they are not all strings), meta in the
+        schema."""
+        from hybridflow.batch.arrow import to_table
+
+        whole = self.fetch()
+        return to_table({name: shown(column) for name, column in whole._columns.items()}, self._meta, whole._bfloat16)
+
+    @classmethod
+    def from_table(cls, table: pa.Table) -> DataProto:
+        """Batch from an Arrow table of ours or of others (lists become jagged; a type without a form is a
+        SchemaError)."""
+        from hybridflow.batch.arrow import from_table
+
+        return cls(*from_table(table))
+
+    def to_stream(self) -> bytes:
+        """One Arrow IPC stream, for sockets and pipes: what `to_table` gives, without a pickle."""
+        from hybridflow.batch.arrow import to_stream
+
+        return to_stream(self.to_table())
+
+    @classmethod
+    def from_stream(cls, data: bytes | memoryview) -> DataProto:
+        """Batch from an Arrow IPC stream; DataError when it is cut off or damaged."""
+        from hybridflow.batch.arrow import from_stream
+
+        return cls(*from_stream(data))
+
+    def write_parquet(self, path: str | Path) -> None:
+        """Write one parquet file; it appears whole or not at all."""
+        from hybridflow.batch.arrow import write_parquet
+
+        write_parquet(self.to_table(), Path(path))
+
+    @classmethod
+    def read_parquet(cls, path: str | Path) -> DataProto:
+        """Read one parquet file; DataError naming the file when it is missing or damaged."""
+        from hybridflow.batch.arrow import read_parquet
+
+        return cls(*read_parquet(Path(path)))
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------------------
+
+    def _slice(self, start: int, stop: int) -> DataProto:
+        stop = max(start, stop)
+        columns = {name: slice_column(column, start, stop) for name, column in self._columns.items()}
+        return DataProto(columns, self._meta, self._bfloat16)
+
+    def _take(self, index: np.ndarray) -> DataProto:
+        if len(index) and index[-1] - index[0] == len(index) - 1 and bool((np.diff(index) == 1).all()):
+            return self._slice(int(index[0]), int(index[-1]) + 1)
+        return DataProto(
+            {name: take_column(column, index) for name, column in self._columns.items()}, self._meta, self._bfloat16
+        )
+
+    def _positions(self, index: np.ndarray) -> np.ndarray:
+        if not len(index):
+            return np.empty(0, dtype=np.int64)
+        if index.dtype.kind not in "iu":
+            raise SchemaError(f"a row index holds integers or booleans, got {describe(index)}")
+        index = index.astype(np.int64)
+        outside = index[(index < -len(self)) | (index >= len(self))]
+        if len(outside):
+            raise SchemaError(f"row {outside[0]} is outside a batch of {len(self)} rows")
+        return np.where(index < 0, index + len(self), index)
+
+    def _require(self, names: Iterable[str]) -> None:
+        missing = [name for name in names if name not in self._columns]
+        if missing:
+            raise SchemaError(
+                f"no column {', '.join(map(repr, missing))}; there are {', '.join(self._columns) or 'none'}"
+            )
+
+    def _same_length_or_empty(self, lengths: Mapping[str, int]) -> None:
+        wrong = {name: n for name, n in lengths.items() if n != len(self)}
+        if wrong and set(self._columns) - set(lengths):
+            raise SchemaError(f"a batch of {len(self)} rows cannot take " + named_lengths(wrong))

@@ -1,0 +1,52 @@
+"""The batch column that holds which experts a token went through, and what engines return, as numpy. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hybridflow.errors import RouterReplayError
+
+ROUTES = "routed_experts"  # jagged int16 [prompt + response tokens, layers, experts a token]
+FREE = -1  # no route is known: the router decides. All k entries of a (token, layer) are free, or none
+
+
+def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np.ndarray:
+    """An engine's routes as rows of the column.
+
+    Args:
+        routes: [tokens - 1, layers x k]: an engine routes a token when it computes the next one, so the last token has
+            none; the trainer routes it freely, which nothing depends on (it predicts no token of the sample).
+        tokens: prompt and response.
+        layers: of the model, those without experts included.
+        what: whose routes, for messages.
+
+    Returns:
+        [tokens, layers, k] int16, the last row `FREE`.
+
+    Raises:
+        RouterReplayError: another number of rows, or rows that are no multiple of `layers`.
+    """
+    if routes.ndim != 2 or len(routes) != tokens - 1 or routes.shape[1] % layers or not routes.shape[1]:
+        raise RouterReplayError(f"{what}: routes of shape {list(routes.shape)} for {tokens} tokens and {layers} layers")
+    if routes.min(initial=0) < 0 or routes.max(initial=0) > np.iinfo(np.int16).max:
+        raise RouterReplayError(f"{what}: expert ids {routes.min()} to {routes.max()}")
+    column = np.full((tokens, layers, routes.shape[1] // layers), FREE, dtype=np.int16)
+    column[:-1] = routes.reshape(tokens - 1, layers, -1)
+    return column
+
+
+def unknown(tokens: int, layers: int, topk: int) -> np.ndarray:
+    """[tokens, layers, k]: all free."""
+    return np.full((tokens, layers, topk), FREE, dtype=np.int16)
+
+
+def num_experts(hf_config: Any) -> int:
+    """Experts a layer of a Hugging Face config, 0 for a dense model."""
+    return int(
+        next(
+            (hf_config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf_config.get(key)),
+            0,
+        )
+    )

@@ -1,0 +1,150 @@
+"""cpu or cuda: the only room that asks which. Everybody else is handed a `Platform`. torch is imported at first use."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hybridflow.errors import ResourceError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One kind of device. `Platform.detect()` picks it; `Platform("cpu")` forces it."""
+
+    kind: Kind
+
+    @classmethod
+    def detect(cls) -> Platform:
+        """cuda when torch sees a device, else cpu. `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides.
+
+        Raises:
+            ResourceError: the override is neither, or asks for cuda where there is none.
+        """
+        wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
+        if wish not in ("", "cpu", "cuda"):
+            raise ResourceError(f"HYBRIDFLOW_PLATFORM={wish!r}: use cpu or cuda")
+        if wish == "cpu":
+            return cls("cpu")
+        import torch
+
+        available = torch.cuda.is_available()
+        if wish == "cuda" and not available:
+            raise ResourceError(f"HYBRIDFLOW_PLATFORM=cuda, but torch {torch.__version__} sees no CUDA device")
+        return cls("cuda" if available else "cpu")
+
+    @property
+    def collective_backend(self) -> str:
+        """Name for `torch.distributed.init_process_group`."""
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def weight_transport(self) -> str:
+        """Of `sync.transports`: what carries weights between ranks of any two hosts fastest."""
+        return "p2p" if self.kind == "cuda" else "tcp"
+
+    @property
+    def ray_resource(self) -> str:
+        """Resource a worker process occupies in a Ray placement group."""
+        return "GPU" if self.kind == "cuda" else "CPU"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the pieces in which memory that is gone through several times stays in a core's cache; 0 where pieces
+        only cost."""
+        return 0 if self.kind == "cuda" else 1 << 20
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        """Device of the `local_rank`-th process of a node."""
+        import torch
+
+        return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
+
+    def set_device(self, local_rank: int = 0) -> None:
+        """Make the device current for this process."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(local_rank)
+
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
+        if self.kind == "cpu":
+            return 0, 0
+        import torch
+
+        return torch.cuda.get_device_capability(0)
+
+    def memory_bytes(self) -> int:
+        """Bytes this process holds now: allocated by torch on cuda, resident on cpu."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.memory_allocated()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_memory_bytes(self) -> int:
+        """The most bytes this process has held since the start or `reset_peak_memory` (same meaning as
+        `memory_bytes`)."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated()
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024  # Linux counts in KiB, and a little behind
+        return max(peak, self.memory_bytes())
+
+    def reset_peak_memory(self) -> None:
+        """Let `peak_memory_bytes` count from now on. Where the kernel refuses (a read-only /proc), the peak stays that
+        of the process."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def reserved_memory_bytes(self) -> int:
+        """The most bytes that torch's allocator has reserved (cuda); on cpu the same as the peak."""
+        if self.kind == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_reserved()
+        return self.peak_memory_bytes()
+
+    def total_memory_bytes(self) -> int:
+        """Bytes the device (cuda) or the machine (cpu) has."""
+        if self.kind == "cuda":
+            import torch
+
+            return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def empty_cache(self) -> None:
+        """Give cached, unused device memory back: to the driver, or on cpu from the C library's heap to the system."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+            return
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep no large free blocks
+        if trim is not None:
+            trim(0)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was queued (nothing is queued on cpu)."""
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize()

@@ -1,0 +1,213 @@
+"""What of a model lies on the device: weights, gradients, optimizer state and reference weights leave and come back,
+byte for byte.
+
+A tensor keeps its identity: its storage is resized to nothing and, on the way back, to its old size, so all views stay
+what they are: Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, `main_grad`. Only
+the address changes, and nothing of Megatron-Core 0.16.1 keeps an address between steps (NCCL-registered buffers,
+`nccl_ub`, would; we do not ask for them).
+
+On CUDA the bytes wait in pinned host memory, which is kept for the next time. On CPU, where "device memory" is this
+process's own, they wait in an unlinked temporary file (in TMPDIR) that disappears with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Literal, Protocol
+
+import torch
+
+from hybridflow.device.platform import Platform
+from hybridflow.errors import ResourceError
+
+Part = Literal["weights", "gradients", "optimizer", "reference"]
+PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
+_SMALL = 4096  # bytes; step counters and the like stay: thousands of tiny copies would cost more than they free
+
+
+class Residency:
+    """Which parts of one role are on the device."""
+
+    def __init__(
+        self,
+        tensors: Mapping[Part, Callable[[], Iterable[torch.Tensor]]],
+        platform: Platform,
+        settle: Callable[[], None] = lambda: None,
+        role: str = "actor",
+    ) -> None:
+        """Args:
+        tensors: how to list the tensors of each part now. A storage that two parts share belongs to the first of
+            `PARTS`.
+        platform: where they are.
+        settle: called before weights leave; waits for communication that still writes to them.
+        role: whose parts they are; its section of the configuration has the keys that messages name.
+        """
+        self._tensors, self._platform, self._settle, self.role = tensors, platform, settle, role
+        self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._store: dict[Part, _Store] = {}
+
+    @property
+    def asleep(self) -> frozenset[Part]:
+        """Parts that are not on the device."""
+        return frozenset(self._asleep)
+
+    def resident_bytes(self) -> dict[Part, int]:
+        """Bytes of each part on the device now."""
+        return {part: sum(storage.nbytes() for storage in storages) for part, storages in self._storages().items()}
+
+    def asleep_bytes(self) -> int:
+        """Bytes that are off the device now."""
+        return sum(size for storages in self._asleep.values() for _, size in storages)
+
+    def sleep(self, *parts: Part) -> int:
+        """Take these parts off the device; returns the bytes freed. Parts that are asleep already stay so.
+
+        Raises:
+            ResourceError: there is no room for them elsewhere; that part and those after it are still on the device,
+            whole.
+        """
+        freed = 0
+        for part in parts:
+            if part in self._asleep:
+                continue
+            if part == "weights":
+                self._settle()
+            storages = [storage for storage in self._storages()[part] if storage.nbytes() >= _SMALL]
+            store = self._store.setdefault(part, _FileStore() if self._platform.kind == "cpu" else _PinnedStore())
+            store.write(self._key(part), storages)
+            self._asleep[part] = [(storage, storage.nbytes()) for storage in storages]
+            for storage in storages:
+                freed += storage.nbytes()
+                storage.resize_(0)
+        if freed:
+            self._platform.empty_cache()
+        return freed
+
+    def wake(self, *parts: Part) -> None:
+        """Bring these parts back. Parts that are on the device already stay there."""
+        for part in parts:
+            for storage, size in self._asleep.get(part, ()):
+                storage.resize_(size)
+            if part in self._asleep:
+                self._store[part].read([storage for storage, _ in self._asleep.pop(part)])
+
+    @contextmanager
+    def resident(
+        self, *, weights: bool = False, gradients: bool = False, optimizer: bool = False, reference: bool = False
+    ) -> Iterator[None]:
+        """These parts are on the device inside; at the end, those that this call brought in leave again. May be
+        nested."""
+        wanted = zip(PARTS, (weights, gradients, optimizer, reference), strict=True)
+        brought: tuple[Part, ...] = tuple(part for part, wish in wanted if wish and part in self._asleep)
+        self.wake(*brought)
+        try:
+            yield
+        finally:
+            self.sleep(*brought)
+
+    def _key(self, part: Part) -> str:
+        """That sends the part away; the reference goes with the weights."""
+        return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
+
+    def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
+        """Each storage once."""
+        seen: set[int] = set()
+        found: dict[Part, list[torch.UntypedStorage]] = {}
+        for part in PARTS:
+            found[part] = []
+            for tensor in self._tensors[part]():
+                storage = tensor.untyped_storage()
+                if storage._cdata in seen:
+                    continue
+                seen.add(storage._cdata)
+                if not storage.resizable():
+                    raise ResourceError(
+                        f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is shared, with numpy for "
+                        f"one, and cannot "
+                        f"be offloaded; set {self._key(part)}=false"
+                    )
+                found[part].append(storage)
+        return found
+
+
+class _Store(Protocol):
+    """Where the bytes of a part wait. `key` is that which sends them there, for messages."""
+
+    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None: ...
+
+    def read(self, storages: list[torch.UntypedStorage]) -> None: ...
+
+
+class _FileStore:
+    """An unlinked temporary file, written again at each sleep."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+
+    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115  (lives as long as this object)
+            self._file.seek(0)
+            for storage in storages:
+                self._file.write(_memory(storage))
+            self._file.flush()
+        except OSError as error:
+            size = sum(storage.nbytes() for storage in storages)
+            raise ResourceError(
+                f"no room to offload {size / 2**20:.0f} MiB ({key}) to a file in {tempfile.gettempdir()}: "
+                f"{error.strerror}. They are "
+                f"still in memory. Set TMPDIR to a folder with room, or {key}=false"
+            ) from error
+
+    def read(self, storages: list[torch.UntypedStorage]) -> None:
+        assert self._file is not None
+        self._file.seek(0)
+        for storage in storages:
+            got = self._file.readinto(_memory(storage))  # type: ignore[attr-defined]
+            if got != storage.nbytes():
+                raise ResourceError(f"the file with offloaded memory ended after {got} of {storage.nbytes()} bytes")
+
+
+class _PinnedStore:
+    """Pinned host memory, one block a storage, kept: pinning anew costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
+        if [len(block) for block in self._blocks] != [storage.nbytes() for storage in storages]:
+            self._blocks = []
+            try:
+                self._blocks = [
+                    torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True) for storage in storages
+                ]
+            except RuntimeError as error:
+                size = sum(storage.nbytes() for storage in storages)
+                raise ResourceError(
+                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. They are still on "
+                    f"the device. "
+                    f"Free host memory, or set {key}=false"
+                ) from error
+        for block, storage in zip(self._blocks, storages, strict=True):
+            block.copy_(_bytes(storage), non_blocking=True)
+        torch.cuda.synchronize()  # before the caller frees the source
+
+    def read(self, storages: list[torch.UntypedStorage]) -> None:
+        for block, storage in zip(self._blocks, storages, strict=True):
+            _bytes(storage).copy_(block, non_blocking=True)
+        torch.cuda.synchronize()  # a sleep could follow at once and overwrite the blocks
+
+
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage in this process. Not through numpy: `Tensor.numpy()` makes a storage unresizable for
+    good."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The whole storage as a flat uint8 tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,1 @@
+"""SGLang as an engine. The only room that imports sglang."""

@@ -1,0 +1,326 @@
+"""HTTP client of one SGLang server: generation and the weight-update session. JSON only; every call has a deadline.
+
+Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over the whole
+vocabulary, taken *before* top-k, top-p and min-p cut the distribution (sglang/srt/layers/sampler.py, standard path). At
+temperature 0 it is log softmax(logits). A trainer that recomputes them divides its logits by the same temperature and
+ignores top-k and top-p.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import requests
+
+from hybridflow.engines.sglang.weight_control import LOADER, Control, payload
+from hybridflow.errors import EngineError
+
+PauseMode = Literal["abort", "retract", "in_place"]
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+class EngineSilent(EngineError):
+    """The engine could not be reached, or did not answer by the deadline: nobody knows what it is doing."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 is off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Tokens `start` (inclusive) to `end` (exclusive) of a response were made by the weights of `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    Args:
+        token_ids: generated tokens, the stop token included when there was one.
+        log_probs: one per token; see the module's docstring for what SGLang means by it.
+        finish_reason: stop | length | abort.
+        weight_versions: which weights made which tokens, in order.
+        routes: [prompt + response tokens - 1, layers x experts a token] int32, the experts each token went through,
+            when asked for. None as well when the engine has nothing to tell (a request aborted before it ran).
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    weight_versions: tuple[WeightSpan, ...]
+    routes: np.ndarray | None = None
+
+
+class EngineClient:
+    """Speaks to one engine. Safe to use from several threads.
+
+    Args:
+        url: base address, e.g. `EngineServer.url`.
+        admin_key: bearer key of the engine.
+        request_timeout_s: deadline of each call, in seconds.
+        name: the engine's name in error messages; defaults to the address.
+        batch_size: prompts in one HTTP request; a longer list goes out as several requests at once.
+    """
+
+    def __init__(
+        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1024
+    ) -> None:
+        self.url, self.name, self.request_timeout_s, self.batch_size = (
+            url.rstrip("/"),
+            name or url,
+            request_timeout_s,
+            batch_size,
+        )
+        self._headers = {"Authorization": f"Bearer {admin_key}"}
+        self._local = threading.local()
+
+    def with_timeout(self, request_timeout_s: float) -> EngineClient:
+        """The same engine with another deadline."""
+        key = self._headers["Authorization"].removeprefix("Bearer ")
+        return EngineClient(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
+
+    # -- generation ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        with_routes: bool = False,
+    ) -> list[Completion]:
+        """One response for each prompt, in order. Repeat a prompt to sample it several times.
+
+        Args:
+            prompts: token ids.
+            sampling: the same for all.
+            max_new_tokens: upper bound on the response's length.
+            stop_token_ids: generation ends with, and includes, the first of these.
+            with_routes: bring the experts of each token; the engine was started with
+                `EngineSpec.return_routed_experts`.
+
+        Raises:
+            EngineError: refused, malformed, or not answered within `request_timeout_s`.
+        """
+        rows = [[int(token) for token in prompt] for prompt in prompts]
+        empty = [i for i, row in enumerate(rows) if not row]
+        if empty:
+            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": [int(token) for token in stop_token_ids],
+        }
+        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        if len(chunks) < 2:
+            return [one for chunk in chunks for one in self._generate_chunk(chunk, parameters, with_routes)]
+        with ThreadPoolExecutor(len(chunks)) as pool:
+            return [
+                one
+                for done in pool.map(lambda chunk: self._generate_chunk(chunk, parameters, with_routes), chunks)
+                for one in done
+            ]
+
+    def _generate_chunk(
+        self, prompts: list[list[int]], parameters: dict[str, Any], with_routes: bool
+    ) -> list[Completion]:
+        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True}
+        answer = self._call("/generate", body | ({"return_routed_experts": True} if with_routes else {}))
+        if not isinstance(answer, list) or len(answer) != len(prompts):
+            got = len(answer) if isinstance(answer, list) else type(answer).__name__
+            raise EngineError(f"/generate answered {got} for {len(prompts)} prompts", engine=self.name)
+        try:
+            completions = [_completion(item) for item in answer]
+            if with_routes:
+                completions = [
+                    _routed(one, item, len(prompt))
+                    for one, item, prompt in zip(completions, answer, prompts, strict=True)
+                ]
+            return completions
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(
+                f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name
+            ) from error
+
+    def health(self) -> bool:
+        """True when the HTTP server answers. During a weight load it does not until the load is over: that is not
+        death."""
+        return self._request("GET", "/health", None).status_code == 200
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+        """Give the device memory of these parts back to others; their contents are lost. No request may be running.
+
+        On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory calls.
+        """
+        self._request_ok("POST", "/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+        """Take the memory of these parts again; weights must then be sent before the next request."""
+        self._request_ok("POST", "/resume_memory_occupation", {"tags": list(tags)})
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating.
+
+        Args:
+            mode: what happens to running requests. abort: they end; retract: they wait, and their KV cache is computed
+                anew;
+                in_place: they wait and keep it, although it was made by the old weights.
+        """
+        self._post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """Continue generating after `pause`."""
+        self._post("/continue_generation", {})
+
+    def begin_weight_update(self) -> None:
+        """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the requests in flight."""
+        self._post("/begin_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        """Close the session. A session left open refuses the next `begin_weight_update`."""
+        self._post("/end_weight_update", {})
+
+    def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
+        """Bring a message to our code in every tensor-parallel rank and wait until all have dealt with it; they report
+        elsewhere.
+
+        Needs an open session.
+
+        Args:
+            control: the message.
+            flush_cache: forget cached prefixes, which belong to the old weights. Fails with requests held by
+                `pause("in_place")`.
+
+        `weight_version` is left out: SGLang would take the new name on even when the loader has failed.
+        """
+        body = {"serialized_named_tensors": payload(control), "load_format": LOADER, "flush_cache": flush_cache}
+        self._post("/update_weights_from_tensor", body)
+
+    def load_weights_from_disk(self, folder: str) -> None:
+        """Load a Hugging Face folder, as a cold start would."""
+        # not the server's, which may be dummy
+        self._post("/update_weights_from_disk", {"model_path": folder, "load_format": "auto"})
+
+    def set_weight_version(self, version: int | str) -> None:
+        """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes. Refused while requests are running."""
+        self._request_ok("POST", "/flush_cache", {})
+
+    def weights_checksum(self) -> str:
+        """One checksum over all parameters of all ranks: equal exactly when the loaded weights are equal bit for
+        bit."""
+        answer = self._post("/weights_checker", {"action": "checksum"})
+        try:
+            return str(answer["per_engine_checksum"])
+        except KeyError as error:
+            raise EngineError("/weights_checker answered without a checksum", engine=self.name) from error
+
+    # -- transport -------------------------------------------------------------------------------------------
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A control call: SGLang answers `{success, message}`, with 200 or 400."""
+        answer = self._call(path, body)
+        if not isinstance(answer, dict) or answer.get("success") is False:
+            message = (
+                answer.get("message", "no reason given")
+                if isinstance(answer, dict)
+                else f"answered {type(answer).__name__}"
+            )
+            raise EngineError(f"{path} failed: {message}", engine=self.name)
+        return answer
+
+    def _call(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self._request_ok("POST", path, body)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EngineError(f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name) from error
+
+    def _request_ok(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
+        answer = self._request(method, path, body)
+        if answer.status_code != 200:
+            raise EngineError(f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name)
+        return answer
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
+        try:
+            return self._session().request(
+                method,
+                self.url + path,
+                json=body,
+                headers=self._headers,
+                timeout=self.request_timeout_s,
+                allow_redirects=False,
+            )
+        except requests.Timeout as error:
+            raise EngineSilent(f"{path} not answered within {self.request_timeout_s:g} s", engine=self.name) from error
+        except requests.RequestException as error:
+            raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
+
+    def _session(self) -> requests.Session:
+        session = getattr(self._local, "session", None)
+        if session is None:
+            session = requests.Session()
+            session.trust_env = False  # a proxy of the environment must not see, nor break, calls to this machine
+            self._local.session = session
+        return session
+
+
+def _completion(item: dict[str, Any]) -> Completion:
+    meta = item["meta_info"]
+    tokens = [int(token) for token in item["output_ids"]]
+    log_probs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+    if len(log_probs) != len(tokens):
+        raise ValueError(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+    reason = meta["finish_reason"]["type"]
+    if reason not in FINISH_REASONS:
+        raise ValueError(f"finish reason {reason!r}")
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+    return Completion(
+        tokens, log_probs, reason, tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
+    )
+
+
+def _routed(completion: Completion, item: dict[str, Any], prompt_tokens: int) -> Completion:
+    """With the experts of each token but the last (base64 of int32,
+    sglang/srt/state_capturer/routed_experts.py:166)."""
+    encoded = item["meta_info"].get("routed_experts")
+    if encoded is None:
+        if completion.token_ids:
+            raise ValueError(
+                "no routed experts; the engine needs EngineSpec.return_routed_experts and a mixture of experts"
+            )
+        return completion
+    flat, rows = (
+        np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32),
+        prompt_tokens + len(completion.token_ids) - 1,
+    )
+    if not len(flat) or len(flat) % rows:
+        raise ValueError(f"{len(flat)} routed experts for {rows} tokens")
+    return replace(completion, routes=flat.reshape(rows, -1))

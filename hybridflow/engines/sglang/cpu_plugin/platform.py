@@ -1,0 +1,31 @@
+"""The platform object SGLang asks about devices, backends and capabilities. Imported only inside SGLang processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU as an out-of-tree device: with `is_cpu()` true SGLang would take its sgl_kernel paths, with OOT it takes the
+    native ones."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()  # no triton, no graphs: every field at its conservative default
+
+    def get_default_attention_backend(self) -> str:
+        """Attention written in plain torch operators."""
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        """Custom operators dispatch to their `forward_native` method."""
+        return "native"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        """There is no device to pin host memory for."""
+        return False

@@ -1,0 +1,457 @@
+"""One SGLang server as a child of this process: command line, environment, start, liveness, end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from hybridflow.engines.sglang import guard
+from hybridflow.engines.sglang.weight_control import LOADER
+from hybridflow.errors import EngineError
+from hybridflow.process.rendezvous import master_store
+
+HOST = "127.0.0.1"
+# below the kernel's ephemeral range: no connect() of anybody is handed one of these, nor of the few that SGLang derives
+# by adding 233
+FIRST_PORT, LAST_PORT = 20000, 32500
+POLL_S = 0.1
+LOG_TAIL_LINES = 40
+GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
+INHERITED_BY_RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one engine serves and with which resources.
+
+    Args:
+        name: used in messages and for its log.
+        model_path: Hugging Face folder; without weight files the weights start random and must be sent before use.
+        tensor, pipeline: sizes; their product is the number of ranks, one process each.
+        expert: into how many groups the tensor-parallel ranks divide the experts; 1: each expert is cut over all of
+            them.
+        data_attention: how many copies of the attention the tensor-parallel ranks hold; 1: one, cut over all of them.
+        nnodes, node_rank, dist_init_addr: an engine over several nodes is one server a node, equal but for `node_rank`;
+            the ranks meet at `dist_init_addr` ("host:port"), where the server with node_rank 0 listens; port 0 takes a
+            free one, which `EngineServer.spec` names after the start. Only that server answers requests.
+        dtype: float32 | bfloat16.
+        max_running_requests: sequences decoded together.
+        max_total_tokens: size of the KV cache.
+        mem_fraction_static: share of device memory SGLang may plan with.
+        extra_args: SGLang server arguments by name (`-` or `_`), overriding ours: True is a bare flag, False or None
+            removes it, a list becomes several values, a mapping JSON.
+        start_timeout_s: default deadline of `wait_ready`.
+        request_timeout_s: for the caller's `EngineClient`.
+        seed: SGLang's own random seed. Sampling is not reproducible with it on CPU.
+        device: cpu | cuda.
+        return_routed_experts: keep each token's experts, for `EngineClient.generate(with_routes=True)`; costs host
+            memory of max_total_tokens x layers x experts a token x 4 bytes.
+        memory_saver: be able to give device memory back (`EngineClient.release_memory`); only on cuda, where it works.
+    """
+
+    name: str
+    model_path: str
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    data_attention: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str = ""
+    dtype: str = "float32"
+    max_running_requests: int = 64
+    max_total_tokens: int = 16384
+    mem_fraction_static: float = 0.1
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 300.0
+    seed: int = 1
+    device: str = "cpu"
+    return_routed_experts: bool = False
+    memory_saver: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold weights, on all nodes together."""
+        return self.tensor * self.pipeline
+
+
+def has_weights(model_path: str) -> bool:
+    """True when the folder holds weight files (a name that is no folder is a hub name and has them)."""
+    folder = Path(model_path)
+    return not folder.is_dir() or any(
+        next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
+    )
+
+
+def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
+    """SGLang's arguments for the spec, by name, before they become a command line."""
+    arguments: dict[str, Any] = {
+        "model-path": spec.model_path,
+        "host": HOST,
+        "port": port,
+        "tp-size": spec.tensor,
+        "dtype": spec.dtype,
+        "mem-fraction-static": spec.mem_fraction_static,
+        "max-running-requests": spec.max_running_requests,
+        "max-total-tokens": spec.max_total_tokens,
+        "random-seed": spec.seed,
+        "skip-tokenizer-init": True,  # we send and receive token ids; also spares the detokenizer's work per token
+        "skip-server-warmup": True,  # wait_ready makes its own one-token request
+        "grammar-backend": "none",
+        "log-level-http": "warning",
+        "custom-weight-loader": [LOADER],
+        "sleep-on-idle": True,  # an idle scheduler polls in a busy loop otherwise and takes a core from the trainer
+    }
+    if spec.device == "cpu":
+        arguments["device"] = "cpu"
+    if spec.return_routed_experts:
+        arguments["enable-return-routed-experts"] = True
+    if spec.memory_saver and spec.device == "cuda":
+        arguments["enable-memory-saver"] = True  # on CPU the server would die at its start
+    if not has_weights(spec.model_path):
+        arguments["load-format"] = "dummy"
+    if spec.pipeline > 1:
+        arguments["pp-size"] = spec.pipeline
+    if spec.expert > 1:
+        arguments["ep-size"] = spec.expert
+    if spec.data_attention > 1:
+        arguments |= {"dp-size": spec.data_attention, "enable-dp-attention": True}
+    if spec.nnodes > 1:
+        arguments |= {"nnodes": spec.nnodes, "node-rank": spec.node_rank, "dist-init-addr": spec.dist_init_addr}
+    return arguments | {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """`{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`; False and None are left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name}")
+        if value is True:
+            continue
+        if isinstance(value, (list, tuple)):
+            words += [str(item) for item in value]
+        else:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
+
+
+def core_binding(ranks: int, cores: list[int]) -> str:
+    """SGLANG_CPU_OMP_THREADS_BIND: cores of each rank, `0,1|2,3`. Ranks share cores when there are fewer cores than
+    ranks.
+
+    Why: on CPU SGLang gives one NUMA node to each rank and refuses more ranks than nodes unless told the cores.
+    """
+    share = max(1, len(cores) // ranks)
+    parts = [[cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)]
+    return "|".join(",".join(str(core) for core in part) for part in parts)
+
+
+def unused_model_files(model_path: str) -> list[str]:
+    """Names of SGLang's model files that do not define this model's architecture; empty when nothing is certain.
+
+    SGLang imports every one of its model files to find one class (sglang/srt/models/registry.py:118), about a second of
+    CPU a start. It skips those that SGLANG_DISABLED_MODEL_ARCHS names.
+    """
+    config = Path(model_path) / "config.json"
+    package = importlib.util.find_spec("sglang")
+    if not config.is_file() or package is None or not package.submodule_search_locations:
+        return []
+    try:
+        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
+    except (ValueError, AttributeError):
+        return []  # SGLang says what is wrong with it
+    files = sorted((Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
+    defining = [
+        path for path in files if any(f"class {name}(" in path.read_text(encoding="utf-8") for name in architectures)
+    ]
+    return [path.stem for path in files if path not in defining] if defining else []
+
+
+def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
+    """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
+    env = {k: v for k, v in os.environ.items() if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")}
+    env |= {
+        "TMPDIR": folder,  # SGLang's zmq sockets: gone with the folder
+        "TOKENIZERS_PARALLELISM": "false",
+        # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
+        # (sglang/srt/distributed/bootstrap.py:238).
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/rendezvous",
+        # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    if spec.nnodes == 1 or spec.dist_init_addr.startswith("127."):
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if Path(spec.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if unused := unused_model_files(spec.model_path):
+        env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
+    if spec.device == "cpu":
+        # More OpenMP threads than free cores cost about ten times the speed under contention.
+        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a host's moves with
+        # whatever starts on it.
+        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+        # torch.compile on a CPU needs a C++ tool chain and minutes of warm-up
+        env.setdefault("TORCH_COMPILE_DISABLE", "1")
+        if spec.ranks > 1:
+            ranks_here = spec.ranks // spec.nnodes
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
+    if spec.nnodes > 1:
+        env |= _rendezvous_of_nodes(spec)
+    return env
+
+
+def _rendezvous_of_nodes(spec: EngineSpec) -> dict[str, str]:
+    """The ranks of all nodes meet in the store that the first node's `EngineServer` serves (see `EngineServer.start`).
+
+    Left to SGLang, rank 0 would serve it, and torch's store would listen on every interface.
+    """
+    host, port = _address(spec)
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _address(spec: EngineSpec) -> tuple[str, int]:
+    host, _, port = spec.dist_init_addr.rpartition(":")
+    if not host or not port.isdigit():
+        raise EngineError(
+            f"nnodes={spec.nnodes} needs dist_init_addr=HOST:PORT, not {spec.dist_init_addr!r}", engine=spec.name
+        )
+    return host, int(port)
+
+
+def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
+    """A port nobody listens on, and a lock on it that lasts as long as the returned socket.
+
+    The lock is an abstract unix socket: it keeps two engines of this machine from choosing the same port before either
+    listens.
+
+    Raises:
+        EngineError: none found.
+    """
+    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), attempts):
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0hybridflow-engine-port-{port}")
+            with socket.socket() as probe:
+                probe.bind((HOST, port))
+        except OSError:
+            lock.close()
+            continue
+        return port, lock
+    raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} in {attempts} attempts")
+
+
+def log_of_life(log_path: Path, life: int) -> Path:
+    """Where an engine logs that was started `life` times before: `NAME.log`, then `NAME.1.log` and so on beside it."""
+    return log_path.with_stem(f"{log_path.stem}.{life}") if life else log_path
+
+
+class EngineServer:
+    """One running engine. `start` returns at once; call it for all engines, then `wait_ready` for each.
+
+    Args:
+        spec: what to serve.
+        log_path: receives the output of all its processes; its folder is created.
+        check: called by `check_alive` as well, to raise EngineError when something that the engine needs elsewhere is
+            gone.
+    """
+
+    def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] | None = None) -> None:
+        self.spec, self.log_path, self._check = spec, Path(log_path), check
+        self.admin_key = secrets.token_hex(16)
+        self.port = 0
+        self._lock: socket.socket | None = None
+        self._folder = ""
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._store: Any = None
+
+    @property
+    def url(self) -> str:
+        """Base address of the HTTP interface, on loopback."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Pid of the guard, which is also the session id of all processes of the engine; 0 before the start."""
+        return self._guard.pid if self._guard else 0
+
+    def start(self) -> None:
+        """Start the processes; does not wait for them. The engine ends with this process, however that one ends."""
+        if self._guard is not None:
+            raise EngineError("already started", engine=self.spec.name)
+        if self.spec.nnodes > 1 and self.spec.node_rank == 0:
+            host, port = _address(self.spec)
+            self._store = master_store(host, port, self.spec.start_timeout_s)
+            self.spec = replace(self.spec, dist_init_addr=f"{host}:{self._store.port}")
+        self.port, self._lock = reserve_port()
+        self._folder = tempfile.mkdtemp(prefix="hf-engine-")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "sglang.launch_server", "--config", self._write_key_file()]
+        command += command_line(server_arguments(self.spec, self.port))
+        guarded = [
+            sys.executable,
+            "-S",
+            guard.__file__,
+            str(os.getpid()),
+            str(GRACE_S[self.spec.device]),
+            self._folder,
+            "--",
+            *command,
+        ]
+        # SGLang prints its arguments, keys included, to its log: readable by this user only.
+        with open(self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            self._guard = subprocess.Popen(
+                guarded,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self.spec, self._folder),
+                start_new_session=True,
+            )
+
+    def _write_key_file(self) -> str:
+        """The keys travel in a private file: a command line is readable by every user of the machine.
+
+        `admin-api-key` protects weights and control, `api-key` generation (sglang/srt/utils/auth.py:74): one key for
+        both.
+        """
+        path = Path(self._folder) / "keys.yaml"
+        path.touch(mode=0o600)
+        path.write_text(f"api-key: {self.admin_key}\nadmin-api-key: {self.admin_key}\n", encoding="utf-8")
+        return str(path)
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine has answered a one-token request (of several nodes the first; the others until theirs
+        have loaded).
+
+        Args:
+            timeout_s: seconds from now; None: the spec's `start_timeout_s`.
+
+        Raises:
+            EngineError: it ended or was not ready in time. Carries the log's tail; nothing is left running.
+        """
+        limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        try:
+            while not self._answers("/health", None, 5.0):
+                self.check_alive()
+                self._check_deadline(deadline, limit)
+                time.sleep(POLL_S)
+            if self.spec.node_rank > 0:
+                return
+            body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+            while not self._answers("/generate", body, max(0.1, deadline - time.monotonic())):
+                self.check_alive()
+                self._check_deadline(deadline, limit)
+                time.sleep(POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _check_deadline(self, deadline: float, limit: float) -> None:
+        if time.monotonic() > deadline:
+            raise EngineError(f"not ready after {limit:.0f} s", engine=self.spec.name, log_tail=self.log_tail())
+
+    def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
+        headers = {"Authorization": f"Bearer {self.admin_key}"}
+        try:
+            answer = requests.request(
+                "POST" if body else "GET", self.url + path, json=body, timeout=timeout_s, headers=headers
+            )
+        except requests.RequestException:
+            return False  # not listening yet: the caller looks at liveness and deadline
+        return answer.status_code == 200
+
+    def check_alive(self) -> None:
+        """Raise when the engine is not running. Costs a system call.
+
+        SGLang ends its main process when one of its children dies, so the main process stands for all.
+
+        Raises:
+            EngineError: it was never started or has ended. Carries the log's tail.
+        """
+        if self._guard is None:
+            raise EngineError("not started", engine=self.spec.name)
+        status = self._guard.poll()
+        if status is not None:
+            raise EngineError(f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail())
+        if self._check is not None:
+            self._check()
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of the log without the key, empty when there is none."""
+        if not self.log_path.exists():
+            return ""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * lines))
+            text = log.read().decode("utf-8", errors="replace").replace(self.admin_key, "***")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End all processes of the engine, within about 10 s, and remove its temporary files. Safe to call again.
+
+        On CPU they are killed at once: an engine holds nothing that is not sent to it again. On CUDA they get a few
+        seconds to release the device memory themselves.
+
+        Raises:
+            EngineError: a process could not be ended.
+        """
+        process = self._guard
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(GRACE_S[self.spec.device] + 6.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        leftovers = guard.shared_memory_of(guard.session_members(process.pid))  # only if the guard itself was killed
+        still_there = guard.kill_session(process.pid)
+        guard.remove_shared_memory(leftovers)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+        self._store = None
+        if still_there:
+            raise EngineError(
+                f"processes {still_there} cannot be ended", engine=self.spec.name, log_tail=self.log_tail()
+            )
+
+    def __enter__(self) -> EngineServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,159 @@
+"""One engine's part of a weight sync, as its worker drives it over HTTP: all of it or none, and never a token from a
+mixture.
+
+The engine is paused before anything is written, and goes on only after every rank has reported success, under the new
+version's name. Whatever goes wrong leaves it paused under its old version's name, for the next order. SGLang's own
+answer decides nothing: it is success even when the loader has failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import cast
+
+from hybridflow.engines.sglang.client import EngineClient, EngineSilent, PauseMode
+from hybridflow.engines.sglang.weight_control import DESCRIBE, RECEIVE, Control
+from hybridflow.errors import EngineError, WeightSyncError
+from hybridflow.sync import session
+from hybridflow.sync.schedule import EngineLayout
+from hybridflow.sync.session import Board, Order, Outcome, RankReport
+
+REPORT_GRACE_S = 5.0  # a rank reports before SGLang answers; a report later than this will not come
+
+
+class _Unusable(WeightSyncError):
+    """The engine can take no further order: ranks are dead or nobody knows what they are doing, or its session stays
+    open."""
+
+
+def answer_deadline(timeout_s: float) -> float:
+    """Seconds that a control call to an engine may take: one wait to meet, one for a message, and time to report
+    either."""
+    return 2 * timeout_s + REPORT_GRACE_S
+
+
+def _report_deadline(timeout_s: float, stages: int) -> float:
+    """Seconds after SGLang's answer by which ranks report; with several stages it answers when the first has dealt with
+    the message."""
+    return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
+
+
+def describe(
+    client: EngineClient, name: str, ranks: int, host: str, port: int, timeout_s: float, stages: int = 1
+) -> EngineLayout:
+    """Have all ranks of an engine trace and post their layouts. For an engine that has no requests.
+
+    Raises:
+        WeightSyncError: a rank could not trace its loader or did not report; names engine and rank.
+        EngineError: the engine does not answer.
+    """
+    store = session.connect(host, port, timeout_s)
+    control = Control(DESCRIBE, host, port, timeout_s, f"described/{name}/{time.time_ns()}", 0, ranks)
+    client.begin_weight_update()
+    client.call_ranks(control, flush_cache=False)
+    reports = session.read_reports(store, control.report, range(ranks), _report_deadline(timeout_s, stages))
+    client.end_weight_update()
+    _check_reports(name, range(ranks), reports, "")
+    return EngineLayout(name, tuple(reports[rank].layout for rank in range(ranks)))
+
+
+def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
+    """Carry an order out. Does not raise our errors: the outcome says what became of the engine.
+
+    Args:
+        plan: digest of the plan that this engine was described for.
+        stages: of the engine's pipeline.
+    """
+    started, board = time.perf_counter(), None
+    fate = "refused"
+    try:
+        board = Board.open(order)
+        _compare(board, plan)
+        fate = "stale"
+        reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
+    except (WeightSyncError, EngineError) as error:
+        if board is not None:
+            with suppress(RuntimeError):  # the store is gone: then so is whom this would tell
+                board.call_off(str(error))
+        if isinstance(error, EngineSilent | _Unusable):
+            fate = "lost"
+        return Outcome(
+            order.engine, order.number, fate, f"{order.describe()}: {error}", 0, time.perf_counter() - started
+        )
+    board.clear()
+    nbytes = sum(report.nbytes for report in reports.values())
+    return Outcome(order.engine, order.number, "served", "", nbytes, time.perf_counter() - started)
+
+
+def refuse(order: Order, reason: str) -> Outcome:
+    """The outcome of an order to an engine that cannot take one; its senders are told."""
+    with suppress(RuntimeError, WeightSyncError):
+        Board.open(order).call_off(reason)
+    return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")
+
+
+def _compare(board: Board, plan: str) -> None:
+    """Refuse, before anything is paused, an order whose senders hold another plan or version than the engine is to
+    receive."""
+    order = board.order
+    if order.plan != plan:
+        raise WeightSyncError(
+            f"{order.engine} was described for plan {plan[:12]}, the order is for plan {order.plan[:12]}; plan again"
+        )
+    for sender, announced in board.announcements(order.endpoint.timeout_s).items():
+        if announced.plan != plan:
+            raise WeightSyncError(
+                f"trainer rank {sender} holds plan {announced.plan[:12]}, {order.engine} plan {plan[:12]}; plan again"
+            )
+        if announced.version != order.version:
+            raise WeightSyncError(
+                f"trainer rank {sender} holds weight version {announced.version}, not {order.version}"
+            )
+
+
+def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
+    """`report_s`: how long after SGLang's answer the ranks' reports may come."""
+    order, refusal = board.order, ""
+    ranks = order.endpoint.receivers
+    endpoint = order.endpoint
+    control = Control(
+        RECEIVE, endpoint.host, endpoint.port, endpoint.timeout_s, board.report_prefix, ranks[0], len(ranks), order
+    )
+    client.pause(cast(PauseMode, order.pause))
+    client.begin_weight_update()
+    board.go()  # not before: senders would wait for an engine that finishes its requests
+    try:
+        # requests that were paused in place keep their KV cache, and SGLang answers 400 when asked to forget it
+        client.call_ranks(control, flush_cache=order.pause != "in_place")
+    except EngineSilent:
+        raise
+    except EngineError as error:
+        refusal = str(error)
+    reports = board.reports(report_s)
+    try:
+        client.end_weight_update()
+    except EngineError as error:
+        raise _Unusable(
+            f"{order.engine}: its update session cannot be closed and would refuse the next: {error}"
+        ) from error
+    _check_reports(order.engine, ranks, reports, refusal)
+    client.set_weight_version(order.version)
+    client.resume()
+    return reports
+
+
+def _check_reports(
+    engine: str, ranks: tuple[int, ...] | range, reports: Mapping[int, RankReport], refusal: str
+) -> None:
+    """Refuse anything but success of every rank."""
+    causes_first = sorted(reports.values(), key=lambda report: report.called_off)
+    faults = [f"{engine} {report.error}" for report in causes_first if report.error]
+    silent = [str(rank) for rank in ranks if rank not in reports]
+    if refusal:
+        raise WeightSyncError("; ".join([*faults, refusal]))
+    if silent:
+        raise _Unusable("; ".join([*faults, f"{engine}: rank(s) {', '.join(silent)} did not report"]))
+    if faults:
+        raise WeightSyncError("; ".join(faults))

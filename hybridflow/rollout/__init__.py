@@ -1,0 +1,1 @@
+"""Rollouts as the driver sees them: weight sync, recovery of engines, evaluation."""

@@ -1,0 +1,121 @@
+"""Scoring of responses, validation on the held-out set, and dumps of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch.routes import ROUTES
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.custom import Prompts
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.observe.rollouts import dump_path, dump_rollouts
+from hybridflow.rewards.manager import RewardManager
+from hybridflow.rollout.protocols import RolloutService
+
+# large, and not read here
+_NOT_DUMPED = (
+    "entropys",
+    "ref_log_probs",
+    "response_ids",
+    ROUTES,
+    "teacher_top_log_probs",
+    "teacher_top_ids",
+)
+
+
+class Scorer:
+    """Decodes responses and asks the reward function."""
+
+    def __init__(self, rewards: RewardManager, tokenizer: Tokenizer) -> None:
+        self.rewards, self.tokenizer = rewards, tokenizer
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Columns response_text (objects) and scores [B] f32."""
+        pieces = batch.pieces(["response_ids"])
+        texts = [
+            self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
+        ]
+        results = self.rewards.score(
+            batch["data_source"].tolist(), texts, batch["ground_truth"].tolist(), batch["extra_info"].tolist()
+        )
+        scores = np.array([result.score for result in results], dtype=np.float32)
+        return DataProto.from_columns({"response_text": np.array(texts, dtype=object), "scores": scores})
+
+
+class Validator:
+    """Answers the held-out prompts with `rollout.val_sampling` and scores them."""
+
+    def __init__(self, config: RunConfig, dataset: Prompts | None, scorer: Scorer, folder: Path) -> None:
+        self.config, self.dataset, self.scorer, self.folder = config, dataset, scorer, folder
+
+    def run(self, engines: RolloutService, step: int) -> dict[str, float]:
+        """val/accuracy (mean score) and lengths; the answers are dumped under `validation/`."""
+        if self.dataset is None:
+            return {"val/accuracy": float("nan")}
+        batch = self.dataset.batch(np.arange(len(self.dataset)))
+        batch = batch.union(engines.generate(batch, self.config.rollout.val_sampling))
+        batch = batch.union(self.scorer.score(batch))
+        dump_batch(self.folder, step, batch, self.scorer.tokenizer)
+        metrics = {
+            "val/accuracy": float(np.mean(batch["scores"])),
+            "val/response_length/mean": float(np.mean(batch.lengths("response_ids"))),
+        }
+        for source in dict.fromkeys(batch["data_source"].tolist()):
+            metrics[f"val/{source}/accuracy"] = float(np.mean(batch["scores"][batch["data_source"] == source]))
+        return metrics
+
+
+def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
+    """Write what happened to each sample, for people: `folder/step_N.parquet`. Token columns are read a few rows at a
+    time."""
+    names = [name for name in batch.columns if name not in _NOT_DUMPED]
+    lengths = batch.with_columns(response_length=batch.lengths("response_ids"))
+    dump_rollouts(
+        dump_path(folder, step),
+        (_dumped(piece, step, tokenizer) for piece in lengths.pieces([*names, "response_length"])),
+    )
+
+
+def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The rows of one piece."""
+    prompts = batch.jagged("prompt_ids")
+    rows: dict[str, Any] = {
+        "step": [step] * len(batch),
+        "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
+        "data_source": batch["data_source"].tolist(),
+        "prompt_text": [tokenizer.decode(row.tolist()) for row in prompts],
+        "response_text": batch["response_text"].tolist(),
+        "ground_truth": batch["ground_truth"].tolist(),
+        "score": batch["scores"].tolist(),
+        "prompt_length": prompts.lengths.tolist(),
+        "response_length": batch["response_length"].tolist(),
+        "finish_reason": batch["finish_reason"].tolist(),
+        "weight_version": batch["weight_version"].tolist(),
+        "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
+        "extra_info": batch["extra_info"].tolist(),
+    }
+    if "rm_scores" in batch:
+        rows["rm_score"] = batch["rm_scores"].tolist()
+    if "advantages" in batch:
+        rows["advantage"] = [_mean(row) for row in batch.jagged("advantages")]
+    if "old_log_probs" in batch:
+        old, rollout = batch.jagged("old_log_probs"), batch.jagged("rollout_log_probs")
+        difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
+        rows["logprob_diff_mean"] = [_mean(row) for row in difference]
+        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in difference]
+    return rows
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _runs(values: np.ndarray) -> list[list[int]]:
+    """[value, length] of each run of equal values: thousands of tokens have one or two versions."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    lengths = np.diff(starts, append=len(values))
+    return np.stack([values[starts], lengths], 1).tolist()

@@ -1,0 +1,57 @@
+"""What the loop sees of rollouts: engines that answer prompts, and the sync that brings them weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridflow.batch import DataProto
+from hybridflow.config.schema import SamplingConfig
+
+
+class RolloutService(Protocol):
+    """Engines that answer prompts."""
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version; routed_experts when they
+        are replayed."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device memory away."""
+        ...
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take that of `weights` or `kv_cache` again; weights come with the next sync."""
+        ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did: seconds, bytes of weights that reached engines, and for each engine that was left out, why."""
+
+    version: int
+    seconds: float
+    nbytes: int
+    stale: Mapping[str, str]
+
+    def metrics(self) -> dict[str, float]:
+        """For the step's record."""
+        return {
+            "sync/seconds": self.seconds,
+            "sync/bytes": float(self.nbytes),
+            "sync/engines_stale": float(len(self.stale)),
+        }
+
+
+class WeightSync(Protocol):
+    """Brings the policy's weights to the engines."""
+
+    def sync(self, version: int) -> SyncReport:
+        """After it returns, every engine that gets requests answers with these weights, and says so in weight_version.
+
+        Raises:
+            WeightSyncError: no engine could take them.
+        """
+        ...

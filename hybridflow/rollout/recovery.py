@@ -1,0 +1,94 @@
+"""Carrying on in the same step when no engine is left: engines and their workers start again and take the weights they
+had.
+
+A step goes on where it was: the policy has not moved since the last sync, so the same version goes to the new engines,
+and the prompts of the lost answers are generated again. Nothing of this is needed while another engine can answer:
+`EngineGroup.generate` asks that one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hybridflow.batch import DataProto
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+
+log = logging.getLogger(__name__)
+
+
+class Engines(RolloutService, Protocol):
+    """A rollout service whose workers can be lost."""
+
+    def workers_alive(self) -> bool:
+        """Whether every engine's worker still runs."""
+        ...
+
+    def restart_workers(self) -> None:
+        """Start all workers, and with them all engines, again; return when they are up and can take weights."""
+        ...
+
+
+class RestartingRollouts:
+    """`RolloutService` and `WeightSync` over the engines, which start again when none is left.
+
+    Args:
+        engines, weights: what is carried on.
+        max_restarts: how many times in this process; 0 lets the first loss end the job.
+        told: about each restart, in one line.
+    """
+
+    def __init__(self, engines: Engines, weights: WeightSync, max_restarts: int, told: Callable[[str], None]) -> None:
+        self.engines, self.weights, self._told = engines, weights, told
+        self._left = max_restarts
+        self._version = -1
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+        """See RolloutService. Every prompt is answered with the weights of the last sync, however often engines are
+        lost over it.
+
+        Raises:
+            HybridFlowError: of the loss, when `max_restarts` are used up; or of what went wrong in a restart: the
+            engines have
+                `rollout.start_timeout_s` to come up.
+        """
+        while True:
+            try:
+                return self.engines.generate(prompts, sampling)
+            except (EnginesLostError, WorkerError) as error:
+                if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
+                    raise
+                self._restart(error)
+                self.weights.sync(self._version)  # waits for engines that are starting
+
+    def sync(self, version: int) -> SyncReport:
+        """See WeightSync. Workers that are lost start again; engines alone are `weights`' affair."""
+        self._version = version
+        while True:
+            try:
+                return self.weights.sync(version)
+            except WorkerError as error:
+                if self.engines.workers_alive():  # a rank of the policy, then
+                    raise
+                self._restart(error)
+
+    def sleep(self) -> None:
+        """See RolloutService."""
+        self.engines.sleep()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See RolloutService."""
+        self.engines.wake(tags)
+
+    def _restart(self, error: HybridFlowError) -> None:
+        """Have workers again, if it is them; raise `error` when this was tried often enough."""
+        if self._left < 1:
+            raise error
+        self._left -= 1
+        log.warning("no engine is left; they start again (%d more times): %s", self._left, error)
+        self._told(str(error).splitlines()[0])
+        if not self.engines.workers_alive():
+            self.engines.restart_workers()

@@ -1,0 +1,169 @@
+"""The loop's rollout service over the workers of the engines: who gets which prompts, and what happens when an engine
+is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig, SamplingConfig
+from hybridflow.engines.sglang.client import EngineSilent
+from hybridflow.engines.sglang.keeper import EngineState
+from hybridflow.errors import EngineError, EnginesLostError
+from hybridflow.single_controller import Future, WorkerGroup
+from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
+
+# an engine that answers no longer is found dead within a few seconds, or it hangs
+_SETTLE_S, _SETTLE_POLL_S = (
+    10.0,
+    0.2,
+)
+_log = logging.getLogger(__name__)
+
+
+class EngineGroup:
+    """`RolloutService` over SGLang engines, one worker beside each.
+
+    Args:
+        group: those workers (`RolloutWorker`).
+        stop_ids: tokens that end a response.
+        others: of engines over several nodes, the workers on the nodes but the first (`RolloutNodeWorker`).
+    """
+
+    def __init__(
+        self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int], others: WorkerGroup | None = None
+    ) -> None:
+        self.group, self.config, self.stop_ids, self.others = group, config, list(stop_ids), others
+        self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
+        self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
+
+    def check_starting(self) -> None:
+        """Raise at once when an engine has failed to start; return when all is well so far."""
+        if self._ready is not None and self._ready.done():
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until all engines serve."""
+        if self._ready is not None:
+            self._ready.result()
+            self._ready = None
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+        """See RolloutService. Only engines that took the last weights get rows; when one dies over them, the others
+        answer all again.
+
+        Raises:
+            EnginesLostError: there are no others. The lost ones are being started again, and hold no weights.
+            EngineError: an engine refused, and lives.
+        """
+        limit, timeout = self.config.data.max_response_length, self.config.rollout.request_timeout_s + 30
+        while True:
+            healthy = [number for number in range(self.group.world_size) if number not in self.stale]
+            arguments = (prompts, sampling, limit, self.stop_ids)
+            # only of samples that are trained on: routes are large, and validation has no use for them
+            method = generate_method(self.config, training=sampling == self.config.rollout.sampling)
+            try:
+                return as_batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
+            except EngineError as error:
+                lost = self._lost(error)
+                if not lost.keys() - self.stale.keys():
+                    raise
+                self.quarantine(self.stale | lost)
+                if len(self.stale) == self.group.world_size:
+                    reasons = "\n".join(f"  - {why}" for why in self.stale.values())
+                    raise EnginesLostError(
+                        f"no engine is left that could answer: {str(error).splitlines()[0]}\n{reasons}"
+                    ) from error
+                _log.warning("an engine was lost while it generated; the others answer its prompts: %s", error)
+
+    def _lost(self, error: EngineError) -> dict[int, str]:
+        """Engines that are not up, after an error of one; one that hangs is given up."""
+        silent, settled = isinstance(error, EngineSilent), time.monotonic() + _SETTLE_S
+        while True:
+            # the others may still answer their share
+            states = self.states(busy_s=self.config.rollout.request_timeout_s)
+            lost = {
+                n: f"{state.name} is {state.state}: {state.reason}"
+                for n, state in enumerate(states)
+                if state.state != "up"
+            }
+            if lost.keys() - self.stale.keys() or not silent:
+                return lost
+            if time.monotonic() > settled:
+                silent = False
+                hanging = [number for number, state in enumerate(states) if state.name == error.engine]
+                if hanging:
+                    self.group.run(RolloutWorker.replace_engine, str(error).splitlines()[0], only=hanging)
+            time.sleep(_SETTLE_POLL_S)
+
+    def workers_alive(self) -> bool:
+        """Whether every engine's worker still runs, on each of its nodes."""
+        return self.group.is_alive() and (self.others is None or self.others.is_alive())
+
+    def restart_workers(self) -> None:
+        """Start all workers, and with them all engines, again (`WorkerGroup.restart`, whose hooks let them take
+        weights)."""
+        if self.others is not None and not self.others.is_alive():
+            self.others.restart()  # before the first nodes: it is theirs to say when an engine starts
+        self.group.restart()
+
+    def begin_again(self) -> None:
+        """After the workers were started again: wait for their engines, which hold no weights."""
+        self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
+        self._ready = self.group.submit(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
+        self.wait_ready()
+
+    def states(self, wait_s: float = 0.0, busy_s: float = 0.0) -> list[EngineState]:
+        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way.
+
+        Args:
+            busy_s: how long a worker may still be at an earlier call before it answers.
+
+        Raises:
+            WorkerError: a worker is gone. Without one of another node an engine cannot start again, and would wait for
+            it in vain.
+        """
+        if self.others is not None:
+            self.others.run(RolloutNodeWorker.is_following, timeout=60)
+        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + busy_s + 60)
+        return states
+
+    def quarantine(self, stale: Mapping[int, str]) -> None:
+        """From now on these engines, and no others, get no requests; `stale` says why."""
+        for number in sorted(stale.keys() - self.stale.keys()):
+            _log.warning("engine-%d gets no requests: %s", number, stale[number])
+        for number in sorted(self.stale.keys() - stale.keys()):
+            _log.info("engine-%d gets requests", number)
+        self.stale = dict(stale)
+
+    def sleep(self) -> None:
+        """See RolloutService."""
+        self.group.run(RolloutWorker.sleep)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See RolloutService."""
+        self.group.run(RolloutWorker.wake, list(tags))
+
+    def stop(self) -> None:
+        """End the engines."""
+        self.group.run(RolloutWorker.stop, timeout=30)
+
+
+def generate_method(config: RunConfig, training: bool = True) -> Callable[..., Any]:
+    """The worker method that answers prompts; the engines' expert routes come with training samples alone."""
+    return (
+        RolloutWorker.generate_with_routes
+        if training and derived.needs_engine_routes(config)
+        else RolloutWorker.generate
+    )
+
+
+def as_batch(value: Any) -> DataProto:
+    """What a call that collects a batch returned, typed as one."""
+    assert isinstance(value, DataProto), type(value)
+    return value

@@ -1,0 +1,177 @@
+"""A weight sync over all engines: who takes part, what is tried again, and who is left out until the next time.
+
+Each engine is a transaction of its own (`engines.sglang.weight_transaction`), driven by its worker while the policy's
+ranks send. An engine whose transaction fails stays paused and gets no requests; the others go on. A dead one is started
+again by its worker and takes a later order.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.engines.sglang.weight_transaction import answer_deadline, refuse
+from hybridflow.errors import HybridFlowError, WeightSyncError
+from hybridflow.rollout.protocols import SyncReport
+from hybridflow.rollout.service import EngineGroup
+from hybridflow.single_controller import WorkerGroup
+from hybridflow.sync.schedule import PlanFacts
+from hybridflow.sync.session import Order, Outcome
+from hybridflow.sync.transports import chosen
+from hybridflow.sync.transports.base import Endpoint
+from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.rollout import RolloutWorker
+
+_MOST_SLOTS = 8  # more of them leave the cache and gain nothing
+_MARGIN_S = 30.0  # over the deadlines inside a call: those have the better messages
+
+
+class SliceSync:
+    """`WeightSync`: every slice goes from a rank that has it to the engine rank that needs it, by a plan proven before
+    the first step."""
+
+    def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
+        self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
+        self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
+        self._sessions = [0] * config.rollout.num_engines
+        self._lives = [0] * config.rollout.num_engines
+        self._folder = (derived.run_dir(config) / "sync").resolve()
+        self._transport = chosen(self.sync_config.transport, Platform.detect())
+        self._attempts = 0
+        self._at = ("", 0)
+        self._plan: PlanFacts | None = None
+
+    def prepare(self) -> str:
+        """Describe, plan, prove; before the first step, with all engines up. Returns one line about the plan.
+
+        Raises:
+            WeightSyncError: no proven plan exists; nothing can be synced then.
+        """
+        wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
+        if self.sync_config.transport == "disk":
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._at = self.policy.run(PolicyWorker.open_sync_store)
+        described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
+        self._plan = self.policy.run(PolicyWorker.plan_weights, *self._at, described)[0]
+        assert self._plan is not None
+        self.engines.group.run(RolloutWorker.adopt_plan, self._plan.digest)
+        return self._plan.describe()
+
+    def reconnect(self) -> None:
+        """After the policy's ranks or the engines' workers were started again: a new store, new schedules and new
+        sessions."""
+        self._sessions = [number + 1 for number in self._sessions]
+        self.engines.states(wait_s=self.config.rollout.start_timeout_s)
+        self.prepare()
+
+    def sync(self, version: int) -> SyncReport:
+        """See WeightSync."""
+        if self._plan is None:
+            raise RuntimeError("sync before prepare")
+        started = time.perf_counter()
+        stale, nbytes = self._round(version)
+        if len(stale) == len(self._sessions) and any(state.state == "starting" for state in self.engines.states()):
+            self.engines.states(wait_s=self.config.rollout.start_timeout_s)  # better late than not at all
+            stale, nbytes = self._round(version)
+        self.engines.quarantine(stale)
+        if len(stale) == len(self._sessions):
+            reasons = "\n".join(f"  - {why}" for why in stale.values())
+            raise WeightSyncError(f"weight version {version}: no engine could take it\n{reasons}")
+        named = {_name(number): why for number, why in stale.items()}
+        return SyncReport(version, time.perf_counter() - started, nbytes, named)
+
+    def _round(self, version: int) -> tuple[dict[int, str], int]:
+        """Attempts at all engines that are up. Returns why engines did not take the weights, and bytes that reached
+        those that did."""
+        states = self.engines.states()
+        stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
+        for number, state in enumerate(states):
+            if state.life != self._lives[number]:  # the session's other end died with the engine's processes
+                self._lives[number] = state.life
+                self._sessions[number] += 1
+        pending, nbytes = [number for number in range(len(states)) if number not in stale], 0
+        for _ in range(1 + self.sync_config.max_retries):
+            outcomes = self._attempt(pending, version) if pending else []
+            for outcome in outcomes:
+                nbytes += outcome.nbytes
+                stale.pop(outcome.number, None)
+                if outcome.fate != "served":
+                    stale[outcome.number] = outcome.error
+            pending = [outcome.number for outcome in outcomes if outcome.fate == "stale"]
+        return stale, nbytes
+
+    def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
+        """Orders to these engines, carried out at both ends at once; the outcomes at the engines, with what senders had
+        to say."""
+        self._attempts += 1
+        orders = [self._order(number, version) for number in numbers]
+        patience = answer_deadline(self.sync_config.timeout_s)
+        wait = 5 * patience + _MARGIN_S  # announce or pause, begin, load, the reports of a pipeline, end
+        sending = self.policy.submit(PolicyWorker.send_weights, orders, 3 * patience, timeout=wait)
+        try:
+            received: list[Outcome] = self.engines.group.run(
+                RolloutWorker.receive_weights, orders, timeout=wait, only=numbers
+            )
+        except (
+            HybridFlowError
+        ) as error:  # the engines' workers are gone: nobody will tell the senders to go on or to stop
+            for order in orders:
+                refuse(order, str(error).splitlines()[0])
+            with suppress(HybridFlowError):
+                sending.result()
+            raise
+        try:
+            sent: list[Outcome] = [outcome for rank in sending.result() for outcome in rank]
+        except HybridFlowError:  # a trainer rank is gone: the run ends with its error, the engines' side is in the log
+            self.engines.quarantine(
+                {**self.engines.stale, **{o.number: o.error for o in received if o.fate != "served"}}
+            )
+            raise
+        for number in {outcome.number for outcome in (*received, *sent) if outcome.fate != "served"}:
+            self._sessions[number] += 1  # either end has given the session up
+        return [_joined(outcome, [one for one in sent if one.number == outcome.number]) for outcome in received]
+
+    def _order(self, number: int, version: int) -> Order:
+        plan, sync = self._plan, self.sync_config
+        assert plan is not None
+        name = _name(number)
+        endpoint = Endpoint(
+            transport=self._transport,
+            session=f"{self._run}.{name}.{self._sessions[number]}",
+            host=self._at[0],
+            port=self._at[1],
+            senders=plan.senders[number],
+            receivers=plan.receivers[number],
+            message_bytes=plan.message_bytes[number],
+            timeout_s=sync.timeout_s,
+            folder=str(self._folder),
+            slots=self._slots(number),
+        )
+        return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
+
+    def _slots(self, number: int) -> int:
+        """Messages under way: as many as the staging memory takes, all where shared memory is what an engine's rank
+        stages in."""
+        assert self._plan is not None
+        if self._transport == "shared_memory" and self.sync_config.commit == "staged":
+            return max(2, self._plan.messages[number])
+        share = self.sync_config.staging_bytes // len(self._sessions)
+        return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))
+
+
+def _name(number: int) -> str:
+    return f"engine-{number}"
+
+
+def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
+    """The engine's outcome; of a failure, what its senders saw as well."""
+    if outcome.fate == "served":
+        return outcome
+    also = [one.error for one in senders if one.error and outcome.error not in one.error]
+    error = "; ".join([outcome.error, *also[:2]])
+    return Outcome(outcome.engine, outcome.number, outcome.fate, error, outcome.nbytes, outcome.seconds)

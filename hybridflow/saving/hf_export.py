@@ -1,0 +1,143 @@
+"""Write a model as a Hugging Face folder: every rank sends the slices it owns, several ranks write a file each, tensor
+by tensor.
+
+No rank ever holds more than one whole tensor and its own slices of the few that are written at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.models.family import Family, kept_dtypes
+from hybridflow.models.weights import TOKENIZER_FILES, copy_files
+from hybridflow.process.exchange import Exchange, shared_exchange
+from hybridflow.reshard.plan import OwnedPiece
+from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of, write_surroundings
+
+MAX_SHARD_BYTES = 4 << 30
+_WRITERS = 4  # files written at the same time; bounds what a rank has on its way
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file and the rank that writes it."""
+
+    name: str
+    writer: int
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The model as it lies on the ranks: who sends which piece of each HF tensor (by rank), and this rank's tensors by
+    name."""
+
+    family: Family
+    dtype: torch.dtype
+    owners: Mapping[str, list[OwnedPiece]]
+    parameters: Mapping[str, torch.Tensor]
+
+
+def export_held(
+    held: Held,
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    tokenizer: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `folder` (safetensors shards, index, config.json, checksums, tokenizer files); it appears whole or not at
+    all. Collective.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; `folder` is then as it was before.
+    """
+    kept = kept_dtypes(held.family)
+    entries = [Entry(name, shape, kept.get(name, held.dtype)) for name, shape in held.family.tensors().items()]
+    shards = shards_of(entries, max_shard_bytes)
+    files = [_File(name, number % dist.get_world_size(), own) for number, (name, own) in enumerate(shards.items())]
+    partial = folder.with_name(folder.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    exchange = shared_exchange()
+    exchange.gather("")
+    written = _write_files(held, partial, files, exchange)
+    checksums = dict(
+        line.split(" ") for text in exchange.gather("\n".join(written)) for line in text.split("\n") if line.strip()
+    )
+    if dist.get_rank() == 0:
+        write_surroundings(partial, shards, checksums, hf_config, held.dtype)
+        if tokenizer is not None:
+            copy_files(tokenizer, partial, TOKENIZER_FILES)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    exchange.gather("")
+
+
+def _write_files(held: Held, folder: Path, files: Sequence[_File], exchange: Exchange) -> list[str]:
+    """All files, `_WRITERS` at a time; `name sha256` of those that this rank wrote."""
+    rank, owners, parameters = dist.get_rank(), held.owners, held.parameters
+    written: list[str] = []
+    waiting = iter(files)
+    while wave := list(islice(waiting, min(_WRITERS, dist.get_world_size()))):
+        writers = {file.name: ShardWriter(folder / file.name, file.entries) for file in wave if file.writer == rank}
+        for turn in zip_longest(*(file.entries for file in wave)):
+            sends = []
+            for file, entry in zip(wave, turn, strict=True):
+                if (
+                    entry is not None
+                    and file.writer != rank
+                    and (mine := _packed(owners[entry.name], parameters, entry, rank)) is not None
+                ):
+                    sends.append((dist.isend(mine, file.writer, group=exchange.group), mine))  # alive until it is sent
+            for file, entry in zip(wave, turn, strict=True):
+                if entry is not None and file.writer == rank:
+                    writers[file.name].add(
+                        entry.name, _assembled(owners[entry.name], parameters, entry, rank, exchange)
+                    )
+            for send, _ in sends:
+                assert send is not None  # this rank is in the group
+                send.wait()
+        written += [f"{name} {writer.close()}" for name, writer in writers.items()]
+    return written
+
+
+def _packed(
+    owned: Sequence[OwnedPiece], parameters: Mapping[str, torch.Tensor], entry: Entry, rank: int
+) -> torch.Tensor | None:
+    mine = [
+        parameters[one.parameter][one.piece.slices()].reshape(-1).to("cpu", entry.dtype)
+        for one in owned
+        if one.rank == rank
+    ]
+    return torch.cat(mine) if mine else None
+
+
+def _assembled(
+    owned: Sequence[OwnedPiece], parameters: Mapping[str, torch.Tensor], entry: Entry, rank: int, exchange: Exchange
+) -> torch.Tensor:
+    """The whole tensor, on its writer."""
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for sender, group in groupby(owned, key=lambda one: one.rank):
+        pieces = [one.piece for one in group]
+        if sender == rank:
+            packed = _packed(owned, parameters, entry, rank)
+            assert packed is not None
+        else:
+            packed = torch.empty(sum(piece.numel for piece in pieces), dtype=entry.dtype)
+            dist.recv(packed, sender, group=exchange.group)
+        for piece, values in zip(pieces, packed.split([piece.numel for piece in pieces]), strict=True):
+            region = tuple(
+                slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True)
+            )
+            whole[region] = values.view(piece.shape)
+    return whole

@@ -1,0 +1,189 @@
+"""The record that makes a checkpoint whole: what it holds, of which model, and every file with its size and hash.
+
+`manifest.json` is the last file written into a checkpoint's folder, under its name only when it is on the disk: a
+folder without one is no checkpoint. Hashes are XXH3 (128 bits): a torn, truncated or flipped file is what they must
+find, not an adversary, and they keep pace with the disk where SHA-256 would slow every save. `xxhsum -H2 FILE` prints
+the same digits. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hybridflow.errors import CheckpointError
+
+MANIFEST, INDEX = "manifest.json", "index.json"
+FORMAT = 1
+_BLOCK = 4 << 20
+# keys of a Hugging Face config that say nothing about the weights or what is computed with them
+_INCIDENTAL = frozenset(
+    (
+        "architectures",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "_name_or_path",
+        "auto_map",
+    )
+) | frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and XXH3-128 digest (32 hex digits) of one file."""
+
+    size: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    `contains` names the parts (model, optimizer, reference, rng); `layout` the parallel sizes it was taken with;
+    `hf_config` the model's Hugging Face config; `lora` the adapters' rank, alpha and targets (empty: the model has
+    none); `files` is every file beside the manifest, by name.
+    """
+
+    phase: str
+    step: int
+    contains: tuple[str, ...]
+    layout: Mapping[str, int]
+    dtype: str
+    hf_config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    created: str
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def family(self) -> str:
+        """The model's family (`model_type`)."""
+        return str(self.hf_config.get("model_type"))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Put it into `folder`, whole and on the disk."""
+        value = asdict(self) | {"family": self.family, "config_digest": config_digest(self.hf_config)}
+        write_json(folder / MANIFEST, value)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of the checkpoint in `folder`.
+
+        Raises:
+            CheckpointError: there is none, or it is not one of this format.
+        """
+        file = folder / MANIFEST
+        try:
+            value = json.loads(file.read_text(encoding="utf-8"))
+            if value["format"] != FORMAT:
+                raise CheckpointError(f"{file} has format {value['format']}, this version reads {FORMAT}")
+            files = {
+                name: FileRecord(int(record["size"]), str(record["xxh3"]))
+                for name, record in value.pop("files").items()
+            }
+            value.setdefault("lora", {})  # checkpoints of versions without adapters
+            known = {key: value[key] for key in cls.__dataclass_fields__ if key != "files"}
+            return cls(**{**known, "contains": tuple(known["contains"])}, files=files)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder} is not a whole checkpoint (no {MANIFEST} in it)") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
+            ) from error
+
+
+def structure(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a Hugging Face config that weights and computation depend on."""
+    return {key: value for key, value in sorted(hf_config.items()) if key not in _INCIDENTAL}
+
+
+def config_digest(hf_config: Mapping[str, Any]) -> str:
+    """SHA-256 of `structure`, canonical JSON: equal digests are equal models."""
+    return sha256(json.dumps(structure(hf_config), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Each key in which two Hugging Face configs describe another model, as `key is X there, Y here`."""
+    one, two = structure(theirs), structure(ours)
+    return [
+        f"{key} is {one.get(key, 'absent')} there, {two.get(key, 'absent')} here"
+        for key in sorted(one.keys() | two.keys())
+        if json.dumps(one.get(key), default=str) != json.dumps(two.get(key), default=str)
+    ]
+
+
+def digest_of(file: Path) -> FileRecord:
+    """Read a file once; its size and digest."""
+    hasher, size = xxhash.xxh3_128(), 0
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(_BLOCK):
+            hasher.update(block)
+            size += len(block)
+    return FileRecord(size, hasher.hexdigest())
+
+
+def problems_of(
+    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, hashes: bool = True
+) -> list[str]:
+    """What is wrong with the files (all of them, or `names`): missing, of another size, of other content. Empty when
+    all is well."""
+    found = []
+    for name in manifest.files if names is None else names:
+        file, expected = folder / name, manifest.files[name]
+        try:
+            size = file.stat().st_size
+            if size != expected.size:
+                found.append(f"{file} has {size} bytes, the manifest says {expected.size}")
+            elif hashes and digest_of(file).xxh3 != expected.xxh3:
+                found.append(f"{file} does not have the content the manifest describes (hash differs)")
+        except OSError as error:
+            found.append(f"{file} cannot be read: {error.strerror}")
+    return found
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """A checkpoint's {chunks: where each rectangle lies, hf: where each HF tensor lies}. CheckpointError when it is
+    torn."""
+    file = folder / INDEX
+    try:
+        value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {"chunks": value["chunks"], "hf": value["hf"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all; it is on the disk when this returns."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that were created, renamed or removed in `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

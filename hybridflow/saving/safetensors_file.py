@@ -1,0 +1,110 @@
+"""Write a Hugging Face folder tensor by tensor: sharded safetensors, index, and checksums; never more than one tensor
+in memory.
+
+Files for others are hashed with SHA-256, since `sha256sum -c checksums.sha256` and the hubs speak that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+
+import torch
+
+from hybridflow.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+CHECKSUMS = "checksums.sha256"
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+    """{file name: its tensors, in order}; no file holds more than `max_bytes`, unless a single tensor does."""
+    files: list[list[Entry]] = []
+    room = -1
+    for entry in entries:
+        if entry.size > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(entry)
+        room -= entry.size
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": tensors for number, tensors in enumerate(files, 1)}
+
+
+class ShardWriter:
+    """One safetensors file; its tensors are added in the order that was announced."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        self.path, self._left = path, list(reversed(entries))
+        self._stream, self._hash = path.open("xb"), sha256()
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            header[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [end, end + entry.size],
+            }
+            end += entry.size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append the next tensor."""
+        entry = self._left.pop()
+        if (name, tuple(tensor.shape)) != (entry.name, entry.shape):
+            raise ModelError(
+                f"{self.path}: {entry.name} {entry.shape} was announced, {name} {tuple(tensor.shape)} was added"
+            )
+        data = tensor.detach().to("cpu", entry.dtype).contiguous().view(-1)
+        if data.numel():
+            self._write(data.view(torch.uint8).numpy().data)
+
+    def close(self) -> str:
+        """The file is on the disk; its SHA-256."""
+        if self._left:
+            raise ModelError(f"{self.path}: {self._left[-1].name} was announced and never added")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return self._hash.hexdigest()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self._hash.update(data)
+
+
+def write_surroundings(
+    folder: Path,
+    files: Mapping[str, Sequence[Entry]],
+    checksums: Mapping[str, str],
+    hf_config: Mapping[str, object],
+    dtype: torch.dtype,
+) -> None:
+    """The index, config.json and checksums beside the shards."""
+    weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
+    total = sum(entry.size for entries in files.values() for entry in entries)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    config = {**hf_config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())))

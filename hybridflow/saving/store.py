@@ -1,0 +1,262 @@
+"""Checkpoints on the driver's side: names, what belongs to one, which is the last whole one, retention.
+
+`checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks wrote), with a critic
+`critic/`, and `driver.json` (step, sampler, totals, as they were when the ranks copied their state). The folder gets
+its name when all of it is on the disk, then `latest.json` points to it. A crash at any moment leaves the previous one
+in force.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.errors import CheckpointError
+from hybridflow.saving.manifest import MANIFEST, sync_folder, write_json
+
+_PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
+_DROPPED = ".dropped"
+_POLL_S = 0.05
+
+
+class Saves(Protocol):
+    """What the store needs of the ranks of a role."""
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        """Write the state to a new folder; in the background, return when it has been copied."""
+        ...
+
+    def is_saved(self) -> bool:
+        """Whether no rank is writing. CheckpointError when the last background save failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint on the disk."""
+
+    folder: Path
+    phase: str
+    step: int
+    state: Mapping[str, Any]
+
+    @property
+    def policy(self) -> Path:
+        """What the policy's ranks wrote."""
+        return self.folder / "policy"
+
+    @property
+    def critic(self) -> Path:
+        """What the critic's ranks wrote, in a run that has one."""
+        return self.folder / "critic"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The newest `last` checkpoints stay (0: all), and those of the main job whose step is a multiple of `every` (0:
+    none of them)."""
+
+    last: int = 0
+    every: int = 0
+
+    def dropped(self, oldest_first: list[Checkpoint]) -> list[Checkpoint]:
+        """Which of them go. Never the newest."""
+        if self.last < 1:
+            return []
+        return [
+            one
+            for one in oldest_first[: -self.last]
+            if not (self.every > 0 and one.phase == "rl" and one.step % self.every == 0)
+        ]
+
+
+class CheckpointStore:
+    """The `checkpoints/` folder of a run. With `background`, at most one save is under way beside the training."""
+
+    def __init__(
+        self, folder: Path, retention: Retention, *, background: bool = False, timeout_s: float = 1800.0
+    ) -> None:
+        """`timeout_s`: how long the next save, or the end of the run, waits for a save that is under way."""
+        self.folder, self.retention, self.background, self.timeout_s = folder, retention, background, timeout_s
+        self._pending: _Pending | None = None
+
+    def save(self, phase: str, step: int, state: Mapping[str, Any], policy: Saves, **others: Saves) -> Path:
+        """Write a checkpoint, or in the background begin to: then it counts when it is whole, and `check` tells of a
+        failure.
+
+        `critic=...` is another role whose ranks fill a folder of that name beside `policy/`.
+
+        Raises:
+            CheckpointError: it (or the one before, in the background) could not be written; the previous one is in
+            force.
+        """
+        self.wait()
+        final = self.folder / f"{_PREFIX[phase]}{step}"
+        partial = final.with_name(final.name + ".partial")
+        with self._nothing_left(final, partial):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_json(partial / "driver.json", {"phase": phase, "step": step, "state": dict(state)})
+            roles = {"policy": policy, **others}
+            for name, role in roles.items():
+                role.save(partial / name, phase=phase, step=step, background=self.background)
+            if not self.background:
+                return self._commit(partial, final)
+        self._pending = _Pending(self, partial, final, roles)
+        return final
+
+    def check(self) -> None:
+        """Between steps: CheckpointError when the save in the background has failed."""
+        pending = self._pending
+        if pending is None:
+            return
+        with self._nothing_left(pending.final, pending.partial, pending):
+            if not pending.is_over():
+                for role in pending.roles.values():
+                    role.is_saved()
+                return
+        self._pending = None
+
+    def wait(self) -> None:
+        """Until no save is under way. CheckpointError as from `check`, or after `timeout_s`."""
+        deadline = time.monotonic() + self.timeout_s
+        while self._pending is not None:
+            self.check()
+            if self._pending is not None and time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the checkpoint {self._pending.final} was not written within {self.timeout_s:.0f} s "
+                    "(trainer.checkpoint_timeout_s); is the file system hanging?"
+                )
+            time.sleep(_POLL_S / 5)
+
+    def settle(self) -> None:
+        """The ranks are gone, or about to go: a save under way counts if it is whole by now, and never otherwise."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.stop()
+            with suppress(OSError):  # the checkpoint before it is in force then
+                if pending.is_whole():
+                    self._commit(pending.partial, pending.final)
+
+    def latest(self) -> Checkpoint | None:
+        """The last whole checkpoint, or None in a fresh run. May be asked for beside a run that goes on saving.
+
+        Raises:
+            CheckpointError: latest.json points to something that is gone or torn.
+        """
+        pointer = self.folder / "latest.json"
+        if not pointer.exists():
+            return None
+        said: bytes | None = None
+        while True:
+            before = said
+            try:
+                said = pointer.read_bytes()
+                return _read(self.folder / str(json.loads(said)["folder"]))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                # unless another process has put a newer one in force meanwhile, and dropped what was being read
+                if said == before:
+                    raise CheckpointError(
+                        f"{pointer} does not lead to a whole checkpoint ({error}). Point it to another folder beside "
+                        f"it, "
+                        "or start anew with trainer.resume=disable"
+                    ) from error
+
+    # ---- inside
+    # --------------------------------------------------------------------------------------------------------
+
+    def _commit(self, partial: Path, final: Path) -> Path:
+        """All of it is on the disk: give it its name, point to it, drop what is no longer wanted."""
+        # the same step once more: the one in force stays until the new one is
+        if final.exists() and self._points_to(final):
+            final = final.with_name(f"{final.name}-{int(time.time())}")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        sync_folder(self.folder)
+        write_json(self.folder / "latest.json", {"folder": final.name})
+        for old in self.retention.dropped(self._whole()):
+            if old.folder != final:
+                dropped = old.folder.with_name(old.folder.name + _DROPPED)  # never half a checkpoint under a good name
+                os.replace(old.folder, dropped)
+        for pattern in (f"*{_DROPPED}", "*.partial"):  # of saves that were cut short, too: no other is under way
+            for left in self.folder.glob(pattern):
+                shutil.rmtree(left, ignore_errors=True)
+        return final
+
+    def _points_to(self, folder: Path) -> bool:
+        pointer = self.folder / "latest.json"
+        return pointer.exists() and json.loads(pointer.read_text()).get("folder") == folder.name
+
+    def _whole(self) -> list[Checkpoint]:
+        """All checkpoints in the folder, oldest first."""
+        files = [file for file in self.folder.glob("*/driver.json") if file.parent.suffix not in (".partial", _DROPPED)]
+        return [_read(file.parent) for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+
+    @contextmanager
+    def _nothing_left(self, final: Path, partial: Path, pending: _Pending | None = None) -> Iterator[None]:
+        """After a failure nothing of the checkpoint remains; what the system says becomes a CheckpointError."""
+        try:
+            yield
+        except BaseException as error:
+            if pending is not None:
+                pending.stop()
+                self._pending = None
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"the checkpoint {final} could not be written: {error}; the previous checkpoint is untouched. "
+                    f"Free disk space and "
+                    "run the same command again to resume."
+                ) from error
+            raise
+
+
+class _Pending:
+    """A save under way: a thread commits it as soon as the manifest of each role is there, however long the training's
+    step takes."""
+
+    def __init__(self, store: CheckpointStore, partial: Path, final: Path, roles: Mapping[str, Saves]) -> None:
+        self.store, self.partial, self.final, self.roles = store, partial, final, roles
+        self._error: BaseException | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="commit", daemon=True)
+        self._thread.start()
+
+    def is_over(self) -> bool:
+        """Whether it was committed; raises what kept it from being."""
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_whole(self) -> bool:
+        """Whether the ranks of every role have written all of it (and it has not been committed yet)."""
+        return all((self.partial / name / MANIFEST).exists() for name in self.roles)
+
+    def stop(self) -> None:
+        """Commit no more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while not self.is_whole():
+                if self._stopped.wait(_POLL_S):
+                    return
+            self.store._commit(self.partial, self.final)
+        except BaseException as error:  # raised to the training by is_over
+            self._error = error
+
+
+def _read(folder: Path) -> Checkpoint:
+    driver = json.loads((folder / "driver.json").read_text())
+    return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"])

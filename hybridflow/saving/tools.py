@@ -1,0 +1,293 @@
+"""`hybridflow checkpoint`: look at checkpoints, prove them whole, bring them to Hugging Face's form and back. One
+process, no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import CheckpointError, ConfigError, ModelError
+from hybridflow.saving.manifest import MANIFEST, Manifest, config_digest, problems_of, read_index, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD_BYTES = 4 << 30
+
+
+def locate(path: Path) -> Path:
+    """The ranks' folder (with the manifest) that `path` means: it itself, a checkpoint, a run or its `checkpoints/`
+    (the latest then).
+
+    Raises:
+        ConfigError: there is nothing of the kind; says what was looked for.
+    """
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path}: no such folder; give a run, a checkpoint (runs/NAME/checkpoints/global_step_N) or its policy "
+            f"folder"
+        )
+    for folder in (path / "checkpoints", path):
+        pointer = folder / "latest.json"
+        if pointer.exists():
+            try:
+                return locate(folder / str(json.loads(pointer.read_text())["folder"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{pointer} is torn ({error}); name a checkpoint beside it") from error
+    for folder in (path, path / "policy"):
+        if (folder / MANIFEST).exists():
+            return folder
+    if path.name == "policy" or (path / "policy").is_dir() or (path / "driver.json").exists():
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an older version "
+            f"wrote it)"
+        )
+    raise ConfigError(f"{path} holds no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json in it")
+
+
+def roles(path: Path) -> list[Path]:
+    """The folders of every role (policy, critic) of the checkpoint that `path` means; of a role's folder, that one
+    alone."""
+    folder = locate(path)
+    if folder.resolve() == path.resolve():
+        return [folder]
+    return [folder, *(file.parent for file in sorted(folder.parent.glob(f"*/{MANIFEST}")) if file.parent != folder)]
+
+
+# ---- inspect and verify
+# ------------------------------------------------------------------------------------------------------------
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """What a checkpoint is and holds: the manifest's figures, and tensors and bytes of each part."""
+    manifest = Manifest.read(folder)
+    chunks = read_index(folder)["chunks"]
+    parts: dict[str, dict[str, int]] = {}
+    seen: dict[str, set[str]] = {}
+    for chunk in chunks:
+        part = _part(chunk["key"])
+        figures = parts.setdefault(part, {"tensors": 0, "rectangles": 0, "bytes": 0})
+        figures["rectangles"] += 1
+        figures["bytes"] += chunk["length"]
+        seen.setdefault(part, set()).add(chunk["key"])
+    for part, keys in seen.items():
+        parts[part]["tensors"] = len(keys)
+    return {
+        "folder": str(folder),
+        "phase": manifest.phase,
+        "step": manifest.step,
+        "created": manifest.created,
+        "family": manifest.family,
+        "dtype": manifest.dtype,
+        "config_digest": config_digest(manifest.hf_config),
+        "layout": dict(manifest.layout),
+        "contains": list(manifest.contains),
+        "lora": dict(manifest.lora),
+        "versions": dict(manifest.versions),
+        "files": len(manifest.files),
+        "bytes": manifest.size,
+        "parts": parts,
+    }
+
+
+def _part(key: str) -> str:
+    if key.startswith("optimizer.state."):
+        return "optimizer " + key.split(".")[2]
+    if key.startswith("reference."):
+        return "reference"
+    return "random state" if key == "rng_state" else "adapters" if ".lora_" in key else "model"
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """`inspect` for the terminal."""
+    layout = " ".join(f"{name}={size}" for name, size in figures["layout"].items())
+    rows = [
+        ("checkpoint", figures["folder"]),
+        ("step", f"{figures['step']} ({figures['phase'] or 'no phase'}), {figures['created']}"),
+        ("model", f"{figures['family']}, {figures['dtype']}, config {figures['config_digest'][:16]}"),
+        ("written by", f"{layout}; " + ", ".join(f"{name} {version}" for name, version in figures["versions"].items())),
+        ("files", f"{figures['files']}, {_mib(figures['bytes'])}"),
+        *(
+            (part, f"{numbers['tensors']} tensors in {numbers['rectangles']} rectangles, {_mib(numbers['bytes'])}")
+            for part, numbers in figures["parts"].items()
+        ),
+    ]
+    return "\n".join(f"{name:<22}{text}" for name, text in rows)
+
+
+def verify(folder: Path) -> tuple[Manifest, list[str]]:
+    """Read every file again; the manifest, and what is wrong (nothing: an empty list)."""
+    manifest = Manifest.read(folder)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+        found = [
+            problem
+            for problems in pool.map(lambda name: problems_of(folder, manifest, [name]), manifest.files)
+            for problem in problems
+        ]
+    found += [
+        f"{path} does not belong to the checkpoint"
+        for path in sorted(folder.iterdir())
+        if path.name not in (MANIFEST, *manifest.files)
+    ]
+    driver = folder.parent / "driver.json"
+    if driver.exists():
+        try:
+            if json.loads(driver.read_text())["step"] != manifest.step:
+                found.append(f"{driver} is of another step than {folder / MANIFEST}")
+        except (ValueError, KeyError, TypeError) as error:
+            found.append(f"{driver} is torn ({error})")
+    return manifest, found
+
+
+# ---- Hugging Face
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `export` and `import_` made."""
+
+    folder: Path
+    tensors: int
+    files: int
+    size: int
+    ignored: tuple[str, ...] = ()
+
+
+def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tokenizer: Path | None) -> Written:
+    """A checkpoint's model as a Hugging Face folder. At most one tensor is in memory at a time (and the rectangles it
+    comes from)."""
+    from hybridflow.saving.checkpoint_source import CheckpointFolder
+
+    source = CheckpointFolder(folder)
+    if tokenizer is None:  # a run keeps a copy of its tokenizer beside the config that its engines start from
+        tokenizer = next(
+            (path for path in (parent / "model" for parent in folder.resolve().parents[:3]) if path.is_dir()), None
+        )
+    return _write(
+        source, source.manifest.hf_config, out, dtype or source.manifest.dtype, max_shard_bytes, tokenizer, set()
+    )
+
+
+def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
+    """A checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and adapter_config.json.
+
+    Raises:
+        ConfigError: the checkpoint has none.
+    """
+    from safetensors.torch import save_file
+
+    from hybridflow.models import family_of
+    from hybridflow.models.lora import module_of, peft_config
+    from hybridflow.saving.checkpoint_source import CheckpointFolder
+
+    source = CheckpointFolder(folder)
+    shapes = source.factors()
+    if not shapes:
+        raise ConfigError(
+            f"{folder} holds no adapters (its run had actor.lora.rank=0); leave --adapter away for the whole model"
+        )
+    precision = _precision(dtype or source.manifest.dtype)
+    tensors = {
+        f"base_model.model.{name}": source.read(name, (0, 0), shape).to(precision).contiguous()
+        for name, shape in shapes.items()
+    }
+    config = peft_config(
+        source.manifest.lora, {module_of(name) for name in shapes}, family_of(source.manifest.hf_config).tensors()
+    )
+    with _whole_or_nothing(out) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(partial / "adapter_config.json", config)
+    return Written(out, len(tensors), 1, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
+    """A Hugging Face folder, checked against its family's map, as a folder for `model.path`: every tensor that training
+    needs, in one precision, with checksums. What the family does not know is left out and reported.
+    """
+    from hybridflow.models.weights import SafetensorsFolder
+
+    file = folder / "config.json"
+    try:
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder} is no Hugging Face folder: there is no {file}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    source = SafetensorsFolder(folder)
+    chosen = dtype or str(hf_config.get("torch_dtype") or hf_config.get("dtype") or "bfloat16")
+    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, set(source.files))
+
+
+def _write(
+    source: Any,
+    hf_config: Mapping[str, Any],
+    out: Path,
+    dtype: str,
+    max_shard_bytes: int,
+    tokenizer: Path | None,
+    present: set[str],
+) -> Written:
+    from hybridflow.models import family_of
+    from hybridflow.models.family import kept_dtypes
+    from hybridflow.models.weights import TOKENIZER_FILES, copy_files
+    from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of, write_surroundings
+
+    precision = _precision(dtype)
+    family = family_of(hf_config)
+    tensors, kept = family.tensors(), kept_dtypes(family)
+    missing = sorted(tensors.keys() - present) if present else []
+    if missing:
+        raise ModelError(f"{len(missing)} tensors that config.json implies are missing: {', '.join(missing[:4])}")
+    files = shards_of(
+        [Entry(name, shape, kept.get(name, precision)) for name, shape in tensors.items()], max_shard_bytes
+    )
+    checksums = {}
+    with _whole_or_nothing(out) as partial:
+        for name, entries in files.items():
+            writer = ShardWriter(partial / name, entries)
+            for entry in entries:
+                writer.add(entry.name, source.read(entry.name, (0,) * len(entry.shape), entry.shape))
+            checksums[name] = writer.close()
+        write_surroundings(partial, files, checksums, hf_config, precision)
+        if tokenizer is not None:
+            copy_files(tokenizer, partial, TOKENIZER_FILES)
+    size = sum(entry.size for entries in files.values() for entry in entries)
+    return Written(out, len(tensors), len(files), size, tuple(sorted(present - tensors.keys())))
+
+
+def _precision(dtype: str) -> torch.dtype:
+    import torch
+
+    precision = getattr(torch, dtype, None)
+    if not isinstance(precision, torch.dtype):
+        raise ConfigError(f"dtype {dtype!r}: one of float32, bfloat16, float16")
+    return precision
+
+
+@contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` when all went well. ConfigError when `out` is there already."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another folder, or remove it")
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, out)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"

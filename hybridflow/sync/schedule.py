@@ -1,0 +1,249 @@
+"""From the layouts that engines have described to a proven plan, and from the plan to what each rank has to do.
+
+The first trainer rank does this once, before the first step, and posts one schedule a rank: a rank reads its own few
+messages and never the whole plan. All carry the plan's digest, by which both ends know that they speak of the same
+plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.models import Family
+from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.reshard.layout import Catalog, Layout, RankLayout
+from hybridflow.reshard.planner import make_plan
+from hybridflow.reshard.proof import Proof, compare_buffers, prove
+from hybridflow.reshard.slices import SlicePlan
+from hybridflow.sync.messages import Item, Message, Messages
+from hybridflow.sync.session import CATALOG_KEY, PLAN_KEY, read
+from hybridflow.sync.staging import largest_message
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+SENDER, RECEIVER = "sender", "receiver"
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """What one engine has described: its name and, rank by rank, digest of the layout (posted under `layout_key`)."""
+
+    name: str
+    layouts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank does under a plan: its layout and its messages, in order."""
+
+    plan: str
+    layout: RankLayout
+    messages: tuple[Message, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "plan": self.plan,
+            "layout": self.layout.to_dict(),
+            "messages": [asdict(message) for message in self.messages],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
+        """The inverse of `to_dict`."""
+        messages = tuple(
+            Message(**{**message, "items": tuple(Item.from_dict(item) for item in message["items"])})
+            for message in data["messages"]
+        )
+        return cls(data["plan"], RankLayout.from_dict(data["layout"]), messages)
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What the driver knows of a plan.
+
+    Attributes:
+        digest, slices, padding, unused: from the proof.
+        nbytes: on the wire, to each engine.
+        senders: trainer ranks that send to each engine, ascending. receivers: each engine's ranks as the plan numbers
+            them.
+        message_bytes: the largest message to each engine. messages: the most from one rank to one rank, that of
+            checksums included.
+    """
+
+    digest: str
+    slices: int
+    padding: int
+    unused: tuple[str, ...]
+    nbytes: tuple[int, ...]
+    senders: tuple[tuple[int, ...], ...]
+    receivers: tuple[tuple[int, ...], ...]
+    message_bytes: tuple[int, ...]
+    messages: tuple[int, ...]
+
+    def describe(self) -> str:
+        """One line for people."""
+        total = sum(self.nbytes)
+        unused = (
+            f"{len(self.unused)} tensors unused ({', '.join(self.unused[:3])})" if self.unused else "no tensor unused"
+        )
+        return (
+            f"weight sync plan {self.digest[:12]} proven: {self.slices} slices, {total / 1e6:.1f} MB to "
+            f"{len(self.nbytes)} engines, "
+            f"{self.padding} elements of padding, {unused}"
+        )
+
+
+def layout_digest(layout: RankLayout) -> str:
+    """sha256 over a rank's layout."""
+    return hashlib.sha256(json.dumps(layout.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def layout_key(digest: str) -> str:
+    """Where a layout lies in the store: equal ranks share it."""
+    return f"layout/{digest}"
+
+
+def schedule_key(plan: str, side: str, rank: int) -> str:
+    """Where a rank's schedule lies in the store."""
+    return f"schedule/{plan}/{side}/{rank}"
+
+
+def post_layout(store: Store, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
+    """Post an engine rank's layout with the shapes of all its parameters; returns the digest."""
+    digest = layout_digest(layout)
+    store.set(
+        layout_key(digest),
+        json.dumps({"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}),
+    )
+    return digest
+
+
+def engine_layout(store: Store, engines: Sequence[EngineLayout], timeout_s: float) -> Layout:
+    """The engines' side of the plan, from what they posted.
+
+    Raises:
+        WeightSyncError: an engine has a parameter that its own loader does not fill; names engine, rank and parameter.
+    """
+    classes: dict[str, RankLayout] = {}
+    for engine in engines:
+        for rank, digest in enumerate(engine.layouts):
+            if digest in classes:
+                continue
+            posted = read(store, layout_key(digest), timeout_s)
+            layout = RankLayout.from_dict(posted["layout"])
+            held = dict(zip(layout.names, layout.shapes.tolist(), strict=True))
+            buffers = {name: shape for name, shape in held.items() if name not in posted["parameters"]}
+            compare_buffers(held, posted["parameters"] | buffers, f"{engine.name} rank {rank}")
+            classes[digest] = layout
+    number = {digest: index for index, digest in enumerate(classes)}
+    rank_class = [number[digest] for engine in engines for digest in engine.layouts]
+    replica = [index for index, engine in enumerate(engines) for _ in engine.layouts]
+    return Layout(tuple(classes.values()), np.array(rank_class, dtype=np.int64), np.array(replica, dtype=np.int64))
+
+
+def plan_and_prove(
+    catalog: Catalog, source: Layout, target: Layout, staging_bytes: int, allow_unused: Collection[str] = ()
+) -> tuple[SlicePlan, Proof]:
+    """A plan in which a trainer rank that serves all engines at once stays within `staging_bytes`.
+
+    Raises:
+        WeightSyncError: no plan, or no proof; the message names tensors, buffers or ranks.
+    """
+    engines = len(np.unique(target.replica))
+    try:
+        plan = make_plan(catalog, source, target, staging_bytes // engines)
+    except WeightSyncError as error:
+        hint = f" (the planner's staging bytes are rollout.sync.staging_bytes={staging_bytes} / {engines} engines)"
+        raise WeightSyncError(f"{error}{hint if 'staging bytes' in str(error) else ''}") from None
+    return plan, prove(plan, allow_unused)
+
+
+def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int = 0) -> PlanFacts:
+    """Post the schedule of every rank of both sides; returns what the driver needs to know. `part_bytes`: see
+    `Messages`."""
+    messages, digest = Messages(plan, part_bytes), proof.digest
+    engines = [
+        tuple(np.flatnonzero(plan.target.replica == number).tolist()) for number in np.unique(plan.target.replica)
+    ]
+    nbytes, largest, most = ([0] * len(engines) for _ in range(3))
+    senders: list[set[int]] = [set() for _ in engines]
+    for rank in range(plan.source.num_ranks):
+        layout = plan.source.classes[int(plan.source.rank_class[rank])]
+        schedule = Schedule(digest, layout, tuple(messages.outgoing(rank)))
+        store.set(schedule_key(digest, SENDER, rank), json.dumps(schedule.to_dict()))
+    for number, ranks in enumerate(engines):
+        for rank in ranks:
+            layout = plan.target.classes[int(plan.target.rank_class[rank])]
+            schedule = Schedule(digest, layout, tuple(messages.incoming(rank)))
+            store.set(schedule_key(digest, RECEIVER, rank), json.dumps(schedule.to_dict()))
+            nbytes[number] += sum(message.nbytes for message in schedule.messages)
+            largest[number] = max(largest[number], largest_message(schedule.messages))
+            counts = Counter(message.peer for message in schedule.messages)
+            most[number] = max([most[number], *(count + 1 for count in counts.values())])
+            senders[number] |= counts.keys()
+    return PlanFacts(
+        digest=digest,
+        slices=proof.slices,
+        padding=proof.padding,
+        unused=proof.unused,
+        nbytes=tuple(nbytes),
+        senders=tuple(tuple(sorted(ranks)) for ranks in senders),
+        receivers=tuple(engines),
+        message_bytes=tuple(largest),
+        messages=tuple(most),
+    )
+
+
+def post_catalog(
+    store: Store, tensors: Mapping[str, Sequence[int]], dtype: str, quantisation: BlockQuantisation | None = None
+) -> None:
+    """Post the HF tensors {name: shape} that the engines' loaders will be traced with; with a quantisation their scales
+    as well."""
+    shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
+    store.set(
+        CATALOG_KEY,
+        json.dumps(
+            {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
+        ),
+    )
+
+
+def make_weight_plan(
+    store: Store,
+    family: Family,
+    source: Layout,
+    engines: Sequence[EngineLayout],
+    staging_bytes: int,
+    wait_s: float,
+    part_bytes: int = 0,
+    quantisation: BlockQuantisation | None = None,
+) -> PlanFacts:
+    """Plan, prove, and post what every rank has to do.
+
+    Args:
+        source: the trainer's side, over `Catalog.of(family.tensors(), quantisation)` (`megatron_layout`,
+            `fsdp_layout`).
+        engines: what each engine has described, in the plan's order.
+        staging_bytes: that a rank may use for messages under way.
+        wait_s: deadline for each posted layout.
+        part_bytes: of a message, see `Messages`.
+        quantisation: of engines in block-wise fp8, as it was posted in the catalog.
+
+    Raises:
+        WeightSyncError: no plan, or no proof.
+    """
+    catalog = Catalog.of(family.tensors(), quantisation)
+    plan, proof = plan_and_prove(catalog, source, engine_layout(store, engines, wait_s), staging_bytes)
+    facts = post_schedules(store, plan, proof, part_bytes)
+    store.set(PLAN_KEY, json.dumps(facts.digest))
+    return facts

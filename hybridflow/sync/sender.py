@@ -1,0 +1,151 @@
+"""The trainer ranks' side of a weight sync: one thread an engine packs this rank's slices and streams them.
+
+Each engine is a session of its own with a thread and a store client of its own, so that an engine that stalls holds up
+nobody but its own thread, and that one no longer than the deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.sync import session
+from hybridflow.sync.messages import Message
+from hybridflow.sync.schedule import SENDER, Schedule, schedule_key
+from hybridflow.sync.session import ABORT, Announcement, Board, Order, Outcome
+from hybridflow.sync.staging import SendStaging
+from hybridflow.sync.stream import send_stream
+from hybridflow.sync.transports import open_sender
+from hybridflow.sync.transports.base import Endpoint, SendChannel
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_POLL_S = 0.1
+OpenChannel = Callable[..., SendChannel]
+
+
+class WeightSender:
+    """Keeps this rank's schedule and its open sessions between syncs.
+
+    Args:
+        rank: of this trainer rank in the plan.
+        parameters: gives this rank's tensors by the names of its layout; called once a sync.
+        open_channel: `transports.open_sender`, or a function that wraps its result.
+    """
+
+    def __init__(
+        self, rank: int, parameters: Callable[[], Mapping[str, torch.Tensor]], open_channel: OpenChannel = open_sender
+    ) -> None:
+        self.rank, self._parameters, self._open = rank, parameters, open_channel
+        self._schedule: Schedule | None = None
+        self._store: Store | None = None
+        self._links: dict[int, _Link] = {}
+
+    def adopt(self, plan: str, host: str, port: int, timeout_s: float) -> None:
+        """Read this rank's schedule of a plan. Sessions of an earlier plan are given up."""
+        self._store = session.connect(host, port, timeout_s)
+        self._schedule = Schedule.from_dict(session.read(self._store, schedule_key(plan, SENDER, self.rank), timeout_s))
+        self.close()
+
+    def send(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
+        """Carry out this rank's part of the orders, all at once. The parameters must not change meanwhile.
+
+        Args:
+            go_timeout_s: how long an engine may take to pause and get ready.
+
+        Returns:
+            One outcome an order that this rank sends for.
+        """
+        if self._schedule is None or self._store is None:
+            raise WeightSyncError(f"trainer rank {self.rank} has no plan to send by")
+        parameters, running = self._parameters(), []
+        for order in orders:
+            if self.rank not in order.endpoint.senders:
+                continue
+            link = self._links.get(order.number)
+            if link is None or link.endpoint.session != order.endpoint.session:
+                if link is not None:
+                    link.abort()
+                link = self._links[order.number] = _Link(self.rank, order.endpoint, self._schedule, self._open)
+            running.append(_Sending(link, order, parameters, go_timeout_s))
+        for sending in running:
+            sending.thread.start()
+        while any(sending.thread.is_alive() for sending in running):
+            for sending in running:
+                sending.thread.join(_POLL_S / len(running))
+                sending.stop_if_called_off(self._store)
+        for sending in running:
+            if sending.outcome.error:
+                self._links.pop(sending.order.number).abort()
+        return [sending.outcome for sending in running]
+
+    def close(self) -> None:
+        """Leave all sessions."""
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
+
+class _Link:
+    """This rank's end of one engine's session."""
+
+    def __init__(self, rank: int, endpoint: Endpoint, schedule: Schedule, open_channel: OpenChannel) -> None:
+        self.rank, self.endpoint, self.plan, self._open = rank, endpoint, schedule.plan, open_channel
+        # one object in all syncs: the stream keeps what it has prepared for it
+        self.messages: list[Message] = [message for message in schedule.messages if message.peer in endpoint.receivers]
+        self.staging = SendStaging(rank, endpoint.slots)
+        self._channel: SendChannel | None = None
+
+    def stream(self, parameters: Mapping[str, torch.Tensor]) -> int:
+        """Send all; returns bytes of weights."""
+        if self._channel is None:
+            device = next(iter(parameters.values())).device
+            self._channel = self._open(self.endpoint, self.rank, device)
+        return send_stream(self.messages, parameters, self._channel, self.staging).payload_bytes
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    def abort(self) -> None:
+        if self._channel is not None:
+            self._channel.abort()
+        self._channel = None
+
+
+class _Sending:
+    """One order under way on this rank."""
+
+    def __init__(self, link: _Link, order: Order, parameters: Mapping[str, torch.Tensor], go_timeout_s: float) -> None:
+        self.link, self.order, self.parameters, self.go_timeout_s = link, order, parameters, go_timeout_s
+        self.outcome = Outcome(order.engine, order.number, "stale", "did not end", rank=link.rank)
+        self.thread = threading.Thread(target=self._run, name=f"send-{order.engine}", daemon=True)
+        self._called_off = False
+
+    def _run(self) -> None:
+        started, nbytes, error = time.perf_counter(), 0, ""
+        try:
+            board = Board.open(self.order)
+            board.announce(self.link.rank, Announcement(self.link.plan, self.order.version))
+            board.wait_for_go(self.go_timeout_s)
+            nbytes = self.link.stream(self.parameters)
+        except Exception as problem:  # a thread's exception would be lost
+            kind = "" if isinstance(problem, WeightSyncError) else f"{type(problem).__name__}: "
+            error = f"{self.order.describe()}: trainer rank {self.link.rank}: {kind}{problem}"
+        fate = "stale" if error else "served"
+        self.outcome = Outcome(
+            self.order.engine, self.order.number, fate, error, nbytes, time.perf_counter() - started, self.link.rank
+        )
+
+    def stop_if_called_off(self, store: Any) -> None:
+        """Wake a thread that streams to an engine which has given the order up."""
+        if not self._called_off and self.thread.is_alive() and Board(store, self.order).decision() == ABORT:
+            self._called_off = True
+            self.link.abort()

@@ -1,0 +1,267 @@
+"""What trainer, engine worker and engine ranks tell each other around a weight sync: plain data, as JSON under keys of
+one TCPStore.
+
+At start-up the trainer posts the catalog of HF tensors, engine ranks post their layouts, the trainer posts the plan's
+schedules. In a sync each engine has an `Order`, and a `Board` of keys under it:
+
+    sender           announce(plan, version)                wait for go ─ open, send
+    engine worker    compare the announcements ─ pause ─ begin ─ go ─ call the ranks ─ read reports ─ end ─ version ─
+    continue engine rank                                                       open, receive ─ staged ─ decide ─ copy ─
+    report
+
+`decide` is one compare-and-set: all ranks of an engine copy, or none does, whoever runs into a deadline first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.process.rendezvous import client_store
+from hybridflow.sync.transports.base import Endpoint
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+CATALOG_KEY, PLAN_KEY = "catalog", "plan"
+COMMIT, ABORT = "commit", "abort"
+_GO, _NOTHING = "go", "nothing"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One attempt to bring one version to one engine. Made by the driver, read by senders, engine worker and engine
+    ranks.
+
+    Attributes:
+        engine: name, for messages. number: its place among the engines of the plan.
+        endpoint: where the messages travel; its `timeout_s` bounds every single wait of this attempt.
+        attempt: unique within the session.
+        version: of the weights. plan: digest of the slice plan.
+        staged: receive everything before any rank of the engine copies anything; False writes as messages come in.
+        pause: retract | abort | in_place, what SGLang does with the requests under way.
+    """
+
+    engine: str
+    number: int
+    endpoint: Endpoint
+    attempt: int
+    version: int
+    plan: str
+    staged: bool = True
+    pause: str = "retract"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**asdict(self), "endpoint": self.endpoint.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Order:
+        """The inverse of `to_dict`."""
+        return cls(**{**data, "endpoint": Endpoint.from_dict(data["endpoint"])})
+
+    def describe(self) -> str:
+        """For messages: `weight version 3 to engine-0 (session engine-0.1, attempt 7)`."""
+        return (
+            f"weight version {self.version} to {self.engine} (session {self.endpoint.session}, attempt {self.attempt})"
+        )
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one engine rank says at the end of an action. `error` is empty when all went well.
+
+    `called_off`: somebody had given the order up before, so the error is a consequence and not the cause.
+    """
+
+    rank: int
+    error: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    layout: str = ""
+    pid: int = 0
+    called_off: bool = False
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a sender holds ready."""
+
+    plan: str
+    version: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an order at one end.
+
+    Attributes:
+        rank: the trainer rank for a sender, -1 for the engine.
+        fate: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes the
+            next order), lost (dead or without answer: it has to be started again). A sender knows only served and
+            stale.
+    """
+
+    engine: str
+    number: int
+    fate: str
+    error: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    rank: int = -1
+
+
+@dataclass
+class Board:
+    """The keys of one order. Each thread needs a store client of its own: a client that waits answers nobody else."""
+
+    store: Store
+    order: Order
+    _used: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, order: Order, store: Store | None = None) -> Board:
+        """With a new store client, unless one is given.
+
+        Raises:
+            WeightSyncError: the store cannot be reached within the order's `timeout_s`.
+        """
+        return cls(store or connect(order.endpoint.host, order.endpoint.port, order.endpoint.timeout_s), order)
+
+    # ---- senders
+    # --------------------------------------------------------------------------------------------------------
+
+    def announce(self, sender: int, announcement: Announcement) -> None:
+        """Say what this trainer rank will send."""
+        self.store.set(self._key(f"announced/{sender}"), json.dumps(asdict(announcement)))
+
+    def wait_for_go(self, timeout_s: float) -> None:
+        """Wait until the engine is ready to receive.
+
+        Raises:
+            WeightSyncError: the engine worker called the order off, or the deadline has passed.
+        """
+        self._wait([self._key("go")], timeout_s, "the engine worker has not said go")
+        answer = self.store.get(self._key("go")).decode()
+        if answer != _GO:
+            raise WeightSyncError(f"{self.order.describe()} was called off: {answer}")
+
+    # ---- the engine worker
+    # --------------------------------------------------------------------------------------------------------
+
+    def announcements(self, timeout_s: float) -> dict[int, Announcement]:
+        """Of all senders. Raises WeightSyncError naming those that are silent at the deadline."""
+        keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
+        self._wait(
+            list(keys.values()),
+            timeout_s,
+            "no announcement from",
+            names={v: f"trainer rank {k}" for k, v in keys.items()},
+        )
+        return {sender: Announcement(**json.loads(self.store.get(key))) for sender, key in keys.items()}
+
+    def go(self) -> None:
+        """Let the senders send."""
+        self.store.compare_set(self._key("go"), "", _GO)
+
+    def call_off(self, reason: str) -> None:
+        """No rank may copy any more, and senders that still wait for go stop waiting."""
+        self.decide(ABORT)
+        self.store.compare_set(self._key("go"), "", reason)
+
+    def reports(self, timeout_s: float) -> dict[int, RankReport]:
+        """Of the engine's ranks, by their number in the plan; a rank whose report has not come by then is missing from
+        the result."""
+        return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
+
+    def clear(self) -> None:
+        """Forget the order's keys."""
+        ranks, senders = self.order.endpoint.receivers, self.order.endpoint.senders
+        names = ["go", "decision", *(f"{kind}/{rank}" for kind in ("staged", "done") for rank in ranks)]
+        for name in [*names, *(f"announced/{sender}" for sender in senders)]:
+            self.store.delete_key(self._key(name))
+
+    # ---- engine ranks
+    # --------------------------------------------------------------------------------------------------------
+
+    @property
+    def report_prefix(self) -> str:
+        """Where engine ranks report: `PREFIX/RANK`."""
+        return self._key("done")
+
+    def staged(self, rank: int) -> None:
+        """This rank has received and verified everything."""
+        self.store.set(self._key(f"staged/{rank}"), "1")
+
+    def wait_all_staged(self, timeout_s: float) -> None:
+        """Until every rank of the engine is staged. Raises WeightSyncError naming those that are not."""
+        keys = {self._key(f"staged/{rank}"): f"rank {rank}" for rank in self.order.endpoint.receivers}
+        self._wait(list(keys), timeout_s, "not everything has arrived at", names=keys)
+
+    def decide(self, wish: str) -> str:
+        """COMMIT or ABORT, whichever was asked first by anybody; the same answer for all."""
+        return self.store.compare_set(self._key("decision"), "", wish).decode()
+
+    def decision(self) -> str:
+        """What has been decided so far; empty when nothing has. Returns at once."""
+        # `get` would wait for a key that is not there, or no longer; an exchange that cannot happen answers with what
+        # it expected
+        answer = self.store.compare_set(self._key("decision"), _NOTHING, _NOTHING).decode()
+        return "" if answer == _NOTHING else answer
+
+    # ---- inside
+    # --------------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"
+
+    def _wait(self, keys: Sequence[str], timeout_s: float, what: str, names: Mapping[str, str] | None = None) -> None:
+        if wait_for(self.store, keys, timeout_s):
+            return
+        silent = [name for key, name in (names or {}).items() if not self.store.check([key])]
+        who = f" {', '.join(silent[:8])}" if silent else ""
+        raise WeightSyncError(f"{self.order.describe()}: {what}{who} after {timeout_s:g} s")
+
+
+def connect(host: str, port: int, timeout_s: float) -> Store:
+    """A client of the store. Raises WeightSyncError when it cannot be reached."""
+    try:
+        return client_store(host, port, timeout_s)
+    except RuntimeError as error:  # torch's DistError and its children
+        raise WeightSyncError(
+            f"the sync's store at {host}:{port} cannot be reached within {timeout_s:g} s: {error}"
+        ) from error
+
+
+def wait_for(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
+    """Whether all keys are there by the deadline. WeightSyncError when the store itself is gone."""
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+            return False
+        raise WeightSyncError(f"the sync's store is gone: {error}") from error
+    return True
+
+
+def read(store: Store, key: str, timeout_s: float) -> Any:
+    """The JSON under a key. Raises WeightSyncError when it is not there by the deadline."""
+    if not wait_for(store, [key], timeout_s):
+        raise WeightSyncError(f"{key} is not in the sync's store after {timeout_s:g} s")
+    return json.loads(store.get(key))
+
+
+def write_report(store: Store, prefix: str, report: RankReport) -> None:
+    """Post a rank's report."""
+    store.set(f"{prefix}/{report.rank}", json.dumps(asdict(report)))
+
+
+def read_reports(store: Store, prefix: str, ranks: Collection[int], timeout_s: float) -> dict[int, RankReport]:
+    """The reports that are there by the deadline."""
+    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
+    wait_for(store, list(keys.values()), timeout_s)
+    return {rank: RankReport(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}

@@ -1,0 +1,137 @@
+"""Messages as files: where ranks share a folder and nothing else. A file is its payload, nothing is unpickled.
+
+A message is written under a temporary name and renamed, so a reader sees it whole or not at all; the reader removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.sync.payload import Payload
+from hybridflow.sync.transports.base import Endpoint, Work
+from hybridflow.sync.transports.meeting import PeerWatch, Seat, meet, refuse_device
+
+_POLL_S, _LOOK_S = 0.002, 0.1
+
+
+def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
+    """See `transports.open_sender`."""
+    return Files(Seat(endpoint, "trainer", rank), device)
+
+
+def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
+    """See `transports.open_receiver`."""
+    return Files(Seat(endpoint, "engine", rank), device)
+
+
+class Files:
+    """Either end. The n-th message of a pair has n in its name, so one sync's files are not taken for the next
+    one's."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        self.seat, self.folder = seat, Path(seat.endpoint.folder)
+        refuse_device(seat, device, "use p2p")
+        if not seat.endpoint.folder or not self.folder.is_dir():
+            raise WeightSyncError(
+                f"the transport disk needs a folder that both sides see; {seat.endpoint.folder!r} is none"
+            )
+        # a session's name may have any character, a file's may not
+        self._session = "weights-" + hashlib.sha256(seat.endpoint.session.encode()).hexdigest()[:16]
+        meeting = meet(seat)
+        self.watches = {peer: PeerWatch(said) for peer, said in meeting.peers.items()}
+        self._counts = dict.fromkeys(seat.peers, 0)
+        self._is_open = True
+
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """See `SendChannel.send`. Done when the receiver has removed the file: the folder holds what is under way, no
+        more."""
+        path = self._next(peer, tag)
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as file:
+                file.write(payload.memory)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise self.seat.failure(
+                peer, tag, f"{path} cannot be written ({error}); make room or choose another folder"
+            ) from error
+        return _Sent(self, peer, tag, path)
+
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """See `ReceiveChannel.receive`."""
+        return _Reading(self, peer, tag, self._next(peer, tag), into)
+
+    def _next(self, peer: int, tag: int) -> Path:
+        if not self._is_open:
+            raise self.seat.failure(peer, tag, "the session was given up before")
+        number = self._counts[peer]
+        self._counts[peer] += 1
+        sender, receiver = (self.seat.rank, peer) if self.seat.side == "trainer" else (peer, self.seat.rank)
+        return self.folder / f"{self._session}-{sender}-{receiver}-{number}-{tag}.bin"
+
+    def close(self) -> None:
+        """See `SendChannel.close`."""
+        self._is_open = False
+        for watch in self.watches.values():
+            watch.close()
+
+    def abort(self) -> None:
+        """See `SendChannel.abort`. Removes what this rank has sent or was to receive."""
+        self.close()
+        mine = f"{self.seat.rank}-*" if self.seat.side == "trainer" else f"*-{self.seat.rank}-*-*"
+        for path in self.folder.glob(f"{self._session}-{mine}"):
+            path.unlink(missing_ok=True)
+
+
+class _Sent:
+    """A file that the peer is to take."""
+
+    def __init__(self, files: Files, peer: int, tag: int, path: Path) -> None:
+        self._files, self._peer, self._tag, self._path = files, peer, tag, path
+
+    def wait(self) -> None:
+        self._until(exists=False)
+
+    def _until(self, exists: bool) -> None:
+        seat, watch = self._files.seat, self._files.watches[self._peer]
+        deadline, look = time.monotonic() + seat.endpoint.timeout_s, 0.0
+        while self._path.exists() != exists:
+            now = time.monotonic()
+            if now > deadline:
+                raise seat.late(self._peer, self._tag)
+            if now > look:
+                look = now + _LOOK_S
+                if watch.has_ended() and self._path.exists() != exists:  # it may have done its part just before
+                    raise seat.gone(self._peer, self._tag)
+            time.sleep(_POLL_S)
+
+
+class _Reading(_Sent):
+    """A file that the peer is to write."""
+
+    def __init__(self, files: Files, peer: int, tag: int, path: Path, into: Payload) -> None:
+        super().__init__(files, peer, tag, path)
+        self._into = into
+
+    def wait(self) -> None:
+        self._until(exists=True)
+        size = self._path.stat().st_size
+        if size != self._into.nbytes:
+            what = (
+                f"{self._into.nbytes} bytes were expected, {self._path} has {size}; the two sides have different plans"
+            )
+            raise self._files.seat.failure(self._peer, self._tag, what)
+        with self._path.open("rb", buffering=0) as file:
+            view, got = self._into.memory, 0
+            while got < size:
+                got += os.readv(file.fileno(), [view[got:]])
+        with suppress(FileNotFoundError):
+            self._path.unlink()

@@ -1,0 +1,205 @@
+"""How the ranks of a session find each other, and how one notices that another has died.
+
+Every rank announces itself in the store under the session's name, with its process. Ranks on one kernel can then watch
+each other's processes; of the others only sockets and deadlines tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.process.rendezvous import client_store
+from hybridflow.sync.transports.base import Endpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import PrefixStore
+
+_SETTLE_S = 0.5
+_SIDES = {"trainer": "engine", "engine": "trainer"}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank of a session: its endpoint, its side ("trainer" or "engine") and number."""
+
+    endpoint: Endpoint
+    side: str
+    rank: int
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks of the other side."""
+        return self.endpoint.receivers if self.side == "trainer" else self.endpoint.senders
+
+    @property
+    def peer_side(self) -> str:
+        """The other side."""
+        return _SIDES[self.side]
+
+    def failure(self, peer: int, tag: int, what: str) -> WeightSyncError:
+        """An error that names session, both ranks, message and deadline."""
+        return WeightSyncError(
+            f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with {self.peer_side} rank "
+            f"{peer} "
+            f"over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); give the session up "
+            f"and sync again"
+        )
+
+    def late(self, peer: int, tag: int) -> WeightSyncError:
+        """The error for a peer that is there and does nothing."""
+        return self.failure(peer, tag, f"the peer did nothing for {self.endpoint.timeout_s:g} s")
+
+    def gone(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
+        """The error for a peer that died."""
+        return self.failure(peer, tag, f"the peer is gone: {why}")
+
+
+def refuse_device(seat: Seat, device: torch.device, instead: str) -> None:
+    """For a transport of CPU buffers. Raises WeightSyncError for others, with what to do `instead`."""
+    if device.type != "cpu":
+        raise WeightSyncError(
+            f"the transport {seat.endpoint.transport} carries CPU buffers, {seat.side} rank {seat.rank} has them on "
+            f"{device}; {instead}"
+        )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A session that everybody has come to: the store under the session's name, and what each rank of the other side
+    said of itself."""
+
+    store: PrefixStore
+    peers: dict[int, dict[str, Any]]
+
+
+def meet(seat: Seat, **said: Any) -> Meeting:
+    """Announce this rank with what it `said` (JSON-able) and wait until all ranks of both sides have announced
+    themselves.
+
+    Raises:
+        WeightSyncError: the store cannot be reached or some rank has not come within the endpoint's `timeout_s`; names
+        who.
+    """
+    from torch.distributed import PrefixStore
+
+    endpoint, deadline = seat.endpoint, time.monotonic() + seat.endpoint.timeout_s
+    store = PrefixStore(f"transport/{endpoint.session}", _store(endpoint, deadline))
+    store.set(f"{seat.side}/{seat.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
+    ranks = [("trainer", rank) for rank in endpoint.senders] + [("engine", rank) for rank in endpoint.receivers]
+    keys = [f"{side}/{rank}" for side, rank in ranks]
+    try:
+        store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        found = {rank: json.loads(store.get(f"{seat.peer_side}/{rank}")) for rank in seat.peers}
+    except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
+        missing = _missing(store, keys)
+        what = f"{', '.join(missing)} did not come" if missing else f"the store failed: {error}"
+        raise WeightSyncError(
+            f"session {endpoint.session}, {seat.side} rank {seat.rank}: {what} within {endpoint.timeout_s:g} s; "
+            "look at the logs of those ranks"
+        ) from error
+    return Meeting(store, found)
+
+
+def _store(endpoint: Endpoint, deadline: float) -> Any:
+    # TCPStore alone tries an unreachable address again for several times its timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((endpoint.host, endpoint.port), timeout=max(left, 0.001)).close()
+            return client_store(endpoint.host, endpoint.port, max(deadline - time.monotonic(), 0.1))
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() + 0.05 > deadline:
+                raise WeightSyncError(
+                    f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} "
+                    f"within {endpoint.timeout_s:g} s ({error}); is the trainer up?"
+                ) from error
+        time.sleep(0.05)
+
+
+def _missing(store: PrefixStore, keys: list[str]) -> list[str]:
+    with suppress(RuntimeError):
+        return [key.replace("/", " rank ") for key in keys if not store.check([key])]
+    return []
+
+
+def _kernel() -> str:
+    """Equal for processes that see each other under the same numbers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+class PeerWatch:
+    """Tells whether a peer's process has ended. Knows nothing of a peer on another kernel."""
+
+    def __init__(self, peer: dict[str, Any]) -> None:
+        self.is_local = peer["kernel"] == _kernel()
+        self._fd, self._ended = -1, False
+        if self.is_local:
+            try:
+                self._fd = os.pidfd_open(peer["process"])
+            except ProcessLookupError:
+                self._ended = True
+        self._poll = select.poll()
+        if self._fd >= 0:
+            self._poll.register(self._fd, select.POLLIN)
+
+    @property
+    def fd(self) -> int:
+        """Readable when the process has ended; -1 if it is not watched."""
+        return self._fd
+
+    def has_ended(self) -> bool:
+        """Whether the process is known to be gone."""
+        return self._ended or (self._fd >= 0 and bool(self._poll.poll(0)))
+
+    def close(self) -> None:
+        """Let go of the process."""
+        if self._fd >= 0:
+            self._poll.unregister(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Peers:
+    """The processes of a session's other side, and what to say when one of them is lost."""
+
+    def __init__(self, seat: Seat, meeting: Meeting) -> None:
+        self._seat = seat
+        self._watches = {rank: PeerWatch(said) for rank, said in meeting.peers.items()}
+
+    def lost(self, peer: int, tag: int, reason: str) -> WeightSyncError:
+        """The error for a broken connection. It names the rank whose process has ended, where that can be seen.
+
+        A connection also breaks because the peer gave the session up when another died, so all are looked at.
+        """
+        if (ended := self.ended()) and peer not in ended:
+            names = ", ".join(f"{self._seat.peer_side} rank {rank}" for rank in ended)
+            return self._seat.failure(peer, tag, f"given up, because the process of {names} has ended")
+        return self._seat.gone(peer, tag) if ended else self._seat.gone(peer, tag, reason)
+
+    def ended(self) -> list[int]:
+        """Peers on this machine whose process has ended. It closes its connections a moment before it counts as
+        ended."""
+        deadline = time.monotonic() + _SETTLE_S
+        while (
+            not (ended := [rank for rank, watch in self._watches.items() if watch.has_ended()])
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_SETTLE_S / 20)
+        return ended
+
+    def forget(self) -> None:
+        """Let go of all processes."""
+        watches, self._watches = self._watches, {}
+        for watch in watches.values():
+            watch.close()

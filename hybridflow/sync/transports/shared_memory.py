@@ -1,0 +1,324 @@
+"""Messages through memory that sender and receiver both map: for engines on the trainer's host, CPU buffers.
+
+Every (sender, receiver) pair has a segment of a few slots. The sender packs into a slot (`lend`) and the receiver
+writes the engine's buffers from it (`borrow`): each byte is copied once on either side. Segments are anonymous
+(`memfd_create`), handed over as `/proc/PID/fd/N`: they have no name that could stay behind, and go with the last
+process that maps them, however it ends.
+
+Who waits for the other side sleeps until its bell rings (`bell.py`), and hears of its death at once.
+
+A counter is written after what it stands for. x86 keeps that order for readers; where a machine does not, a torn
+message has a wrong checksum and the sync fails.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.sync.payload import Payload
+from hybridflow.sync.transports.base import DONE, Endpoint, Work
+from hybridflow.sync.transports.bell import Bell, make_pipes, open_pipes
+from hybridflow.sync.transports.meeting import Meeting, PeerWatch, Seat, meet, refuse_device
+
+_PAGE = 4096
+_INSTEAD = "use p2p, whose NCCL goes through peer memory between GPUs of one host"
+# int64 places in the header, a cache line apart: each is written by one side
+_WRITTEN, _TAKEN, _SENDER_LEFT, _RECEIVER_LEFT, _LABELS = 0, 8, 16, 24, 32
+
+
+def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Sender:
+    """See `transports.open_sender`."""
+    return Sender(Seat(endpoint, "trainer", rank), device)
+
+
+def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Receiver:
+    """See `transports.open_receiver`."""
+    return Receiver(Seat(endpoint, "engine", rank), device)
+
+
+class _Segment:
+    """One pair's memory, seen from one side."""
+
+    def __init__(self, seat: Seat, peer: int, fd: int, watch: PeerWatch, bell: Bell) -> None:
+        self._seat, self._peer, self._watch, self._bell = seat, peer, watch, bell
+        self._slot_bytes = slot_bytes(seat.endpoint)
+        memory = torch.frombuffer(mmap.mmap(fd, segment_bytes(seat.endpoint)), dtype=torch.uint8)
+        header = header_bytes(seat.endpoint)
+        self._header = memory[:header].view(torch.int64).numpy()
+        self._slots = [memory[header + n * self._slot_bytes :][: self._slot_bytes] for n in range(seat.endpoint.slots)]
+        self._payloads: dict[tuple[int, int], Payload] = {}
+        self._mine, self._theirs = (
+            (_SENDER_LEFT, _RECEIVER_LEFT) if seat.side == "trainer" else (_RECEIVER_LEFT, _SENDER_LEFT)
+        )
+        self.count = 0  # messages that this side has written or begun to read
+        self._before = 0  # the count at the last rewind
+
+    def _slot(self, nbytes: int) -> Payload:
+        """So much of the slot whose turn it is."""
+        place = (self.count % len(self._slots), nbytes)
+        if place not in self._payloads:
+            self._payloads[place] = Payload(self._slots[place[0]][:nbytes])
+        return self._payloads[place]
+
+    def free_slot(self, tag: int, nbytes: int) -> Payload:
+        """Where the next message goes, once the receiver has taken what lay there."""
+        if nbytes > self._slot_bytes:
+            what = f"a message of {nbytes} bytes does not fit into a slot of {self._slot_bytes}"
+            raise self._seat.failure(self._peer, tag, what)
+        self._wait(tag, lambda: int(self._header[_TAKEN]) >= max(self._before, self.count - len(self._slots) + 1))
+        return self._slot(nbytes)
+
+    def publish(self, tag: int, nbytes: int) -> None:
+        """Show the message in `free_slot` to the receiver."""
+        label = _LABELS + 2 * (self.count % len(self._slots))
+        self._header[label], self._header[label + 1] = tag, nbytes
+        self.count += 1
+        self._header[_WRITTEN] = self.count
+        self._bell.ring()
+
+    def message(self, tag: int, nbytes: int) -> Payload:
+        """The next message, once it is there."""
+        self._wait(tag, lambda: int(self._header[_WRITTEN]) > self.count)
+        label = _LABELS + 2 * (self.count % len(self._slots))
+        found = (int(self._header[label]), int(self._header[label + 1]))
+        if found != (tag, nbytes):
+            what = (
+                f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the two sides have "
+                f"different plans"
+            )
+            raise self._seat.failure(self._peer, tag, what)
+        slot = self._slot(nbytes)
+        self.count += 1
+        return slot
+
+    def take(self) -> None:
+        """Give the slot of the oldest `message` that still has one back to the sender."""
+        self._header[_TAKEN] += 1
+        self._bell.ring()
+
+    def rewind(self) -> None:
+        """Leave slots out up to the first one. The sender waits there until all that it wrote before has been taken."""
+        self._before = self.count
+        self.count = -(-self.count // len(self._slots)) * len(self._slots)
+        if self._mine == _RECEIVER_LEFT:
+            self._header[_TAKEN] = self.count
+
+    def leave(self) -> None:
+        """Tell the other side that nothing more will happen here."""
+        self._header[self._mine] = 1
+        self._bell.ring()
+        self._bell.close()
+        self._watch.close()
+
+    def _wait(self, tag: int, is_ready: Callable[[], bool]) -> None:
+        if is_ready():
+            return
+        deadline = time.monotonic() + self._seat.endpoint.timeout_s
+        while not self._bell.wait(is_ready, deadline):
+            ended, left = self._watch.has_ended(), bool(self._header[self._theirs])
+            if self._header[self._mine]:
+                raise self._seat.failure(self._peer, tag, "the session was given up meanwhile")
+            if (ended or left) and not is_ready():  # it may have done its part just before
+                raise self._seat.gone(
+                    self._peer, tag, "its process has ended" if ended else "it has closed the session"
+                )
+            if time.monotonic() > deadline:
+                raise self._seat.late(self._peer, tag)
+
+
+class Sender:
+    """A trainer rank's end."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        refuse_device(seat, device, _INSTEAD)
+        self.seat = seat
+        # of each receiver: its segment, the sender's ends of the pipes, the receiver's
+        fds = {
+            peer: [os.memfd_create(f"hybridflow-{seat.rank}-{peer}", os.MFD_CLOEXEC), *make_pipes()]
+            for peer in seat.peers
+        }
+        self._segments: dict[int, _Segment] = {}
+        try:
+            for segment, *_ in fds.values():
+                os.ftruncate(segment, segment_bytes(seat.endpoint))
+            meeting = meet(seat, segments={peer: (each[0], *each[3:]) for peer, each in fds.items()})
+            watches = _watches(seat, meeting)
+            # the receivers open the files by our process's number: they must stay open until then
+            _wait_for_maps(seat, meeting)
+            for peer, each in fds.items():
+                bell = Bell(each.pop(1), each.pop(1), watches[peer])
+                self._segments[peer] = _Segment(seat, peer, each[0], watches[peer], bell)
+        finally:
+            for fd in (fd for each in fds.values() for fd in each):
+                os.close(fd)
+
+    def rewind(self) -> None:
+        """See `LendingSendChannel.rewind`."""
+        for segment in self._segments.values():
+            segment.rewind()
+
+    def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
+        """See `LendingSendChannel.lend`."""
+        return _segment(self._segments, self.seat, peer, tag).free_slot(tag, nbytes)
+
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """See `SendChannel.send`. Returns when the payload lies in a slot."""
+        segment = _segment(self._segments, self.seat, peer, tag)
+        slot = segment.free_slot(tag, payload.nbytes)
+        if slot is not payload:
+            slot.tensor.copy_(payload.tensor)
+        segment.publish(tag, payload.nbytes)
+        return DONE
+
+    def close(self) -> None:
+        """See `SendChannel.close`. What was sent can still be received."""
+        self.abort()
+
+    def abort(self) -> None:
+        """See `SendChannel.abort`."""
+        segments, self._segments = self._segments, {}
+        for segment in segments.values():
+            segment.leave()
+
+
+class Receiver:
+    """An engine rank's end."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        refuse_device(seat, device, _INSTEAD)
+        self.seat = seat
+        meeting = meet(seat)
+        watches = _watches(seat, meeting)
+        self._segments: dict[int, _Segment] = {}
+        self._pending: dict[int, list[_Arrival]] = {peer: [] for peer in seat.peers}
+        for peer, said in meeting.peers.items():
+            number, *pipes = said["segments"][str(seat.rank)]
+            try:
+                fd = os.open(f"/proc/{said['process']}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    bell = Bell(*open_pipes(said["process"], pipes), watches[peer])
+                    self._segments[peer] = _Segment(seat, peer, fd, watches[peer], bell)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                what = f"its memory cannot be opened ({error}); both need one user, or use the transport p2p"
+                raise seat.failure(peer, 0, what) from error
+        meeting.store.set(f"mapped/{seat.rank}", "")
+
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """See `ReceiveChannel.receive`. The copy is made by `wait`."""
+        arrival = _Arrival(self, _segment(self._segments, self.seat, peer, tag), peer, tag, into)
+        self._pending[peer].append(arrival)
+        return arrival
+
+    @property
+    def slots(self) -> int:
+        """See `LendingReceiveChannel.slots`."""
+        return self.seat.endpoint.slots
+
+    def rewind(self) -> None:
+        """See `LendingReceiveChannel.rewind`."""
+        for segment in self._segments.values():
+            segment.rewind()
+
+    def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
+        """See `LendingReceiveChannel.borrow`."""
+        segment = _segment(self._segments, self.seat, peer, tag)
+        return SlotLoan(segment.message(tag, nbytes), segment)
+
+    def take_up_to(self, arrival: _Arrival) -> None:
+        """Complete what was asked of a peer before, and then this."""
+        pending = self._pending[arrival.peer]
+        while not arrival.is_done:
+            pending[0].copy()
+            pending.pop(0)
+
+    def close(self) -> None:
+        """See `ReceiveChannel.close`."""
+        self.abort()
+
+    def abort(self) -> None:
+        """See `ReceiveChannel.abort`."""
+        segments, self._segments = self._segments, {}
+        for segment in segments.values():
+            segment.leave()
+
+
+class SlotLoan:
+    """See `Loan`."""
+
+    def __init__(self, payload: Payload, segment: _Segment) -> None:
+        self.payload = payload
+        self._segment = segment
+
+    def release(self) -> None:
+        """See `Loan.release`."""
+        self._segment.take()
+
+
+class _Arrival:
+    def __init__(self, receiver: Receiver, segment: _Segment, peer: int, tag: int, into: Payload) -> None:
+        self.peer, self.is_done = peer, False
+        self._receiver, self._segment, self._tag, self._into = receiver, segment, tag, into
+
+    def wait(self) -> None:
+        self._receiver.take_up_to(self)
+
+    def copy(self) -> None:
+        self._into.tensor.copy_(self._segment.message(self._tag, self._into.nbytes).tensor)
+        self._segment.take()
+        self.is_done = True
+
+
+def slot_bytes(endpoint: Endpoint) -> int:
+    """Of one slot. Pages that no message reaches are never backed by memory."""
+    return -(-endpoint.message_bytes // _PAGE) * _PAGE
+
+
+def header_bytes(endpoint: Endpoint) -> int:
+    """Of the counters, and of tag and size of the message in each slot."""
+    return -(-8 * (_LABELS + 2 * endpoint.slots) // _PAGE) * _PAGE
+
+
+def segment_bytes(endpoint: Endpoint) -> int:
+    """Of a pair: a header and the slots."""
+    return header_bytes(endpoint) + endpoint.slots * slot_bytes(endpoint)
+
+
+def _segment(segments: dict[int, _Segment], seat: Seat, peer: int, tag: int) -> _Segment:
+    if peer not in segments:
+        raise seat.failure(peer, tag, "the session was given up before, or has no such rank")
+    return segments[peer]
+
+
+def _watches(seat: Seat, meeting: Meeting) -> dict[int, PeerWatch]:
+    watches = {peer: PeerWatch(said) for peer, said in meeting.peers.items()}
+    for peer, watch in watches.items():
+        if not watch.is_local:
+            raise seat.failure(
+                peer, 0, "the two ranks are not on one host (or in one process namespace); use the transport p2p"
+            )
+    return watches
+
+
+def _wait_for_maps(seat: Seat, meeting: Meeting) -> None:
+    keys = [f"mapped/{peer}" for peer in seat.peers]
+    try:
+        meeting.store.wait(keys, timedelta(seconds=seat.endpoint.timeout_s))
+    except RuntimeError as error:
+        missing: list[int] = []
+        with suppress(RuntimeError):
+            missing = [peer for peer in seat.peers if not meeting.store.check([f"mapped/{peer}"])]
+        raise WeightSyncError(
+            f"session {seat.endpoint.session}: engine ranks {missing} did not map the memory of trainer rank "
+            f"{seat.rank} "
+            f"within {seat.endpoint.timeout_s:g} s; look at their logs"
+        ) from error

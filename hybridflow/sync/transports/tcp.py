@@ -1,0 +1,277 @@
+"""Messages over one TCP connection for each pair of ranks: CPU buffers, any placement, no thread and no copy of ours.
+
+`send` returns when the kernel has the bytes, so the payload may be used again. The receiver acknowledges the first of
+every `slots` messages and the last of a sync: who sends learns of a receiver that died or stands still. (An answer to
+each message of 1 MiB costs a tenth of copying it.) Over the same kernel gloo has a thread in every rank, and asks the
+receiver before each message.
+
+A receiver listens where the trainer's store can be reached from, on loopback when that is where the store is. Its port
+and a key of its own are said through the store; a connection that does not begin with the key is closed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import NoReturn
+
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.sync.payload import Payload
+from hybridflow.sync.transports.base import DONE, LAST_TAG, Endpoint, Work
+from hybridflow.sync.transports.meeting import Meeting, Peers, Seat, meet, refuse_device
+from hybridflow.sync.transports.pacing import unpace
+
+_KEY_BYTES = 32
+_HELLO = struct.Struct(f"<{_KEY_BYTES}sq")  # key, trainer rank
+_HEADER = struct.Struct("<qq")  # tag, bytes of the payload
+_TAKEN = struct.Struct("<q")  # tag
+_HELLO_S = 5.0  # a stranger that says nothing holds the others up no longer
+
+
+def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
+    """See `transports.open_sender`."""
+    seat = Seat(endpoint, "trainer", rank)
+    refuse_device(seat, device, "use p2p")
+    deadline = time.monotonic() + endpoint.timeout_s
+    meeting = meet(seat)
+    with ExitStack() as on_error:
+        links = {}
+        for peer, said in meeting.peers.items():
+            try:
+                link = socket.create_connection(
+                    (said["host"], said["port"]), timeout=max(deadline - time.monotonic(), 0.001)
+                )
+                on_error.callback(link.close)
+                link.sendall(_HELLO.pack(bytes.fromhex(said["key"]), rank))
+            except OSError as error:
+                raise seat.failure(
+                    peer, 0, f"it cannot be reached at {said['host']}:{said['port']} ({error})"
+                ) from error
+            links[peer] = link
+        on_error.pop_all()
+    return Connections(seat, meeting, links)
+
+
+def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
+    """See `transports.open_receiver`."""
+    seat = Seat(endpoint, "engine", rank)
+    refuse_device(seat, device, "use p2p")
+    deadline = time.monotonic() + endpoint.timeout_s
+    host, key = _own_address(endpoint), secrets.token_bytes(_KEY_BYTES)
+    with socket.create_server((host, 0), backlog=len(seat.peers) + 8) as listener:
+        meeting = meet(seat, host=host, port=listener.getsockname()[1], key=key.hex())
+        return Connections(seat, meeting, _accept_all(seat, listener, key, deadline))
+
+
+class _Link:
+    """The connection with one peer."""
+
+    __slots__ = ("count", "pending", "socket")
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self.socket = connection
+        self.pending: deque[_Transfer] = deque()  # what is to be read, in order
+        self.count = 0  # messages that were sent or asked for
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        unpace(connection)
+        # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of
+        # a message
+        connection.settimeout(None)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, direction, _timeval(timeout_s))
+
+
+class Connections:
+    """Either end. As few calls as can be for a message: beside a megabyte of it in the cache, each of them comes from
+    memory."""
+
+    def __init__(self, seat: Seat, meeting: Meeting, connections: dict[int, socket.socket]) -> None:
+        self.seat, self.peers = seat, Peers(seat, meeting)
+        self._links = {peer: _Link(connection, seat.endpoint.timeout_s) for peer, connection in connections.items()}
+
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """See `SendChannel.send`."""
+        link = self._links.get(peer) or self._no_link(peer, tag)
+        self._write(link, peer, tag, (_HEADER.pack(tag, payload.nbytes), payload.memory), _HEADER.size + payload.nbytes)
+        if not self._is_acknowledged(link, tag):
+            return DONE  # the kernel has all of it
+        sent = _Sent(self, link, peer, tag)
+        link.pending.append(sent)
+        return sent
+
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """See `ReceiveChannel.receive`. What has not come by then is read by `wait`."""
+        link = self._links.get(peer) or self._no_link(peer, tag)
+        arrival = _Arrival(self, link, peer, tag, into, self._is_acknowledged(link, tag))
+        link.pending.append(arrival)
+        return arrival
+
+    def acknowledge(self, link: _Link, peer: int, tag: int) -> None:
+        """Say that a message has been read."""
+        self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
+
+    def _is_acknowledged(self, link: _Link, tag: int) -> bool:
+        """Of the next message; both ends count alike."""
+        link.count += 1
+        return link.count % self.seat.endpoint.slots == 1 or tag == LAST_TAG
+
+    def _write(self, link: _Link, peer: int, tag: int, parts: Sequence[bytes | memoryview], size: int) -> None:
+        try:
+            count = link.socket.sendmsg(parts)
+            if count < size:  # a signal came
+                link.socket.sendall(b"".join(parts)[count:])
+        except OSError as error:
+            raise self._problem(peer, tag, error) from error
+
+    def read(self, link: _Link, peer: int, tag: int, into: bytearray | memoryview, size: int) -> None:
+        """Read just so many bytes."""
+        try:
+            count = link.socket.recv_into(into, size, socket.MSG_WAITALL)
+            while 0 < count < size:  # a signal came
+                more = link.socket.recv_into(memoryview(into)[count:], 0, socket.MSG_WAITALL)
+                count = count + more if more else 0
+        except OSError as error:
+            raise self._problem(peer, tag, error) from error
+        if not count and size:
+            raise self._problem(peer, tag, ConnectionResetError("it has closed the connection"))
+
+    def _no_link(self, peer: int, tag: int) -> NoReturn:
+        raise self.seat.failure(peer, tag, "the session was given up before, or has no such rank")
+
+    def _problem(self, peer: int, tag: int, error: OSError) -> WeightSyncError:
+        """The error for a connection that broke or stands still."""
+        if peer not in self._links:
+            return self.seat.failure(peer, tag, "the session was given up meanwhile")
+        if isinstance(error, (TimeoutError, BlockingIOError)):
+            return self.seat.late(peer, tag)
+        return self.peers.lost(peer, tag, str(error) or type(error).__name__)
+
+    def close(self) -> None:
+        """See `SendChannel.close`. What was sent still arrives."""
+        links, self._links = self._links, {}
+        for link in links.values():
+            link.socket.close()
+        self.peers.forget()
+
+    def abort(self) -> None:
+        """See `SendChannel.abort`."""
+        links, self._links = self._links, {}
+        for link in links.values():
+            with suppress(OSError):  # it may be broken already
+                link.socket.shutdown(socket.SHUT_RDWR)  # wakes another thread that waits for it, which closing does not
+            link.socket.close()
+        self.peers.forget()
+
+
+class _Transfer:
+    """Something that is still to be read from a peer."""
+
+    __slots__ = ("channel", "is_done", "link", "peer", "tag")
+
+    def __init__(self, channel: Connections, link: _Link, peer: int, tag: int) -> None:
+        self.channel, self.link, self.peer, self.tag, self.is_done = channel, link, peer, tag, False
+
+    def wait(self) -> None:
+        """See `Work.wait`. Reads what the peer still owes for transfers before this one, and then for this."""
+        pending = self.link.pending
+        while not self.is_done:
+            pending[0].read()
+            pending.popleft()
+
+    def read(self) -> None:
+        """Read what is owed for this."""
+        raise NotImplementedError
+
+    def expect(self, form: struct.Struct, *wanted: int) -> None:
+        """Read a header that must have these numbers."""
+        header = bytearray(form.size)
+        self.channel.read(self.link, self.peer, self.tag, header, form.size)
+        if (found := form.unpack(header)) != wanted:
+            what = (
+                f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different "
+                f"plans"
+            )
+            raise self.channel.seat.failure(self.peer, self.tag, what)
+
+
+class _Sent(_Transfer):
+    __slots__ = ()
+
+    def read(self) -> None:
+        """That it was taken."""
+        self.expect(_TAKEN, self.tag)
+        self.is_done = True
+
+
+class _Arrival(_Transfer):
+    __slots__ = ("_into", "_is_acknowledged")
+
+    def __init__(
+        self, channel: Connections, link: _Link, peer: int, tag: int, into: Payload, is_acknowledged: bool
+    ) -> None:
+        super().__init__(channel, link, peer, tag)
+        self._into, self._is_acknowledged = into, is_acknowledged
+
+    def read(self) -> None:
+        """Header and payload."""
+        channel, link, into = self.channel, self.link, self._into
+        self.expect(_HEADER, self.tag, into.nbytes)
+        channel.read(link, self.peer, self.tag, into.memory, into.nbytes)
+        if self._is_acknowledged:
+            channel.acknowledge(link, self.peer, self.tag)
+        self.is_done = True
+
+
+def _timeval(seconds: float) -> bytes:
+    """C's struct timeval: seconds and microseconds."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _accept_all(seat: Seat, listener: socket.socket, key: bytes, deadline: float) -> dict[int, socket.socket]:
+    """One connection from each sender, by its rank."""
+    links: dict[int, socket.socket] = {}
+    with ExitStack() as on_error:
+        while missing := [peer for peer in seat.peers if peer not in links]:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                link, _ = listener.accept()
+            except TimeoutError as error:
+                raise seat.failure(missing[0], 0, f"no connection came from trainer ranks {missing}") from error
+            rank = _greeted(link, key, min(_HELLO_S, max(deadline - time.monotonic(), 0.001)))
+            if rank in missing:
+                links[rank] = link
+                on_error.callback(link.close)
+            else:
+                link.close()
+        on_error.pop_all()
+    return links
+
+
+def _greeted(link: socket.socket, key: bytes, within_s: float) -> int:
+    """The rank that the other end says it is; -1 for a stranger."""
+    link.settimeout(within_s)
+    try:
+        hello = link.recv(_HELLO.size, socket.MSG_WAITALL)
+        while 0 < len(hello) < _HELLO.size and (more := link.recv(_HELLO.size - len(hello))):
+            hello += more
+    except OSError:
+        return -1
+    if len(hello) != _HELLO.size:
+        return -1
+    said, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(said, key) else -1
+
+
+def _own_address(endpoint: Endpoint) -> str:
+    """Of this machine, as the store's machine sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((endpoint.host, endpoint.port))  # sends nothing: asks for the route
+        return str(probe.getsockname()[0])

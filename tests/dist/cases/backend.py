@@ -1,0 +1,275 @@
+"""What each rank does in the contract suite of training backends: the same cases, whichever backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import ActorConfig, ClusterConfig, ModelConfig, OptimConfig, RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.reshard.layout import Catalog
+from tests.dist.cases.mcore import batch_of, weights_of
+
+ROWS = 8
+# a large epsilon: without it Adam turns rounding noise in a gradient near zero into a whole step of either sign
+OPTIM = OptimConfig(
+    lr=1e-2,
+    min_lr=1e-3,
+    lr_decay_style="cosine",
+    lr_warmup_steps=2,
+    lr_decay_steps=6,
+    weight_decay=0.1,
+    adam_beta2=0.95,
+    adam_eps=1e-3,
+    clip_grad=1.0,
+)
+
+
+def open_policy(backend: str, hf: dict[str, Any], std: float = 0.2, dtype: str = "float32") -> Any:
+    """The backend as the worker opens it, over weights in which a dropped or swapped tensor shows."""
+    from hybridflow.workers import backend as backends
+
+    config = RunConfig(
+        model=ModelConfig(hf_config=hf, dtype=dtype),
+        actor=ActorConfig(backend=backend),
+        cluster=ClusterConfig(call_timeout_s=100),
+    )
+    source = backends.RandomWeights
+    backends.RandomWeights = lambda tensors, seed, std: weights_of(backends.family_of(hf), std)  # type: ignore[assignment,misc]
+    try:
+        return backends.open_backend(config, hf, Platform("cpu"), 0)
+    finally:
+        backends.RandomWeights = source  # type: ignore[misc]
+
+
+def share(policy: Any, batch: DataProto) -> DataProto:
+    rank, size, _ = policy.mesh_position()
+    return batch.chunk(size)[rank]
+
+
+def steps(policy: Any, numbers: range, max_tokens: int = 40) -> list[list[float]]:
+    """(loss sum, count, grad norm, rate) a step; loss and count of this rank."""
+    from hybridflow.workers.losses import sft_loss
+
+    history = []
+    for step in numbers:
+        metrics, info = policy.train_mini_batch(
+            share(policy, batch_of(ROWS, step)),
+            sft_loss,
+            columns=(),
+            max_tokens=max_tokens,
+            temperature=1.0,
+            with_entropy=False,
+        )
+        history.append([*metrics["loss"], info["grad_norm"], info["lr"]])
+    return history
+
+
+def whole(policy: Any) -> dict[str, torch.Tensor]:
+    """All HF tensors, put together from what every rank's layout says it holds."""
+    layout, tensors = policy.weight_layout()(Catalog.of(policy.family.tensors())), policy.family.tensors()
+    found = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    counts = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    mine, names = layout.classes[int(layout.rank_class[dist.get_rank()])], list(tensors)
+    parameters = policy.parameters()
+    for tensor, start, size, buffer, local in zip(
+        mine.tensor, mine.start, mine.size, mine.buffer, mine.local, strict=True
+    ):
+        dims = len(tensors[names[tensor]])
+        there, here = (
+            tuple(slice(a, a + n) for a, n in zip(at[-dims:], size[-dims:], strict=True)) for at in (start, local)
+        )
+        found[names[tensor]][there] = parameters[mine.names[buffer]][here].float()
+        counts[names[tensor]][there] = 1
+    for name in tensors:
+        dist.all_reduce(found[name])
+        dist.all_reduce(counts[name])
+        found[name] /= counts[name]  # not covered: NaN
+    return found
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: [float(t.double().sum()), float(t.double().square().sum())] for name, t in tensors.items()}
+
+
+def contract(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
+    """One life of a policy: score, export, train, save, go on; then back from the checkpoint and the same steps
+    again."""
+    policy, at = open_policy(backend, hf), Path(folder)
+    scored = policy.log_probs(share(policy, batch_of(12, 3)), max_tokens=30, temperature=0.7, with_entropy=True)
+    policy.export(at / "before", hf, None)
+    policy.freeze_reference()
+    policy.set_optimizer(OPTIM)
+    result: dict[str, Any] = {
+        "backend": policy.describe()["backend"],
+        "log_probs": scored[0].values.tolist(),
+        "entropy": scored[1].values.tolist(),
+        "history": steps(policy, range(3)),
+        "weights": digest(whole(policy)),
+    }
+    with policy.as_reference():
+        found = policy.log_probs(share(policy, batch_of(12, 3)), max_tokens=4096, temperature=0.7, with_entropy=False)
+    result["reference"] = found[0].values.tolist()
+    policy.export(at / "trained", hf, None)
+    saver = policy.saver(60.0)
+    saver.start(at / "checkpoint", phase="rl", step=3)
+    result["more"] = steps(policy, range(3, 5))
+    saver.wait(60.0)
+    end = whole(policy)
+    policy.load(at / "checkpoint")
+    result["again"] = steps(policy, range(3, 5))
+    again = whole(policy)
+    result["resumed"] = all(torch.equal(end[name], again[name]) for name in end)
+    return result | {"end": digest(end), "misfits": misfits(policy, hf, at)}
+
+
+def misfits(policy: Any, hf: dict[str, Any], at: Path) -> dict[str, str]:
+    """What loading says that must be refused."""
+    from hybridflow.errors import CheckpointError
+
+    said = {}
+    family, policy.family.hf = policy.family.hf, {**hf, "rms_norm_eps": 1e-5}
+    for name in ("checkpoint", "nothing"):
+        try:
+            policy.load(at / name)
+        except CheckpointError as error:
+            said[name] = str(error)
+    policy.family.hf = family
+    return said
+
+
+def resumed(backend: str, hf: dict[str, Any], folder: str, foreign: str) -> dict[str, Any]:
+    """A new world, of whatever size, from the checkpoint that `contract` left; and what it says to another
+    backend's."""
+    from hybridflow.errors import CheckpointError
+
+    policy = open_policy(backend, hf, 0.1)
+    policy.set_optimizer(OPTIM)
+    policy.freeze_reference()
+    try:
+        policy.load(Path(foreign) / "checkpoint")
+        said = ""
+    except CheckpointError as error:
+        said = str(error)
+    policy.load(Path(folder) / "checkpoint")
+    history = steps(policy, range(3, 5))
+    found = {"history": history, "end": digest(whole(policy)), "said": said}
+    with policy.as_reference():
+        scored = policy.log_probs(share(policy, batch_of(12, 3)), max_tokens=4096, temperature=0.7, with_entropy=False)
+    return found | {"reference": scored[0].values.tolist()}
+
+
+def held(backend: str, hf: dict[str, Any], folder: str) -> None:
+    """Write the live parameters that this rank sends from, by the names of its layout."""
+    policy = open_policy(backend, hf)
+    np.savez(
+        Path(folder) / f"rank{dist.get_rank()}.npz",
+        **{name: tensor.numpy() for name, tensor in policy.parameters().items()},
+    )
+    policy.export(Path(folder) / "hf", hf, None)
+
+
+def updates(backend: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """Other packings and orders of one batch; a NaN; weights off the device and back; more work on one rank than on the
+    other."""
+    policy = open_policy(backend, hf, 0.05)
+    result = packings(policy) | {"poisoned": poisoned(policy), "memory": slept(policy)}
+    rows = [1, 12][dist.get_rank()]
+    found = policy.log_probs(batch_of(rows, 3), max_tokens=20, temperature=1.0, with_entropy=False)
+    return result | {"unequal": [rows, len(found[0])]}
+
+
+def packings(policy: Any) -> dict[str, float]:
+    """Largest relative difference of gradient norm, and of the weights after one step, from one micro-batch a rank."""
+    from hybridflow.workers.losses import PolicyLoss
+
+    loss = PolicyLoss(ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.1, kl_loss_coef=0.5))
+    rng, batch = np.random.default_rng(0), batch_of(12, 5)
+    lengths = batch["response_ids"].lengths
+    columns = {
+        name: Jagged.from_rows([rng.normal(middle, 0.5, n).astype(np.float32) for n in lengths], np.float32)
+        for name, middle in (("old_log_probs", -3.9), ("ref_log_probs", -3.9), ("advantages", 0.0))
+    }
+    batch, before, found = batch.with_columns(**columns), whole(policy), []
+    policy.freeze_reference()
+    for max_tokens, order in ((4096, 1), (20, 1), (33, -1)):
+        policy.set_optimizer(OptimConfig(lr=1e-3, adam_eps=1e-3, weight_decay=0.0, clip_grad=0.0))
+        rows = share(policy, batch.reorder(np.arange(12)[::order]))
+        _, info = policy.train_mini_batch(
+            rows, loss, columns=loss.columns, max_tokens=max_tokens, temperature=0.8, with_entropy=True
+        )
+        found.append((info["grad_norm"], whole(policy)))
+        with torch.no_grad():  # back to the first weights
+            for name, tensor in policy.parameters().items():
+                tensor.copy_(policy.reference_state()[name])
+    (norm, one), others = found[0], found[1:]
+    return {
+        "norm": max(abs(other / norm - 1) for other, _ in others),
+        "weights": max(float((two[name] - one[name]).abs().max()) for _, two in others for name in one),
+        "moved": max(float((one[name] - before[name]).abs().max()) for name in one),
+    }
+
+
+def poisoned(policy: Any) -> dict[str, Any]:
+    """A loss that is NaN on rank 1 in its second micro-batch."""
+    from hybridflow.errors import NonFiniteError
+    from hybridflow.workers.losses import sft_loss
+
+    seen: list[int] = []
+
+    def loss(log_probs: torch.Tensor, entropy: Any, micro: Any) -> Any:
+        seen.append(1)
+        total, count, metrics = sft_loss(log_probs, entropy, micro)
+        return total * (torch.nan if dist.get_rank() == 1 and len(seen) == 2 else 1.0), count, metrics
+
+    before, said = whole(policy), ""
+    try:
+        policy.train_mini_batch(
+            share(policy, batch_of(ROWS, 0)), loss, columns=(), max_tokens=20, temperature=1.0, with_entropy=False
+        )
+    except NonFiniteError as error:
+        said = str(error)
+    after = whole(policy)
+    return {"said": said, "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def slept(policy: Any) -> dict[str, Any]:
+    """Everything leaves and comes back."""
+    from hybridflow.device.residency import PARTS, Residency
+
+    residency = Residency(policy.memory_parts(), Platform("cpu"), policy.settle)
+    batch = share(policy, batch_of(12, 3))
+    scores, held = [], residency.resident_bytes()
+    scores.append(policy.log_probs(batch, max_tokens=64, temperature=1.0, with_entropy=False)[0].values.tolist())
+    freed = residency.sleep(*PARTS)
+    left = residency.resident_bytes()
+    residency.wake(*PARTS)
+    scores.append(policy.log_probs(batch, max_tokens=64, temperature=1.0, with_entropy=False)[0].values.tolist())
+    return {"equal": scores[0] == scores[1], "held": dict(held), "freed": freed, "left": dict(left)}
+
+
+def low_precision(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
+    """bf16: log-probs, losses of a repeated batch, and the folder written at the end."""
+    from hybridflow.workers.losses import sft_loss
+
+    policy = open_policy(backend, hf, 0.05, dtype="bfloat16")
+    batch = share(policy, batch_of(ROWS, 0))
+    scored = policy.log_probs(batch, max_tokens=40, temperature=1.0, with_entropy=False)
+    policy.export(Path(folder), hf, None)
+    policy.set_optimizer(OptimConfig(lr=3e-3))
+    losses = []
+    for _ in range(6):
+        metrics, _ = policy.train_mini_batch(
+            batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False
+        )
+        losses.append(metrics["loss"][0])
+    return {
+        "log_probs": scored[0].values.tolist(),
+        "losses": losses,
+        "dtypes": sorted({str(t.dtype) for t in policy.parameters().values()}),
+    }

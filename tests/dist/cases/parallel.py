@@ -1,0 +1,25 @@
+"""One start of four processes for everything that `test_parallel` asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.dist.cases.fault import faults
+from tests.dist.cases.gradient import gradients
+from tests.dist.cases.nonfinite import nonfinite
+from tests.dist.cases.precision import bf16
+from tests.dist.harness.worlds import Worlds
+
+
+def run_all(folder: str) -> dict[str, Any]:
+    """Results of this rank by topic."""
+    worlds = Worlds()
+    result = {
+        "gradients": gradients(worlds, Path(folder)),
+        "nonfinite": nonfinite(worlds),
+        "faults": faults(worlds, Path(folder)),
+        "bf16": bf16(worlds),
+    }
+    worlds.finish()
+    return result

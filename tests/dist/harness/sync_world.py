@@ -1,0 +1,320 @@
+"""Trainer ranks as processes, rollout workers with real engines in threads, and the product's `SliceSync` over both,
+without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import save_file
+
+from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SyncConfig
+from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
+from hybridflow.engines.sglang.client import EngineClient, SamplingParams
+from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.errors import WorkerError
+from hybridflow.models import family_of
+from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.models.layout import Coordinates
+from hybridflow.process.rendezvous import client_store, master_store
+from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
+from hybridflow.rollout.service import EngineGroup
+from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.sync.session import Order, Outcome
+from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout_node import RolloutNodeWorker
+from tests.dist.harness.ranks import free_port
+from tests.dist.harness.sync_senders import tensors_of
+
+HOST = "127.0.0.1"
+PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
+SYNC = SyncConfig(transport="tcp", staging_bytes=512 << 10, timeout_s=4.0, max_retries=0)
+
+
+class Threads:
+    """A worker group whose ranks are objects of this process: the same dispatch, carried out by threads."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers, self.world_size = list(workers), len(workers)
+        self.pool = ThreadPoolExecutor(8)
+
+    def submit(
+        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
+    ) -> Future[Any]:
+        ranks = range(self.world_size) if only is None else only
+        mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
+        plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
+        running = {rank: self.pool.submit(method, self.workers[rank], *call.args) for rank, call in plan.calls.items()}
+        return self.pool.submit(
+            lambda: plan.collect({rank: future.result(timeout) for rank, future in running.items()})
+        )
+
+    def run(
+        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
+    ) -> Any:
+        return self.submit(method, *args, timeout=timeout, only=only).result()
+
+
+class Senders:
+    """The policy's worker group: one process a rank, and the store that the first rank would hold."""
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        shape: Mapping[str, Any],
+        kind: str = "held",
+        quantisation: BlockQuantisation | None = None,
+    ) -> None:
+        self.kind, self.quantisation = kind, quantisation
+        self.model, self.shape, self.pool = dict(model), dict(shape), ThreadPoolExecutor(4)
+        self.store = master_store(HOST, 0, 60.0)
+        self.number, self.world_size = 0, shape["ranks"]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.facts: PlanFacts | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start all ranks (anew)."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.store.set("commands", json.dumps(self.number))
+        words = [HOST, str(self.store.port), json.dumps(self.model), json.dumps(self.shape), self.kind]
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}
+        command = [sys.executable, "-m", "tests.dist.harness.sync_senders"]
+        self.processes = [
+            subprocess.Popen([*command, str(rank), *words], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self.world_size)
+        ]
+
+    def cut(self, shape: Mapping[str, Any]) -> None:
+        """Another layout, of as many ranks or fewer, in the same processes."""
+        assert shape["ranks"] <= len(self.processes)
+        self.shape, self.world_size = dict(shape), shape["ranks"]
+        self.command("cut", shape=self.shape)
+
+    def command(self, name: str, wait_s: float = 60.0, **arguments: Any) -> list[Any]:
+        """What each rank answers; WorkerError when one has died."""
+        number, self.number = self.number, self.number + 1
+        self.store.set(f"command/{number}", json.dumps({"name": name, **arguments}))
+        deadline, keys = time.monotonic() + wait_s, [f"answer/{number}/{rank}" for rank in range(self.world_size)]
+        while not self.store.check(keys):
+            dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if dead:
+                raise WorkerError("the worker process died", role="actor", rank=dead[0], method=name)
+            assert time.monotonic() < deadline, f"{name} not answered"
+            time.sleep(0.01)
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def submit(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Future[Any]:
+        return self.pool.submit(getattr(self, method.__name__), *args)
+
+    def run(self, method: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        return self.submit(method, *args).result()
+
+    # ---- `PolicyWorker`'s methods
+    # -----------------------------------------------------------------------------------------------------
+
+    def open_sync_store(self) -> tuple[str, int]:
+        post_catalog(
+            self.store,
+            family_of(self.model).tensors(),
+            "bfloat16" if self.quantisation else "float32",
+            self.quantisation,
+        )
+        return HOST, self.store.port
+
+    def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
+        if self.kind == "megatron":
+            ranks = [
+                Coordinates(*at) for at in self.command("coordinates", wait_s=240.0)[0]
+            ]  # the ranks are still starting
+        else:
+            ranks = ParallelShape(**self.shape).coordinates()
+        family = family_of(self.model)
+        source = megatron_layout(family, ranks, "float32", Catalog.of(family.tensors(), self.quantisation))
+        self.facts = make_weight_plan(
+            self.store, family, source, engines, SYNC.staging_bytes, 20.0, quantisation=self.quantisation
+        )
+        self.command("adopt", plan=self.facts.digest)
+        return [self.facts]
+
+    def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[list[Outcome]]:
+        answers = self.command("send", orders=[order.to_dict() for order in orders], go_timeout_s=go_timeout_s)
+        return [[Outcome(**outcome) for outcome in rank] for rank in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _wait_loaded(server: EngineServer, wait_s: float = 300.0) -> None:
+    deadline = time.monotonic() + wait_s
+    while not server._answers("/health", None, 5.0):
+        server.check_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+class SyncWorld:
+    """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and
+    `SliceSync` over them.
+
+    With a quantisation they are in block-wise fp8 and bfloat16, and up as soon as they have loaded: on a CPU they
+    cannot generate.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        shape: Mapping[str, int],
+        engines: Sequence[int | Mapping[str, int]],
+        folder: Path,
+        quantisation: BlockQuantisation | None = None,
+    ) -> None:
+        self.model, self.folder, self.quantisation = dict(model), folder, quantisation
+        engine_folder = folder / "model"
+        engine_folder.mkdir(parents=True)
+        (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
+        self.senders = Senders(model, shape, quantisation=quantisation)
+        dtype = "bfloat16" if quantisation else "float32"
+        shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
+        self.configs = [
+            RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=SYNC) for sizes in shapes
+        ]
+        contexts = [
+            WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))
+        ]
+        self.workers = [
+            RolloutWorker(c, config, engine_folder, dtype, 1) for c, config in zip(contexts, self.configs, strict=True)
+        ]
+        if quantisation:
+            for worker in self.workers:
+                worker.keeper.wait_ready = partial(_wait_loaded, worker.keeper.server)  # type: ignore[method-assign]
+        self.others = [
+            RolloutNodeWorker(c, config, engine_folder, dtype, 1) for c, config in self._other_nodes(contexts)
+        ]
+        for other in self.others:
+            other.follow([worker.node_store() for worker in self.workers])
+        self.group: Any = Threads(self.workers)
+        config = RunConfig(output_dir=str(folder), rollout=self.configs[0], data=DataConfig(max_response_length=8))
+        self.engines = EngineGroup(self.group, config, [])
+        self.engines.wait_ready()
+        self.version, self.seed = 0, -1
+        self.configure()
+
+    def _other_nodes(self, contexts: Sequence[WorkerContext]) -> list[tuple[WorkerContext, RolloutConfig]]:
+        """Contexts of the workers on other nodes than the first. All engines have several nodes then, and as many."""
+        more = self.configs[0].nodes_per_engine - 1
+        assert {config.nodes_per_engine - 1 for config in self.configs} == {more} or not more
+        ranks = [(engine * more + node, engine) for engine in range(len(contexts)) for node in range(more)]
+        return [(replace(contexts[engine], rank=rank), self.configs[engine]) for rank, engine in ranks]
+
+    def configure(self, **sync: Any) -> None:
+        """A new `SliceSync` with these settings, described and planned anew."""
+        self.settings = settings = replace(SYNC, **sync)
+        config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
+        senders: Any = self.senders
+        for worker in self.workers:
+            worker.config = replace(worker.config, sync=settings)
+        self.sync = SliceSync(senders, self.engines, config)
+        self.plan_line = self.sync.prepare()
+
+    def cut(self, shape: Mapping[str, int]) -> None:
+        """Trainer ranks of another layout in place of these, in the same processes: loading torch five times costs more
+        than the syncs."""
+        self.senders.cut(shape)
+        self.configure()
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        form = (
+            {"quantization_config": self.quantisation.config(), "torch_dtype": "bfloat16"} if self.quantisation else {}
+        )
+        return {**self.model, "architectures": [family_of(self.model).architecture], "torch_dtype": "float32", **form}
+
+    # ---- weights
+    # --------------------------------------------------------------------------------------------------------
+
+    def train(self, seed: int) -> int:
+        """New weights in the trainer; returns the version to sync."""
+        self.senders.command("weights", seed=seed)
+        self.version, self.seed = self.version + 1, seed
+        return self.version
+
+    def exported(self, seed: int) -> Path:
+        """A Hugging Face folder with the weights of a seed."""
+        folder = self.folder / f"export-{seed}"
+        if not folder.exists():
+            folder.mkdir()
+            save_file(
+                {n: t.contiguous() for n, t in tensors_of(self.model, seed).items()},
+                folder / "model.safetensors",
+                {"format": "pt"},
+            )
+            (folder / "config.json").write_text(json.dumps(self.hf_config))
+        return folder
+
+    # ---- what an engine says
+    # --------------------------------------------------------------------------------------------------------
+
+    def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
+        return self.workers[number].keeper.client.with_timeout(timeout_s)
+
+    def difference(self, number: int, weights: int | Path, prompts: Sequence[list[int]] = PROMPTS) -> float:
+        """Largest |log-prob of the engine - transformers' under the weights of a seed or folder| over greedy tokens."""
+        from transformers import AutoModelForCausalLM
+
+        completions = self.client(number).generate(prompts, SamplingParams(temperature=0.0), 8)
+        folder = weights if isinstance(weights, Path) else self.exported(weights)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        worst = 0.0
+        for prompt, completion in zip(prompts, completions, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            worst = max(worst, float((expected - torch.tensor(completion.log_probs)).abs().max()))
+        return worst
+
+    def answers(self, number: int, wait_s: float = 1.5) -> bool:
+        """Whether the engine, asked directly, produces a token: a paused one does not."""
+        server = self.workers[number].keeper.server
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+        try:
+            return requests.post(
+                f"{server.url}/generate",
+                json=body,
+                timeout=wait_s,
+                headers={"Authorization": f"Bearer {server.admin_key}"},
+            ).ok
+        except requests.RequestException:
+            return False
+
+    def wait_for_key(self, key: str, wait_s: float = 30.0) -> None:
+        # a client of its own: one that waits answers nobody else
+        client_store(HOST, self.senders.store.port, wait_s).wait([key], timedelta(seconds=wait_s))
+
+    def close(self) -> None:
+        self.senders.close()
+        for worker in (*self.workers, *self.others):
+            worker.stop()

@@ -1,0 +1,186 @@
+"""Advantages, losses and aggregation against the plainest way to write them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridflow.algorithms.advantages import grpo_advantages
+from hybridflow.algorithms.losses import aggregate, kl_penalty, ppo_token_loss
+
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+scores_and_groups = st.lists(
+    st.tuples(st.integers(-16, 16).map(lambda n: n / 8), st.integers(0, 5)), min_size=1, max_size=40
+)
+
+
+# ---- advantages
+# ------------------------------------------------------------------------------------------------------------
+
+
+def advantages_one_by_one(scores: list[float], groups: list[int], norm_by_std: bool) -> list[float]:
+    """A loop over samples: what the paper says, with the convention for a group of one."""
+    out = []
+    for score, group in zip(scores, groups, strict=True):
+        members = [s for s, g in zip(scores, groups, strict=True) if g == group]
+        if len(members) == 1:
+            out.append(score / (1 + 1e-6) if norm_by_std else score)
+            continue
+        mean = sum(members) / len(members)
+        std = math.sqrt(sum((s - mean) ** 2 for s in members) / (len(members) - 1))
+        out.append((score - mean) / (std + 1e-6) if norm_by_std else score - mean)
+    return out
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+@given(rows=scores_and_groups)
+def test_grpo_equals_a_loop_over_groups(norm_by_std: bool, rows: list[tuple[float, int]]) -> None:
+    # ids are names, not positions
+    scores, groups = (
+        [score for score, _ in rows],
+        [group * 1000 - 7 for _, group in rows],
+    )
+    found = grpo_advantages(torch.tensor(scores), torch.tensor(groups), norm_by_std=norm_by_std)
+    expected = torch.tensor(advantages_one_by_one(scores, groups, norm_by_std))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_grpo_by_hand() -> None:
+    scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0, 0.0, 1.0, 2.0, 2.0]), torch.tensor([3, 3, 9, 3, 3, 1, 0, 0])
+    std = math.sqrt(3 / 4 * 3 / 4 / 3 + 3 * (1 / 4) ** 2 / 3)
+    expected = [0.75 / std, -0.25 / std, 5.0, -0.25 / std, -0.25 / std, 1.0, 0.0, 0.0]
+    torch.testing.assert_close(grpo_advantages(scores, groups), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    dr = grpo_advantages(scores, groups, norm_by_std=False)
+    assert dr.tolist() == [0.75, -0.25, 5.0, -0.25, -0.25, 1.0, 0.0, 0.0]
+    assert grpo_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+# ---- the clipped surrogate
+# ------------------------------------------------------------------------------------------------------------
+
+
+def ppo_of_one_token(new: float, old: float, advantage: float, low: float, high: float, clip_c: float | None) -> float:
+    ratio = math.exp(min(max(new - old, -20), 20))
+    objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    if clip_c is not None and advantage < 0:
+        objective = max(objective, clip_c * advantage)
+    return -objective
+
+
+@pytest.mark.parametrize("clip_c", [None, 3.0])
+@given(
+    tokens=st.lists(st.tuples(*[st.floats(-4, 0, width=32)] * 2, st.floats(-2, 2, width=32)), min_size=1, max_size=30)
+)
+def test_ppo_loss_equals_the_formula_of_one_token(
+    clip_c: float | None, tokens: list[tuple[float, float, float]]
+) -> None:
+    new, old, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True))
+    loss, metrics = ppo_token_loss(new, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=clip_c)
+    expected = [ppo_of_one_token(*token, 0.2, 0.28, clip_c) for token in tokens]
+    torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64))
+    total, count = metrics["actor/ppo_kl"]
+    assert count == len(tokens)
+    torch.testing.assert_close(total, (old - new).sum())
+
+
+def test_what_is_clipped_has_no_gradient_and_is_counted() -> None:
+    new = torch.log(torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0, 1.0])).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
+    loss, metrics = ppo_token_loss(new, torch.zeros(6), advantages, clip_low=0.2, clip_high=0.2, clip_c=3.0)
+    loss.sum().backward()
+    # better than the old policy by more than the bound: no further push; beyond dual clip: none either
+    assert [bool(value) for value in new.grad] == [False, True, True, False, False, True]
+    assert [float(metrics[f"actor/{name}"][0]) for name in ("pg_clipfrac", "pg_clipfrac_lower")] == [2.0, 1.0]
+
+
+def test_the_first_update_has_the_policy_gradient() -> None:
+    """At ratio 1 the gradient of a token is minus its advantage, whatever the clipping."""
+    new, advantages = torch.randn(50).requires_grad_(), torch.randn(50)
+    loss, metrics = ppo_token_loss(new, new.detach().clone(), advantages, clip_low=0.2, clip_high=0.2, clip_c=3.0)
+    loss.sum().backward()
+    torch.testing.assert_close(new.grad, -advantages)
+    assert float(metrics["actor/ppo_kl"][0]) == 0
+
+
+def test_ratios_out_of_range_stay_finite() -> None:
+    new, old, advantages = torch.tensor([[0.0, -500.0], [-500.0, 0.0], [-1.0, 1.0]])
+    loss, _ = ppo_token_loss(new, old, advantages, clip_low=0.2, clip_high=0.2, clip_c=None)
+    assert torch.isfinite(loss).all()
+
+
+# ---- KL
+# ------------------------------------------------------------------------------------------------------------
+
+
+@given(d=st.floats(-3, 3))
+def test_kl_kinds_equal_their_formulas(d: float) -> None:
+    new, reference = torch.tensor([d - 1.5], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    for kind, value in {"k1": d, "abs": abs(d), "k2": d * d / 2, "k3": min(10.0, math.exp(-d) + d - 1)}.items():
+        assert kl_penalty(new, reference, kind).item() == pytest.approx(value, abs=1e-9), kind
+    assert kl_penalty(new, reference, "k3").item() >= -1e-12
+
+
+def test_kl_estimates_the_divergence_and_is_bounded() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p, q = ((torch.randn(12, generator=generator) / 2).log_softmax(0) for _ in range(2))
+    truth = (p.exp() * (p - q)).sum()
+    for kind in ("k1", "k3"):  # unbiased: their mean under p is the divergence
+        torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), truth)
+    far = kl_penalty(torch.tensor([-100.0, 0.0]), torch.tensor([0.0, -100.0]), "k3")
+    assert far.tolist() == [10.0, 10.0]
+    with pytest.raises(ValueError, match="k4"):
+        kl_penalty(p, q, "k4")
+
+
+# ---- aggregation
+# ------------------------------------------------------------------------------------------------------------
+
+
+def mean_by_hand(rows: list[torch.Tensor], mode: str) -> torch.Tensor:
+    rows = [row for row in rows if len(row)]
+    if mode == "token-mean":
+        return torch.cat(rows).mean()
+    return torch.stack([row.sum() if mode == "seq-mean-token-sum" else row.mean() for row in rows]).mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=12).filter(any),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
+    mode: str, lengths: list[int], cuts: list[int], seed: int
+) -> None:
+    """Sums over micro-batches divided by the sum of counts: value and gradient of the whole batch, however it is
+    cut."""
+    values = torch.randn(
+        sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
+    rows = list(values.split(lengths))
+    expected = mean_by_hand(rows, mode)
+    (wanted,) = torch.autograd.grad(expected, values)
+
+    bounds = sorted({0, len(lengths), *(cut for cut in cuts if cut < len(lengths))})
+    totals, counts = [], []
+    for start, end in pairwise(bounds):
+        total, count = aggregate(
+            torch.cat(list(values.split(lengths))[start:end]), torch.tensor(lengths[start:end]), mode
+        )
+        totals.append(total)
+        counts.append(int(count))
+    found = torch.stack(totals).sum() / sum(counts)
+    (gradient,) = torch.autograd.grad(found, values)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch-mean"):
+        aggregate(torch.ones(2), torch.tensor([2]), "batch-mean")

@@ -1,0 +1,106 @@
+"""Chunked log-probs, entropy and top-k against plain torch over the whole logits, and what they allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
+
+ROWS, HIDDEN, VOCAB, PADDED = 37, 8, 51, 56
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Any]:
+    """A tensor-parallel group of one; several are tested in tests/dist."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(PADDED, HIDDEN, generator=generator).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCAB, (ROWS,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_values_and_gradients_equal_log_softmax(group: Any, chunk: int, temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    upstream = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1))
+
+    whole = ((hidden @ weight.t())[:, :VOCAB] / temperature).log_softmax(-1)
+    expected = whole.gather(-1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    expected_grads = torch.autograd.grad((torch.stack(expected) * upstream).sum(), (hidden, weight))
+
+    found = log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, temperature, True, chunk), group)
+    grads = torch.autograd.grad((torch.stack(found) * upstream).sum(), (hidden, weight))  # type: ignore[arg-type]
+    for ours, theirs in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not grads[1][VOCAB:].any()  # padding rows take no gradient
+
+    alone, none = log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, temperature, False, chunk), group)
+    torch.testing.assert_close(alone, expected[0], rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad((alone * upstream[0]).sum(), (hidden, weight))
+    again = torch.autograd.grad(
+        (log_softmax(hidden, weight, temperature, targets) * upstream[0]).sum(), (hidden, weight)
+    )
+    for ours, theirs in zip(grads, again, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert none is None
+
+
+def log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, targets: torch.Tensor) -> torch.Tensor:
+    return ((hidden @ weight.t())[:, :VOCAB] / temperature).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_the_most_likely_tokens_equal_topk_over_the_vocabulary(group: Any, chunk: int) -> None:
+    hidden, weight, _ = inputs()
+    expected = ((hidden @ weight.t())[:, :VOCAB] / 0.7).log_softmax(-1).topk(6, dim=-1)
+    values, tokens = top_log_probs(hidden.detach(), weight.detach(), 6, Scoring(VOCAB, 0.7, False, chunk), group)
+    torch.testing.assert_close(values, expected.values, rtol=1e-5, atol=1e-5)
+    assert torch.equal(tokens, expected.indices)
+    with pytest.raises(ValueError, match="52 most likely tokens of a vocabulary of 51"):
+        top_log_probs(hidden, weight, 52, Scoring(VOCAB, 1.0, False), group)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_logits_never_exist_for_more_than_a_chunk(group: Any) -> None:
+    rows, hidden_size, vocab, chunk = 512, 4, 1000, 4
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, hidden_size, generator=generator).requires_grad_()
+    weight = torch.randn(vocab, hidden_size, generator=generator).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    for entropy in (True, False):
+        with Largest() as largest:
+            log_probs, found = log_probs_and_entropy(
+                hidden, weight, targets, Scoring(vocab, 0.9, entropy, chunk), group
+            )
+            (log_probs.sum() + (found.sum() if found is not None else 0.0)).backward()
+            top_log_probs(hidden.detach(), weight.detach(), 3, Scoring(vocab, 0.9, False, chunk), group)
+        assert largest.numel == chunk * vocab == weight.numel()
+    with Largest() as largest:  # the measure sees whole logits where there are some
+        (hidden @ weight.t()).log_softmax(-1)
+    assert largest.numel == rows * vocab

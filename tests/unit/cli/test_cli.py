@@ -1,0 +1,210 @@
+"""The command line: instant help, one message an error, exit codes, and what reaches the rooms behind it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.config.load import load_yaml
+from hybridflow.errors import HybridFlowError, RunInterrupted
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Replaces the rooms that the command line starts; records what reached them."""
+    record: list[tuple[Any, ...]] = []
+
+    def stand_in(module: str, **functions: Any) -> None:
+        fake = types.ModuleType(module)
+        for name, function in functions.items():
+            setattr(fake, name, function)
+        parent, _, child = module.rpartition(".")
+        if parent not in sys.modules:
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        monkeypatch.setitem(sys.modules, module, fake)
+        monkeypatch.setattr(sys.modules[parent], child, fake, raising=False)
+
+    stand_in(
+        "hybridflow.trainer.app",
+        train=lambda config: record.append(("train", config)),
+        sft=lambda config: record.append(("sft", config)),
+    )
+
+    def prepare(task: str, out: Path, source: Path | None, options: dict[str, Any]) -> types.SimpleNamespace:
+        record.append((task, out, source, options))
+        return types.SimpleNamespace(rows={"train.parquet": 3}, reused=False, folder=out)
+
+    stand_in("hybridflow.data.prepare", prepare=prepare)
+    stand_in("hybridflow.observe.report", write_report=lambda run_dir: run_dir / "report.html")
+    return record
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["sft", "--help"], ["prepare", "--help"], ["version"], ["train"]]
+)
+def test_help_answers_at_once(words: list[str]) -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-m", "hybridflow.cli.main", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        times.append(time.perf_counter() - start)
+    assert "hybridflow" in result.stdout
+    assert min(times) < 0.5, times
+
+
+def test_an_error_is_one_message_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--config-name", "e2e", "actor.optim.lrr=1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("hybridflow: unknown key actor.optim.lrr; did you mean actor.optim.lr?")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_traceback_comes_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_TRACEBACK", "1")
+    with pytest.raises(HybridFlowError):
+        main(["train", "--config-name", "nope"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(HybridFlowError("it broke"), 1), (RunInterrupted("resume with ..."), 130), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(config: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["hybridflow.trainer.app"], "train", fail)
+    assert main(["train", "--config-name", "e2e"]) == code
+    assert (str(error) or "interrupted") in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_keeps_its_traceback(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys.modules["hybridflow.trainer.app"], "train", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--config-name", "e2e"])
+
+
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_a_job_gets_the_checked_configuration(job: str, calls: list[Any]) -> None:
+    words = [
+        "sft=warm-start",
+        "--config-name",
+        "e2e",
+        "actor.optim.lr=5e-4",
+        "--config-dir",
+        ".",
+        "trainer.total_steps=3",
+    ]
+    assert main([job, *words, "data.prepare.options.num_sft=64"]) == 0
+    [(called, config)] = calls
+    assert called == job
+    assert (config.actor.optim.lr, config.trainer.total_steps, config.sft.batch_size) == (5e-4, 3, 128)
+
+
+def test_a_job_that_cannot_run_does_not_start(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config-name", "e2e", "data.train_files=[nowhere.parquet]"]) == 2
+    assert "nowhere.parquet" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_train_alone_lists_the_recipes(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("# My own one.\nname: mine\n")
+    assert main(["train", "--config-dir", "."]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("tiny-moe-grpo", "gsm8k-smoke", "e2e"))
+    assert re.search(r"^  mine +My own one\.$", out, re.M)
+    assert calls == []
+
+
+def test_overrides_without_a_recipe_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "trainer.total_steps=3"]) == 2
+    assert "--config-name" in capsys.readouterr().err
+
+
+def test_print_config_prints_the_resolved_yaml_and_starts_nothing(
+    calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--config-name", "e2e", "--print-config", "rollout.n=9"]) == 0
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    assert load_yaml(Path("printed.yaml")).rollout.n == 9
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--confg-name", "e2e"], ["train", "--config-name", "e2e", "-x"], ["report", "a", "b"], ["nope"]]
+)
+def test_unknown_options_are_refused(words: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert next(word for word in words if word in {"--confg-name", "-x", "b", "nope"}) in capsys.readouterr().err
+    assert calls == []
+
+
+def test_prepare_passes_typed_options(calls: list[Any]) -> None:
+    words = ["arithmetic", "num_train=4000", "--out", "there", "zero_pad=true", "operation=mul"]
+    assert main(["prepare", *words]) == 0
+    assert calls == [("arithmetic", Path("there"), None, {"num_train": 4000, "zero_pad": True, "operation": "mul"})]
+
+
+def test_prepare_writes_beside_the_other_data_by_default(calls: list[Any], tmp_path: Path) -> None:
+    assert main(["prepare", "gsm8k", "--source", str(tmp_path)]) == 0
+    assert calls == [("gsm8k", Path("data/gsm8k"), tmp_path, {})]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["gms8k"], ("did you mean gsm8k?", "arithmetic")),
+        (["gsm8k", "--source", "nowhere"], ("--source nowhere",)),
+        (["arithmetic", "num_train"], ("'num_train'", "key=value")),
+    ],
+)
+def test_prepare_refuses_what_it_cannot_do(
+    words: list[str], parts: tuple[str, ...], calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", *words]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts)
+    assert calls == []
+
+
+def test_the_listed_tasks_are_the_ones_that_exist() -> None:
+    from hybridflow.config.choices import PREPARE_TASKS
+    from hybridflow.data.prepare import TASKS
+
+    assert set(PREPARE_TASKS) == set(TASKS)
+
+
+def test_report_prints_where_it_is(calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert main(["report", "nowhere"]) == 2

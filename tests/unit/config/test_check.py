@@ -1,0 +1,363 @@
+"""Combinations that cannot run are refused before anything starts, each with its keys and what to do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import derived
+from hybridflow.config.build import all_keys, build, to_plain
+from hybridflow.config.check import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, check, problems
+from hybridflow.config.load import load_config
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+
+TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
+
+
+# The e2e recipe cut down to one process and one engine without a warm start: what the cases below build upon.
+ONE_PROCESS = (
+    *("actor=tiny", "cluster=one-process", "rollout=tiny", "sft=none", "data.prepare.options.num_sft=0"),
+    *(
+        "data.max_prompt_length=32",
+        "data.max_response_length=16",
+        "actor.optim.lr_decay_style=constant",
+        "actor.optim.lr_decay_steps=null",
+    ),
+)
+
+
+def small(*overrides: str) -> RunConfig:
+    given = {override.split("=")[0] for override in overrides}
+    return load_config("e2e", [*(word for word in ONE_PROCESS if word.split("=")[0] not in given), *overrides])
+
+
+def found(*overrides: str, name: str | None = None, job: str = "train") -> list[str]:
+    return problems(load_config(name, overrides) if name else small(*overrides), job)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of the recipes must not find what a developer has prepared."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["e2e", "tiny-moe-grpo"])
+def test_the_recipes_pass(name: str) -> None:
+    assert found(name=name) == []
+
+
+def test_the_gsm8k_recipe_passes_once_prepared() -> None:
+    assert any("hybridflow prepare" in line for line in found(name="gsm8k-smoke"))
+    out = Path("data/gsm8k")
+    (out / "tokenizer").mkdir(parents=True)
+    for file in ("train.parquet", "test.parquet"):
+        (out / file).touch()
+    assert found(name="gsm8k-smoke") == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TP2,
+        ("model=tiny-dense", "cluster.procs_per_node=2", "actor.parallel.tensor=2"),
+        ("cluster.nodes=2", "actor.parallel.pipeline=2"),
+        ("cluster.procs_per_node=2",),
+        ("cluster.procs_per_node=4", "actor.parallel.expert=4", "rollout.n=8"),
+        (
+            "cluster.procs_per_node=4",
+            "actor.parallel.tensor=4",
+            "actor.parallel.sequence=true",
+            "actor.parallel.expert=2",
+        ),
+        ("cluster.procs_per_node=2", "actor.parallel.context=2"),
+        (
+            "cluster.procs_per_node=2",
+            "actor.parallel.pipeline=2",
+            "actor.parallel.virtual_pipeline=2",
+            "model.hf_config.num_hidden_layers=4",
+        ),
+        ("actor.parallel.virtual_pipeline=1",),
+        ("cluster.procs_per_node=2", "actor.parallel.expert_tensor=2"),
+        (*TP2, "actor.parallel.expert_tensor=1"),
+        (
+            "cluster.procs_per_node=2",
+            "actor.parallel.overlap_grad_reduce=true",
+            "actor.parallel.overlap_param_gather=true",
+        ),
+        ("cluster.procs_per_node=2", "actor.parallel.expert=2", "actor.parallel.moe_dispatcher=allgather"),
+        ("actor.recompute=full", "actor.on_nonfinite=skip", "actor.logits_chunk_tokens=1"),
+        ("rollout.sampling.top_k=20", "rollout.logprob_diff_bound=null"),
+        ("actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=10"),
+        ("actor.clip_ratio_c=null",),
+        ("rollout.tensor=2", "rollout.expert=2"),
+        ("rollout.pipeline=2", "rollout.sync.pause=abort"),
+        ("rollout.quantization=fp8", "model.dtype=bfloat16"),
+        ("rollout.tensor=2", "rollout.nodes_per_engine=2", "rollout.sync.transport=shared_memory"),
+        ("rollout.tensor=8", "rollout.data_parallel_attention=2", "rollout.expert=4"),
+        ("actor.max_tokens_per_micro_batch=48",),
+        ("actor.lora.rank=8", "actor.lora.targets=[linear_qkv]"),
+        (
+            "model=tiny-dense",
+            "actor.lora.rank=8",
+            "actor.lora.alpha=16",
+            "actor.lora.targets=[linear_fc1, linear_proj]",
+        ),
+        ("sft=warm-start", "data.prepare.options.num_sft=64"),
+    ],
+)
+def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
+    assert found(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("actor.parallel.tensor=2", "actor.parallel.sequence=true"), ("tensor=2", "1 processes", "multiple of 2")),
+        (
+            ("cluster.procs_per_node=2", "actor.parallel.expert=4"),
+            ("expert=4", "expert_tensor=1 (the default)", "2 processes"),
+        ),
+        (
+            ("cluster.procs_per_node=2", "actor.parallel.expert=2", "actor.parallel.expert_tensor=2"),
+            ("expert_tensor=2", "= 4 does not"),
+        ),
+        (("model=tiny-dense", "actor.parallel.sequence=true"), ("actor.parallel.sequence=true", "tensor > 1")),
+        (
+            (*TP2, "actor.parallel.sequence=false"),
+            ("actor.parallel.sequence=true", "num_experts=4", "mixture of experts"),
+        ),
+        (("model=tiny-dense", "actor.parallel.expert=2", "cluster.procs_per_node=2"), ("expert=2", "num_experts")),
+        (("actor.parallel.virtual_pipeline=2",), ("virtual_pipeline=2", "pipeline > 1")),
+        (("actor.parallel.context=2", "cluster.procs_per_node=3"), ("context=2", "3 processes", "multiple of 2")),
+        (
+            (
+                "actor.parallel.context=2",
+                "cluster.procs_per_node=2",
+                "actor.max_tokens_per_micro_batch=49",
+                "data.max_response_length=17",
+            ),
+            ("max_tokens_per_micro_batch=49", "52 tokens", "2 x actor.parallel.context=2", "at least 52"),
+        ),
+        (
+            ("actor.parallel.overlap_param_gather=true", "actor.parallel.distributed_optimizer=false"),
+            ("overlap_param_gather=true", "distributed_optimizer=true"),
+        ),
+        (("actor.parallel.overlap_param_gather=true",), ("overlap_param_gather=true", "overlap_grad_reduce to true")),
+        (
+            ("model=tiny-dense", "actor.parallel.expert_tensor=2", "cluster.procs_per_node=2"),
+            ("expert_tensor=2", "mixture of experts", "null"),
+        ),
+        (("cluster.procs_per_node=2", "actor.parallel.expert_tensor=3"), ("expert_tensor=3", "multiple of 3")),
+        (("cluster.procs_per_node=4", "actor.parallel.pipeline=4"), ("num_hidden_layers=2", "pipeline=4")),
+        (
+            ("cluster.procs_per_node=2", "actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2"),
+            ("num_hidden_layers=2", "pipeline=2 x virtual_pipeline=2"),
+        ),
+        (("rollout.tensor=3",), ("num_attention_heads=4", "rollout.tensor=3")),
+        (
+            ("cluster.nodes=2", "rollout.sync.transport=shared_memory"),
+            ("rollout.sync.transport=shared_memory", "cluster.nodes=2", "p2p"),
+        ),
+        (("rollout.sync.timeout_s=0",), ("rollout.sync.timeout_s=0.0 must be more than 0",)),
+        (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be 0 or more",)),
+        (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
+        (("rollout.tensor=2", "rollout.expert=3"), ("rollout.expert=3", "rollout.tensor=2", "divisor of 2")),
+        (("rollout.data_parallel_attention=2",), ("rollout.data_parallel_attention=2", "rollout.tensor=1")),
+        (("rollout.pipeline=2",), ("rollout.pipeline=2", "rollout.sync.pause=abort", "not retract")),
+        (("rollout.pipeline=3", "rollout.sync.pause=abort"), ("num_hidden_layers=2", "rollout.pipeline=3")),
+        (("rollout.quantization=fp8",), ("rollout.quantization=fp8", "model.dtype=bfloat16", "not float32")),
+        (("rollout.nodes_per_engine=2",), ("rollout.nodes_per_engine=2", "= 1 ranks of an engine", "divisor of 1")),
+        (
+            ("rollout.pipeline=2", "rollout.tensor=3", "rollout.nodes_per_engine=3"),
+            ("nodes_per_engine=3", "rollout.pipeline=2", "whole nodes"),
+        ),
+        (
+            (
+                "rollout.tensor=2",
+                "rollout.nodes_per_engine=2",
+                "cluster.address=auto",
+                "rollout.sync.transport=shared_memory",
+            ),
+            ("shared_memory", "rollout.nodes_per_engine=2", "auto, p2p or disk"),
+        ),
+        (("model=tiny-dense", "rollout.tensor=2", "rollout.expert=2"), ("rollout.expert=2", "mixture of experts")),
+        (
+            (
+                "rollout.tensor=4",
+                "rollout.data_parallel_attention=4",
+                "model.hf_config.num_experts=6",
+                "rollout.expert=4",
+            ),
+            ("6 experts",),
+        ),
+        (
+            ("rollout.tensor=2", "model.hf_config.moe_intermediate_size=33"),
+            ("moe_intermediate_size=33", "rollout.tensor=2"),
+        ),
+        (
+            ("rollout.tensor=2", "+model.hf_config.n_shared_experts=1", "model.hf_config.moe_intermediate_size=33"),
+            ("shared", "33"),
+        ),
+        (("rollout.tensor=8", "rollout.data_parallel_attention=1"), ("num_attention_heads=4", "rollout.tensor=8")),
+        (("cluster.procs_per_node=3", "actor.parallel.expert=3", "rollout.n=3"), ("num_experts=4", "expert=3")),
+        ((*TP2, "model.hf_config.moe_intermediate_size=33"), ("moe_intermediate_size=33", "expert_tensor=2")),
+        (
+            ("model=tiny-dense", "model.hf_config.intermediate_size=33", *TP2[:2]),
+            ("intermediate_size=33", "tensor=2"),
+        ),
+        (
+            ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
+            ("train_batch_size=6", "ppo_mini_batch_size=4", "divides 6"),
+        ),
+        (
+            ("cluster.procs_per_node=3", "rollout.n=1"),
+            ("ppo_mini_batch_size=4", "rollout.n=1", "3 data-parallel ranks"),
+        ),
+        (
+            ("sft=warm-start", "sft.batch_size=3", "cluster.procs_per_node=2"),
+            ("sft.batch_size=3", "2 data-parallel ranks"),
+        ),
+        (
+            ("actor.max_tokens_per_micro_batch=47",),
+            ("max_tokens_per_micro_batch=47", "max_prompt_length=32", "at least 48"),
+        ),
+        (("rollout.max_total_tokens=47",), ("rollout.max_total_tokens=47", "KV cache")),
+        (("data.max_response_length=2000",), ("max_position_embeddings=1024", "2032")),
+        (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p=0.9", "logprob_diff_bound=null")),
+        (("actor.optim.lr_decay_style=cosine",), ("actor.optim.lr_decay_style=cosine", "lr_decay_steps")),
+        (("actor.optim.lr_decay_steps=5", "actor.optim.lr_warmup_steps=5"), ("lr_decay_steps=5", "lr_warmup_steps=5")),
+        (("actor.optim.min_lr=1",), ("actor.optim.min_lr=1", "actor.optim.lr=")),
+        (("sft.optim.adam_beta2=1.0",), ("sft.optim.adam_beta2=1.0",)),
+        (("rollout.val_sampling.temperature=-1",), ("rollout.val_sampling.temperature=-1", "negative")),
+        (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature=0", "more than 0")),
+        (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "-1")),
+        (("actor.clip_ratio_c=0.9",), ("actor.clip_ratio_c=0.9", "null")),
+        (("rollout.mem_fraction_static=1.5",), ("mem_fraction_static=1.5", "less than 1")),
+        (("name=a/b",), ("name='a/b'", "output_dir")),
+        (("~model.hf_config",), ("model.path", "model.hf_config", "both empty")),
+        (("model.path=nowhere", "~model.hf_config"), ("model.path=nowhere", "no such folder")),
+        (("model.path=nowhere",), ("both given", "~model.hf_config")),
+        (("model.tokenizer=null",), ("model.tokenizer", "FOLDER")),
+        (("model.tokenizer=nowhere",), ("model.tokenizer=nowhere", "no such folder")),
+        (("data.train_files=[]",), ("data.train_files is empty",)),
+        (("data.train_files=[nowhere.parquet]",), ("data.train_files: nowhere.parquet", "hybridflow prepare")),
+        (("data.val_files=[nowhere.parquet]",), ("data.val_files: nowhere.parquet",)),
+        (("sft.steps=3",), ("sft.steps=3", "sft.train_files")),
+        (("actor.lora.rank=-8",), ("actor.lora.rank=-8 must be 0 or more",)),
+        (("actor.lora.rank=8", "actor.lora.alpha=0"), ("actor.lora.alpha=0.0 must be more than 0",)),
+        (("actor.lora.rank=8", "actor.lora.dropout=0.1"), ("actor.lora.dropout=0.1 must be 0",)),
+        (("actor.lora.targets=[linear_qkv]",), ("actor.lora.targets=['linear_qkv']", "set actor.lora.rank")),
+        (("actor.lora.rank=8", "actor.lora.targets=[linear_qkv,linear_qkv]"), ("names linear_qkv twice",)),
+        (
+            ("actor.lora.rank=8", "actor.lora.targets=[linear_fc1]"),
+            ("has no linear_fc1", "routed experts", "linear_qkv, linear_proj"),
+        ),
+        (
+            ("model=tiny-dense", "actor.lora.rank=8", "actor.lora.targets=[linear_kv_up_proj]"),
+            (
+                "model_type=qwen3 has no linear_kv_up_proj to adapt",
+                "choose from linear_qkv, linear_proj, linear_fc1, linear_fc2",
+            ),
+        ),
+        (
+            ("model=tiny-dense", "actor.lora.rank=8", "actor.backend=fsdp"),
+            ("actor.lora.rank=8", "needs actor.backend=megatron"),
+        ),
+        (
+            ("actor.lora.rank=8", "actor.expert_bias_update_rate=0.001"),
+            ("actor.lora.rank=8", "expert_bias_update_rate=0.001"),
+        ),
+        (("sft=warm-start",), ("sft.parquet", "data.prepare.options.num_sft=2000")),
+        (("reward.path=nowhere.py",), ("reward.path=nowhere.py", "no such file")),
+        (("data.prepare.task=gsm8k",), ("data.prepare.source", "hybridflow prepare gsm8k")),
+        (("data.prepare.task=null",), ("data.train_files", "does not exist")),
+    ],
+)
+def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    lines = found(*overrides)
+    assert any(all(part in line for part in parts) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("keys", "bad"),
+    [(AT_LEAST_ONE, 0), (NOT_NEGATIVE, -1), (ABOVE_ZERO, 0.0), (ABOVE_ZERO, math.nan), (ABOVE_ZERO, math.inf)],
+)
+def test_numbers_out_of_range_name_their_key(keys: tuple[str, ...], bad: float) -> None:
+    assert set(keys) <= set(all_keys())
+    plain = to_plain(small())
+    for key in keys:
+        values = copy.deepcopy(plain)
+        *groups, name = key.split(".")
+        group = functools.reduce(dict.__getitem__, groups, values)
+        group[name] = bad
+        assert any(line.startswith(f"{key}=") for line in problems(build(values))), key
+
+
+def test_an_unknown_linear_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.lora\.targets\[0\]: got 'q_proj', choose one of: linear_qkv"):
+        small("actor.lora.rank=8", "actor.lora.targets=[q_proj]")
+
+
+def test_sizes_of_a_model_folder_are_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    overrides = ("model.path=model", "~model.hf_config", "rollout.tensor=2")
+    assert any("config.json cannot be read" in line for line in found(*overrides))
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert any("is not JSON" in line for line in found(*overrides))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 3, "num_hidden_layers": 2}))
+    assert any("num_attention_heads=3" in line and "rollout.tensor=2" in line for line in found(*overrides))
+
+
+def test_sft_needs_steps_and_its_own_files_only() -> None:
+    assert any("sft.steps=0" in line for line in found(job="sft"))
+    assert (
+        found("sft=warm-start", "data.prepare.options.num_sft=64", "data.train_files=[nowhere.parquet]", job="sft")
+        == []
+    )
+
+
+def test_all_problems_come_at_once() -> None:
+    config = small("data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "reward.path=nowhere.py")
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    text = str(caught.value)
+    assert "2 problems" in text
+    assert "ppo_mini_batch_size" in text
+    assert "nowhere.py" in text
+
+
+def test_derived_numbers_of_the_demo_layout() -> None:
+    overrides = [
+        "cluster.nodes=2",
+        "data.train_batch_size=32",
+        "actor.ppo_mini_batch_size=8",
+        "actor.ppo_epochs=2",
+        "trainer.total_steps=5",
+        "actor.kl_loss_coef=0",
+    ]
+    config = load_config("tiny-moe-grpo", [*overrides, "rollout.n=4"])
+    assert derived.world_size(config) == 8
+    assert derived.model_parallel_size(config.actor.parallel) == 4
+    assert derived.data_parallel_size(config) == 2
+    assert derived.expert_tensor_size(config.actor.parallel) == 1
+    assert derived.expert_model_parallel_size(config.actor.parallel) == 4
+    assert derived.expert_data_parallel_size(config) == 2
+    assert derived.samples_per_step(config) == 128
+    assert derived.samples_per_mini_batch(config) == 32
+    assert derived.updates_per_step(config) == 8
+    assert derived.total_updates(config) == 40
+    assert not derived.needs_reference(config)
+    assert derived.needs_reference(small("algorithm.kl_coef=0.1"))
+    assert derived.run_dir(config) == Path("runs/tiny-moe-grpo")
+
+
+def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
+    assert derived.expert_tensor_size(small(*TP2).actor.parallel) == 2
+    assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert=2").actor.parallel) == 1
+    assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert_tensor=1").actor.parallel) == 1

@@ -1,0 +1,135 @@
+"""Critic and reward model: what cannot run is refused before anything starts, and `--explain` says where they live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.check import problems
+from hybridflow.config.explain import Origins, explain
+from hybridflow.config.load import load_config
+from hybridflow.errors import SchemaError
+from hybridflow.trainer.groups import check_steps
+
+PPO = ("algorithm=ppo", "+critic=tiny")
+OWN = ("algorithm=ppo", "+critic=tiny-own")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def model_folder(path: str) -> str:
+    Path(path).mkdir(parents=True)
+    (Path(path) / "config.json").write_text("{}")
+    return path
+
+
+def found(*overrides: str, job: str = "train", name: str = "e2e") -> list[str]:
+    return problems(load_config(name, overrides), job)
+
+
+def test_the_recipes_pass() -> None:
+    assert found(name="tiny-moe-reward", job="train-reward") == []
+    [missing] = found(name="tiny-moe-ppo")
+    assert "reward_model.path=runs/tiny-moe-reward/export" in missing and "train-reward" in missing
+    model_folder("runs/tiny-moe-reward/export")
+    assert found(name="tiny-moe-ppo") == []
+    assert found(*PPO) == found(*OWN) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((*PPO, "critic.parallel.tensor=2"), r"critic.parallel is given, but with critic.placement=colocated"),
+        ((*OWN, "critic.procs=3"), r"tensor x pipeline x context = 2 does not divide critic.procs=3"),
+        ((*OWN, "critic.parallel.sequence=true"), r"critic.parallel.sequence=true needs critic.parallel.tensor > 1"),
+        ((*PPO, "critic.ppo_mini_batch_size=3"), r"data.train_batch_size=4 is no multiple of "
+                                                 r"critic.ppo_mini_batch_size=3"),
+        ((*PPO, "critic.max_tokens_per_micro_batch=5"), r"critic.max_tokens_per_micro_batch=5 is less than the "
+                                                        r"longest sample, 24"),
+        ((*PPO, "trainer.critic_warmup=2"), r"trainer.critic_warmup=2 leaves none of trainer.total_steps=2"),
+        (("trainer.critic_warmup=1",), r"trainer.critic_warmup=1 without a critic; set algorithm.adv_estimator=gae"),
+        ((*PPO, "algorithm.lam=1.5"), r"algorithm.lam=1.5 must lie between 0 and 1"),
+        ((*PPO, "critic.cliprange_value=0"), r"critic.cliprange_value=0.0 must be more than 0"),
+        (("algorithm.kl_target=0.1",), r"algorithm.kl_target=0.1 steers algorithm.kl_coef, which is 0"),
+        (("reward_model.path=nowhere",), r"reward_model.path=nowhere: no Hugging Face folder"),
+        (("reference.path=nowhere", "reference.placement=own"), r"reference.path=nowhere: no Hugging Face folder"),
+        (("reference.placement=own", "reference.parallel.tensor=2"), r"tensor x pipeline x context = 2 does not "
+                                                                     r"divide reference.procs=1"),
+        ((*PPO, "critic.optim.lr=0"), r"critic.optim.lr=0.0 must be more than 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused(overrides: tuple[str, ...], expected: str) -> None:
+    [line] = found(*overrides)
+    assert expected in line, line
+
+
+def test_a_teacher_needs_processes_of_its_own() -> None:
+    [line] = found(f"reference.path={model_folder('teacher')}")
+    assert "another model needs processes of its own; set reference.placement=own" in line
+    assert found("reference.path=teacher", "reference.placement=own") == []
+    text = explain(load_config("e2e", ["reference.path=teacher", "reference.placement=own"]), Origins(frozenset(), {}))
+    assert "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own" in text
+
+
+def test_a_teacher_speaks_the_language_of_the_policy() -> None:
+    folder = Path(model_folder("teacher"))
+    (folder / "config.json").write_text('{"vocab_size": 16}')
+    assert found("teacher.path=teacher", "teacher.top_k=4", "model.hf_config.vocab_size=16") == []
+    settings = ("teacher.path=teacher", "teacher.top_k=4")
+    [line] = found(*settings, "model.hf_config.vocab_size=17")
+    assert "teacher.path=teacher has vocab_size=16, the policy 17" in line
+    [line] = found("teacher.path=teacher")
+    assert "teacher.top_k=32 is more than the 16 tokens of the vocabulary" in line
+    [line] = found("teacher.path=nowhere")
+    assert "teacher.path=nowhere: no Hugging Face folder" in line
+    [line] = found(*settings, "teacher.parallel.tensor=2")
+    assert "tensor x pipeline x context = 2 does not divide teacher.procs=1" in line
+    [line] = found(*settings, "teacher.placement=colocated", "teacher.parallel.tensor=2")
+    assert "teacher.parallel is given, but with teacher.placement=colocated the actor.parallel layout counts" in line
+    text = explain(load_config("e2e", settings), Origins(frozenset(), {}))
+    assert "Teacher: teacher; its 4 most likely tokens at every response token, 1 processes of its own" in text
+    check_steps(load_config("e2e", settings))
+
+
+def test_reward_training_needs_pairs_that_fit() -> None:
+    settings = {"job": "train-reward", "name": "tiny-moe-reward"}
+    [line] = found("data.prepare.options.num_pairs=0", **settings)
+    assert "pairs.parquet will not be made, because data.prepare.options.num_pairs is 0" in line
+    [line] = found("reward_model.max_tokens_per_micro_batch=47", **settings)
+    assert "less than two samples of 24" in line
+    assert any("reward_training.steps=0" in line for line in found("reward_training.steps=0", **settings))
+    assert any(
+        "nowhere.parquet does not exist" in line
+        for line in found("reward_training.train_files=[nowhere.parquet]", **settings)
+    )
+
+
+def test_explain_says_where_they_live_and_how_the_reward_is_made() -> None:
+    def text(*overrides: str) -> str:
+        return explain(load_config("e2e", overrides), Origins(frozenset(), {}))
+
+    assert "Critic: none" in text() and "Reward model: none" in text()
+    colocated = text(*PPO, f"reward_model.path={model_folder('rm')}", "reward_model.weight=0.5")
+    assert (
+        "Critic: in the actor's processes" in colocated
+        and "reward.weight 1 x score + reward_model.weight 0.5 x its score" in colocated
+    )
+    own = text(*OWN, "critic.ppo_mini_batch_size=2")
+    assert "Critic: 2 processes of its own (tensor 1 x pipeline 2 x expert 1)" in own and "4 / 2 x 1 = 2 a step" in own
+
+
+def test_the_columns_of_every_step_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridflow.trainer import groups
+
+    config = load_config("e2e", [*PPO, "reward_model.path=rm"])
+    check_steps(config)
+    monkeypatch.setattr(groups.derived, "has_critic", lambda config: False)
+    check_steps(config)
+    monkeypatch.setattr(groups.derived, "has_critic", lambda config: True)
+    monkeypatch.setattr(groups.CriticWorker, "compute_values", groups.RewardModelWorker.compute_scores)
+    with pytest.raises(SchemaError, match="advantages reads column 'values'"):
+        check_steps(config)

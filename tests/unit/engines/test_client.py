@@ -1,0 +1,195 @@
+"""The engine client against a stub: every way an answer can be wrong becomes an EngineError that names the engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from hybridflow.engines.sglang.client import EngineClient, EngineSilent, SamplingParams, WeightSpan
+from hybridflow.engines.sglang.weight_control import Control
+from hybridflow.errors import EngineError
+
+KEY = "key of the stub"
+
+
+def answer_of(tokens: list[int], **meta: Any) -> dict[str, Any]:
+    log_probs = [[-0.5, token, None] for token in tokens]
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "output_token_logprobs": log_probs,
+            "finish_reason": {"type": "stop"},
+            "weight_version": "3",
+            **meta,
+        },
+    }
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers each path with (status, body, delay in seconds) and remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[str, tuple[int, bytes, float]] = {}
+        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        self.gone = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answers_with(self, path: str, body: Any, status: int = 200, delay_s: float = 0.0) -> None:
+        self.answers[path] = (status, body if isinstance(body, bytes) else json.dumps(body).encode(), delay_s)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body, self.headers["Authorization"]))
+        status, answer, delay_s = self.server.answers[self.path]
+        self.server.gone.wait(delay_s)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    server = Stub()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.gone.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def client(stub: Stub) -> EngineClient:
+    return EngineClient(stub.url, KEY, 5.0, name="engine-7")
+
+
+def generate(client: EngineClient, count: int = 1) -> Any:
+    return client.generate([[1, 2]] * count, SamplingParams(), 4)
+
+
+def test_answers_become_completions_in_order(stub: Stub, client: EngineClient) -> None:
+    spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
+    stub.answers_with("/generate", [answer_of([5, 6], weight_versions=spans), answer_of([7])])
+    first, second = generate(client, 2)
+    assert (first.token_ids, first.log_probs, first.finish_reason) == ([5, 6], [-0.5, -0.5], "stop")
+    assert first.weight_versions == (WeightSpan("2", 0, 1), WeightSpan("3", 1, 2))
+    assert second.weight_versions == (WeightSpan("3", 0, 1),)
+    _, body, authorization = stub.asked[0]
+    assert body["input_ids"] == [[1, 2], [1, 2]] and body["return_logprob"] is True
+    assert authorization == f"Bearer {KEY}"
+
+
+def test_long_lists_are_cut_into_requests(stub: Stub) -> None:
+    client = EngineClient(stub.url, KEY, 5.0, batch_size=2)
+    stub.answers_with("/generate", [answer_of([5]), answer_of([6])])
+    assert [c.token_ids for c in generate(client, 4)] == [[5], [6], [5], [6]]
+    assert len(stub.asked) == 2
+
+
+def test_no_prompts_is_no_request(stub: Stub, client: EngineClient) -> None:
+    assert generate(client, 0) == [] and stub.asked == []
+
+
+def test_empty_prompt_is_refused_before_the_engine_sees_it(stub: Stub, client: EngineClient) -> None:
+    with pytest.raises(EngineError, match="prompt 1 has no tokens"):
+        client.generate([[1], []], SamplingParams(), 4)
+    assert stub.asked == []
+
+
+def test_a_silent_engine_is_given_up(stub: Stub) -> None:
+    client = EngineClient(stub.url, KEY, 0.2, name="engine-7")
+    stub.answers_with("/generate", [], delay_s=10.0)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"engine engine-7: /generate not answered within"):
+        generate(client)
+    assert time.monotonic() - started < 5.0
+
+
+def test_no_listener(stub: Stub) -> None:
+    stub.server_close()
+    with pytest.raises(EngineError, match=r"engine-7.*no connection"):
+        generate(EngineClient(stub.url, KEY, 1.0, name="engine-7"))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"error": {"message": "too long"}}, 400, "answered 400.*too long"),
+        (b"Internal Server Error", 500, "answered 500.*Internal"),
+        (b"<html>", 200, "no JSON"),
+        ({"output_ids": []}, 200, "answered dict for 1 prompts"),
+        ([], 200, "answered 0 for 1 prompts"),
+        ([{"output_ids": [1]}], 200, "unexpected.*meta_info"),
+        ([answer_of([1], output_token_logprobs=[])], 200, "0 log-probs for 1 tokens"),
+        ([answer_of([1], output_token_logprobs=[[None, 1, None]])], 200, "unexpected"),
+        ([answer_of([1], finish_reason={"type": "mood"})], 200, "finish reason 'mood'"),
+        ([answer_of([1], finish_reason=None)], 200, "unexpected"),
+    ],
+)
+def test_bad_answers_to_generate(stub: Stub, client: EngineClient, body: Any, status: int, message: str) -> None:
+    stub.answers_with("/generate", body, status)
+    with pytest.raises(EngineError, match=f"engine engine-7: .*{message}"):
+        generate(client)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"success": False, "message": "no session"}, 400, "answered 400.*no session"),
+        ({"success": False, "message": "no session"}, 200, "failed: no session"),
+        ([1], 200, "failed: answered list"),
+        (b"", 200, "no JSON"),
+    ],
+)
+def test_refused_control_calls(stub: Stub, client: EngineClient, body: Any, status: int, message: str) -> None:
+    stub.answers_with("/begin_weight_update", body, status)
+    with pytest.raises(EngineError, match=f"engine engine-7: /begin_weight_update .*{message}"):
+        client.begin_weight_update()
+
+
+def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) -> None:
+    for path in ("pause_generation", "update_weights_from_tensor", "update_weight_version", "weights_checker"):
+        stub.answers_with(f"/{path}", {"success": True, "message": "", "per_engine_checksum": "abc"})
+    client.pause("retract")
+    control = Control("describe", "127.0.0.1", 9, 2.5, "described", 0, 2)
+    client.call_ranks(control, flush_cache=False)
+    client.set_weight_version(4)
+    assert client.weights_checksum() == "abc"
+    bodies = {path: body for path, body, _ in stub.asked}
+    update = bodies["/update_weights_from_tensor"]
+    assert update.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}  # above all no weight_version
+    assert update["load_format"] == "hybridflow.engines.sglang.weight_receiver.load" and update["flush_cache"] is False
+    assert len(update["serialized_named_tensors"]) == 2  # one a rank
+    for packed in update["serialized_named_tensors"]:
+        ((name, tensor),) = pickle.loads(base64.b64decode(packed))
+        assert Control.from_json(name) == control and tensor.numel() == 1
+    assert bodies["/update_weight_version"] == {"new_version": "4", "abort_all_requests": False}
+
+
+def test_another_deadline_for_the_same_engine(stub: Stub, client: EngineClient) -> None:
+    stub.answers_with("/begin_weight_update", {"success": True}, delay_s=5.0)
+    with pytest.raises(EngineSilent, match=r"engine engine-7: /begin_weight_update not answered within 0\.2 s"):
+        client.with_timeout(0.2).begin_weight_update()

@@ -1,0 +1,177 @@
+"""`rollout.quantization: fp8` as far as a CPU goes: what is refused, what an engine is told, and a whole sync into fp8
+buffers.
+
+The sync has real senders, a real store and a real receiver; the engine is a module with SGLang's names for scales. Its
+oracle quantises whole tensors block after block and knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hybridflow.config.load import load_config
+from hybridflow.device.platform import Platform
+from hybridflow.engines.sglang import weight_receiver
+from hybridflow.engines.sglang.weight_control import DESCRIBE, Control
+from hybridflow.errors import ConfigError, ModelError, WeightSyncError
+from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.reshard.layout import Catalog, megatron_layout
+from hybridflow.sync import session
+from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
+from hybridflow.trainer import app, assets
+from hybridflow.trainer.check_devices import check_devices
+from tests.unit.engines.test_weight_receiver import FAMILY, HOST, SHAPE, WAIT_S, Bench
+from tests.unit.reshard.fp8_cases import forms_of
+
+FP8 = BlockQuantisation((8, 8))
+WORDS = ("rollout.quantization=fp8", "model.dtype=bfloat16")
+
+
+class Gpu(Platform):
+    """A platform whose devices have a certain capability."""
+
+    def __init__(self, *capability: int) -> None:
+        super().__init__("cuda")
+        object.__setattr__(self, "found", capability)
+
+    def capability(self) -> tuple[int, int]:
+        return self.found  # type: ignore[attr-defined,no-any-return]
+
+
+# ---- refusals
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_PLATFORM", "cpu")
+    config = load_config("tiny-moe-grpo", [*WORDS, f"output_dir={tmp_path / 'runs'}"])
+    with pytest.raises(
+        ConfigError, match=r"rollout\.quantization=fp8 needs GPUs of compute capability 8\.9 or later.*reshard plan"
+    ):
+        app.train(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((10, 0), False)]
+)
+def test_what_a_gpu_must_be_capable_of(capability: tuple[int, int], refused: bool) -> None:
+    config = load_config("tiny-moe-grpo", WORDS)
+    if refused:
+        with pytest.raises(ConfigError, match=rf"these have {capability[0]}\.{capability[1]}.*Marlin"):
+            check_devices(config, Gpu(*capability))
+    else:
+        check_devices(config, Gpu(*capability))
+    check_devices(load_config("tiny-moe-grpo"), Gpu(*capability))
+
+
+def test_the_nodes_of_an_engine_do_not_share_gpus() -> None:
+    words = ["rollout.tensor=2", "rollout.nodes_per_engine=2"]
+    with pytest.raises(ConfigError, match=r"nodes_per_engine=2 with cluster\.address=null .* same GPUs"):
+        check_devices(load_config("tiny-moe-grpo", words), Gpu(9, 0))
+    check_devices(load_config("tiny-moe-grpo", words), Platform("cpu"))
+    check_devices(load_config("tiny-moe-grpo", [*words, "cluster.address=auto"]), Gpu(9, 0))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "disk"])
+def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
+    config = load_config("tiny-moe-grpo", [f"rollout.sync.transport={transport}"])
+    check_devices(config, Platform("cpu"))
+    with pytest.raises(ConfigError, match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or p2p"):
+        check_devices(config, Gpu(9, 0))
+
+
+# ---- what an engine is told
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_started_from(tmp_path: Path) -> None:
+    tokenizer = type("Tokenizer", (), {"path": tmp_path / "tokenizer"})()
+    (tmp_path / "tokenizer").mkdir()
+
+    def written(hf_config: dict[str, object], quantization: str | None) -> dict[str, object]:
+        folder = assets.write_engine_folder(tmp_path / "model", hf_config, "bfloat16", tokenizer, quantization)
+        read: dict[str, object] = json.loads((folder / "config.json").read_text())
+        return read
+
+    published = {"model_type": "deepseek_v3", "quantization_config": FP8.config()}
+    assert "quantization_config" not in written(published, None)
+    assert written(published, "fp8")["quantization_config"] == FP8.config()
+    assert written({"model_type": "qwen3"}, "fp8")["quantization_config"] == BlockQuantisation((128, 128)).config()
+    with pytest.raises(ModelError, match="scale_fmt"):
+        written({"quantization_config": {"scale_fmt": "ue8m0"}}, "fp8")
+
+
+# ---- a sync
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Fp8Engine(nn.Module):
+    """Every tensor as it is; those that are quantised in fp8, with their scales beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes, dtypes = FP8.checkpoint(FAMILY.tensors())
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=getattr(torch, dtypes.get(name, "bfloat16")))
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name.replace(".", "_")).data.copy_(tensor)
+
+
+class Fp8Bench(Bench):
+    def plan(self) -> PlanFacts:
+        self.engine = Fp8Engine()  # type: ignore[assignment]
+        self.receiver = weight_receiver.WeightReceiver(self.engine)
+        post_catalog(self.store, FAMILY.tensors(), "bfloat16", FP8)
+        self.receiver.handle(Control(DESCRIBE, HOST, self.store.port, WAIT_S, "described", 0, 1))
+        report = session.read_reports(self.store, "described", [0], WAIT_S)[0]
+        assert report.error == ""
+        source = megatron_layout(FAMILY, SHAPE.coordinates(), "float32", Catalog.of(FAMILY.tensors(), FP8))
+        engines = [EngineLayout("engine-0", (report.layout,))]
+        facts = make_weight_plan(self.store, FAMILY, source, engines, 1 << 18, WAIT_S, quantisation=FP8)
+        for sender in self.senders:
+            sender.adopt(facts.digest, HOST, self.store.port, WAIT_S)
+        return facts
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fp8Bench]:
+    monkeypatch.setattr(weight_receiver, "_rank_in_engine", lambda: 0)  # SGLang is not running here
+    built = Fp8Bench()
+    yield built
+    for sender in built.senders:
+        sender.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(bench: Fp8Bench, staged: bool) -> None:
+    for seed in (1, 2):
+        whole = bench.train(seed)
+        report, outcomes, _ = bench.sync(staged=staged)
+        assert report.error == "" and {outcome.fate for outcome in outcomes} == {"served"}
+        forms = forms_of({name: tensor.numpy() for name, tensor in whole.items()}, FP8)
+        want = {name: tensor.bfloat16() for name, tensor in forms["plain"].items()} | forms["fp8"]
+        for name, tensor in want.items():
+            found = bench.engine.get_parameter(name.replace(".", "_"))
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
+        assert report.nbytes == sum(tensor.nbytes for tensor in want.values())
+
+
+def test_an_engine_that_takes_fp8_without_its_scales_has_no_plan(bench: Fp8Bench) -> None:
+    """The catalog of an engine in bfloat16: its loader is never shown any scales, and the plan leaves them unfilled."""
+    post_catalog(bench.store, FAMILY.tensors(), "bfloat16")
+    receiver = weight_receiver.WeightReceiver(bench.engine)
+    receiver.handle(Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "again", 0, 1))
+    report = session.read_reports(bench.store, "again", [0], WAIT_S)[0]
+    source = megatron_layout(FAMILY, SHAPE.coordinates(), "float32")
+    with pytest.raises(WeightSyncError, match="scale_inv"):
+        make_weight_plan(bench.store, FAMILY, source, [EngineLayout("engine-0", (report.layout,))], 1 << 18, WAIT_S)

@@ -1,0 +1,125 @@
+"""What can be said of engines without starting one: arguments, ports, the guard, and that importing costs nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.engines.sglang import guard
+from hybridflow.engines.sglang.server import (
+    EngineServer,
+    EngineSpec,
+    command_line,
+    core_binding,
+    environment,
+    reserve_port,
+    server_arguments,
+)
+from hybridflow.errors import EngineError
+
+
+def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
+    code = (
+        "import sys, hybridflow.engines, hybridflow.engines.sglang.cpu_plugin, "
+        "hybridflow.engines.sglang.cpu_plugin.hooks, hybridflow.engines.sglang.server, "
+        "hybridflow.engines.sglang.client; print(sorted({'torch', 'sglang', 'transformers'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_a_folder_without_weights_starts_random(tmp_path: Path) -> None:
+    spec = EngineSpec(name="e", model_path=str(tmp_path))
+    assert server_arguments(spec, 20000)["load-format"] == "dummy"
+    (tmp_path / "model.safetensors").touch()
+    assert "load-format" not in server_arguments(spec, 20000)
+
+
+def test_extra_args_override_ours(tmp_path: Path) -> None:
+    extra = {
+        "skip_tokenizer_init": False,
+        "chunked_prefill_size": 128,
+        "cuda-graph-bs": [1, 2],
+        "json_model_override_args": {"a": 1},
+    }
+    words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path), extra_args=extra), 20000))
+    assert "--skip-tokenizer-init" not in words and "--skip-server-warmup" in words
+    assert words[words.index("--chunked-prefill-size") + 1] == "128"
+    assert words[words.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
+    assert words[words.index("--json-model-override-args") + 1] == '{"a": 1}'
+
+
+def test_the_trainers_rank_does_not_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "3")
+    env = environment(EngineSpec(name="e", model_path=str(tmp_path), tensor=2), "/folder")
+    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(env)
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "binding"),
+    [(1, [0, 1], "0,1"), (2, [0, 1], "0|1"), (2, [4, 5, 6, 7], "4,5|6,7"), (3, [0, 1], "0|1|0")],
+)
+def test_cores_of_ranks(ranks: int, cores: list[int], binding: str) -> None:
+    assert core_binding(ranks, cores) == binding
+
+
+def test_a_reserved_port_is_not_given_twice() -> None:
+    held = [reserve_port() for _ in range(50)]
+    assert len({port for port, _ in held}) == 50
+    assert all(20000 <= port < 32768 - 240 for port, _ in held)
+    for _, lock in held:
+        lock.close()
+
+
+def test_not_started_is_not_alive(tmp_path: Path) -> None:
+    server = EngineServer(EngineSpec(name="e", model_path=str(tmp_path)), tmp_path / "log")
+    with pytest.raises(EngineError, match="engine e: not started"):
+        server.check_alive()
+    server.stop()
+
+
+FAMILY = (
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "time.sleep(60)"
+)
+
+
+def start_guard(parent: int, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-S", guard.__file__, str(parent), "0", str(folder), "--", sys.executable, "-c", FAMILY]
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def wait_for_members(session: int, count: int) -> None:
+    deadline = time.monotonic() + 10.0
+    while len(guard.session_members(session)) != count:
+        assert time.monotonic() < deadline, guard.session_members(session)
+        time.sleep(0.02)
+
+
+def test_the_guard_ends_children_and_grandchildren(tmp_path: Path) -> None:
+    process = start_guard(os.getpid(), tmp_path / "folder")
+    wait_for_members(process.pid, 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGKILL
+    assert guard.session_members(process.pid) == []
+
+
+def test_the_guard_ends_without_its_parent(tmp_path: Path) -> None:
+    process = start_guard(1, tmp_path / "folder")  # a parent it does not have
+    process.wait(10)
+    assert guard.session_members(process.pid) == []
+
+
+def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> None:
+    words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path)), 20000))
+    assert words[words.index("--custom-weight-loader") + 1] == "hybridflow.engines.sglang.weight_receiver.load"
+    assert "--sleep-on-idle" in words

@@ -1,0 +1,171 @@
+"""Each family's map against what transformers saves and what Megatron builds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.errors import ModelError
+from hybridflow.models import family_of
+from hybridflow.models.blocks import Experts
+from hybridflow.models.layout import Coordinates
+from hybridflow.models.published import PUBLISHED, published
+from hybridflow.models.weights import SafetensorsFolder
+from tests.unit.reshard import reshard_cases as cases
+
+BILLIONS = {
+    "kimi-k2": 1026.4,
+    "deepseek-v3": 671.0,
+    "qwen3-235b-a22b": 235.1,
+    "qwen3-30b-a3b": 30.5,
+    "llama-3.1-70b": 70.6,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for each family, written by transformers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folders = {}
+    for name, sizes in cases.MODELS.items():
+        torch.manual_seed(0)
+        keys = {key: value for key, value in sizes.items() if key != "model_type"}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes["model_type"], **keys))
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_tensors_are_those_that_transformers_saves(name: str, saved: dict[str, Path]) -> None:
+    from safetensors import safe_open
+
+    family = family_of(json.loads((saved[name] / "config.json").read_text()))
+    with safe_open(saved[name] / "model.safetensors", framework="pt") as handle:
+        expected = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
+    assert family.tensors() == expected
+    assert family.architecture == json.loads((saved[name] / "config.json").read_text())["architectures"][0]
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_import_and_export_give_the_file_back(name: str, layout: str, saved: dict[str, Path]) -> None:
+    decoder, source = cases.decoder_of(name), SafetensorsFolder(saved[name])
+    ranks = cases.LAYOUTS[layout][0].coordinates()
+    weights = {key: source.read(key, (0,) * len(shape), shape).numpy() for key, shape in decoder.tensors().items()}
+    held = cases.trainer_buffers(decoder, ranks, weights)
+    exported = {key: np.full(shape, np.nan, dtype=np.float32) for key, shape in decoder.tensors().items()}
+    for at, mine in zip(ranks, held, strict=True):
+        for local in cases.rank_tensors(decoder, at):
+            for piece in local.pieces:
+                region = tuple(slice(s, s + n) for s, n in zip(piece.source_start, piece.shape, strict=True))
+                exported[piece.source][region] = mine[local.name][piece.slices()]
+    for key, value in weights.items():
+        np.testing.assert_array_equal(exported[key], value, err_msg=key)
+
+
+@pytest.mark.slow
+def test_parameters_are_those_that_megatron_builds() -> None:
+    script = Path(__file__).with_name("megatron_names.py")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True)
+    built: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    assert built.keys() == {*cases.MODELS, "mtp"}
+    for name, shapes in built.items():
+        decoder = cases.decoder_of("deepseek_v3", mtp=True) if name == "mtp" else cases.decoder_of(name)
+        assert {t.name: list(t.shape) for t in decoder.local_tensors(Coordinates())} == shapes, name
+
+
+def test_sequential_experts_have_megatrons_other_names() -> None:
+    block = Experts(8, 4, 4, grouped=False)
+    names = [t.name for t in block.local("model.layers.0.", "decoder.layers.0.", Coordinates(ep_rank=1, ep_size=2))]
+    assert names[2:4] == [f"decoder.layers.0.mlp.experts.local_experts.0.linear_fc{i}.weight" for i in (1, 2)]
+
+
+def test_mtp_heads_stand_on_the_last_stage_beside_a_copy_of_the_embedding() -> None:
+    decoder = cases.decoder_of("deepseek_v3", mtp=True)
+    last = decoder.local_tensors(Coordinates(tp_rank=1, tp_size=2, pp_rank=1, pp_size=2))
+    named = {t.name: t for t in last}
+    assert named["mtp.layers.0.eh_proj.weight"].pieces[0].source_start == (32, 0)
+    assert named["embedding.word_embeddings.weight"].pieces[0].source == "model.embed_tokens.weight"
+    assert named["mtp.layers.0.transformer_layer.mlp.router.expert_bias"].dtype == "float32"
+    assert decoder.aliases() == {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    }
+    assert not decoder.aliases().keys() & decoder.tensors().keys()
+
+
+def test_megatron_settings_of_deepseek() -> None:
+    config = cases.decoder_of("deepseek_v3").megatron_config()
+    expected = {
+        "multi_latent_attention": True,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+        "qk_head_dim": 16,
+        "rope_type": "rope",
+    }
+    assert {key: config[key] for key in expected} == expected
+    yarn = {
+        **cases.MODELS["deepseek_v3"],
+        "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0},
+        "rope_theta": 50000,
+    }
+    assert family_of(yarn).megatron_config()["rotary_scaling_factor"] == 40.0
+    assert family_of(yarn).megatron_config()["rotary_base"] == 50000.0
+
+
+def test_settings_of_the_others() -> None:
+    assert cases.decoder_of("qwen2").megatron_config()["add_qkv_bias"] is True
+    assert cases.decoder_of("glm4_moe").gpt_model_kwargs()["rotary_percent"] == 0.5
+    scaled = {
+        **cases.MODELS["llama"],
+        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0},
+    }
+    assert family_of(scaled).gpt_model_kwargs() | {"max_sequence_length": 0} == {
+        "position_embedding_type": "rope",
+        "rotary_base": 500000,
+        "share_embeddings_and_output_weights": False,
+        "max_sequence_length": 0,
+        "rope_scaling": True,
+        "rope_scaling_factor": 8.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' has no parameter map; supported: deepseek_v3, glm4_moe, kimi_k2"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' is not supported"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+            "sliding_window",
+        ),
+    ],
+)
+def test_what_has_no_map_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        family_of({**cases.MODELS["llama"], **change})
+    with pytest.raises(ModelError, match="norm_topk_prob"):
+        family_of({**cases.DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}).megatron_config()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_the_published_number_of_parameters(name: str) -> None:
+    shapes = family_of(published(name)).tensors().values()
+    assert round(sum(int(np.prod(shape)) for shape in shapes) / 1e9, 1) == BILLIONS[name]
+    with pytest.raises(ModelError, match="kimi-k2"):
+        published("kimi-k3")

@@ -1,0 +1,204 @@
+"""What `SliceSync` decides: who takes part, what is tried again, who is left out. The two ends are stand-ins that
+follow a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
+from hybridflow.device.platform import Platform
+from hybridflow.engines.sglang.keeper import EngineState
+from hybridflow.errors import WeightSyncError, WorkerError
+from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.sync.schedule import EngineLayout, PlanFacts
+from hybridflow.sync.session import Order, Outcome
+
+FACTS = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0, 1), (1,)), ((0,), (1, 2)), (50, 60), (3, 4))
+
+
+class Answer:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.result = call
+
+
+class Ends:
+    """The policy's group, the engines' group and `EngineGroup` in one. `fates` has, for each attempt, the fate of each
+    engine."""
+
+    def __init__(
+        self, fates: Sequence[dict[int, str]], states: Sequence[str] = ("up", "up"), sender_dies: bool = False
+    ) -> None:
+        self.fates, self.state_names, self.sender_dies = list(fates), list(states), sender_dies
+        self.orders: list[list[Order]] = []
+        self.stale: dict[int, str] = {}
+        self.waited, self.senders_fail, self.lives = 0.0, False, [0, 0]
+
+    @property
+    def group(self) -> Ends:
+        return self
+
+    def states(self, wait_s: float = 0.0) -> list[EngineState]:
+        self.waited += wait_s
+        if wait_s:
+            self.state_names = ["up" if name == "starting" else name for name in self.state_names]
+        named = enumerate(self.state_names)
+        return [EngineState(f"engine-{n}", name, self.lives[n], "" if name == "up" else "it died") for n, name in named]
+
+    def quarantine(self, stale: dict[int, str]) -> None:
+        self.stale = dict(stale)
+
+    def sender_says(self, fate: str) -> tuple[str, str]:
+        return ("served", "") if fate == "served" and not self.senders_fail else ("stale", "trainer rank 1: gone")
+
+    def submit(self, method: Any, *args: Any, timeout: float, only: Any = None) -> Answer:
+        def senders() -> list[list[Outcome]]:
+            if self.sender_dies:
+                raise WorkerError("the worker process died", role="actor", rank=1)
+            fates = self.fates[len(self.orders) - 1]
+            return [[Outcome(o.engine, o.number, *self.sender_says(fates[o.number]), rank=1) for o in args[0]]]
+
+        return Answer(senders)
+
+    def run(self, method: Any, *args: Any, timeout: float | None = None, only: Any = None) -> Any:
+        if method.__name__ == "open_sync_store":
+            return "127.0.0.1", 5
+        if method.__name__ == "describe_weights":
+            return [EngineLayout(f"engine-{n}", ("l",)) for n in range(2)]
+        if method.__name__ == "plan_weights":
+            return [FACTS, None]
+        if method.__name__ == "adopt_plan":
+            return None
+        orders: list[Order] = args[0]
+        assert list(only) == [order.number for order in orders]
+        fates = self.fates[len(self.orders)]
+        self.orders.append(orders)
+        for number, fate in fates.items():
+            if fate == "lost":
+                self.state_names[number] = "starting"
+        reasons = {
+            n: "" if fate == "served" else f"engine-{n} rank {n}: bucket 3 is broken" for n, fate in fates.items()
+        }
+        return [
+            Outcome(o.engine, o.number, fates[o.number], reasons[o.number], 100 * (fates[o.number] == "served"))
+            for o in orders
+        ]
+
+
+def sync_of(ends: Ends, **settings: Any) -> SliceSync:
+    config = RunConfig(rollout=RolloutConfig(num_engines=2, sync=SyncConfig(**settings)))
+    anything: Any = ends
+    sync = SliceSync(anything, anything, config)
+    assert "proven: 10 slices" in sync.prepare()
+    return sync
+
+
+def test_all_well() -> None:
+    ends = Ends([{0: "served", 1: "served"}] * 2)
+    sync = sync_of(ends)
+    report = sync.sync(3)
+    assert (report.version, report.nbytes, report.stale) == (3, 200, {})
+    assert report.metrics()["sync/engines_stale"] == 0.0 and report.metrics()["sync/bytes"] == 200.0
+    sync.sync(4)
+    first, second = ends.orders
+    assert [order.endpoint.senders for order in first] == [(0, 1), (1,)]
+    assert [order.endpoint.receivers for order in first] == [(0,), (1, 2)]
+    assert [order.endpoint.message_bytes for order in first] == [50, 60]
+    assert [order.endpoint.slots for order in first] == [8, 8]
+    assert [order.endpoint.transport for order in first] == [Platform.detect().weight_transport] * 2
+    assert [order.endpoint.session for order in first] == [order.endpoint.session for order in second]  # sessions last
+    assert first[0].attempt != second[0].attempt and second[0].version == 4 and first[0].plan == FACTS.digest
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({"staging_bytes": 600}, [6, 5]),  # half for each engine
+        ({"staging_bytes": 8}, [2, 2]),
+        ({"transport": "shared_memory", "commit": "in_place"}, [8, 8]),
+        ({"transport": "shared_memory"}, [3, 4]),  # everything is staged in what both sides see
+    ],
+)
+def test_as_many_messages_are_under_way_as_the_memory_takes(settings: dict[str, Any], slots: list[int]) -> None:
+    ends = Ends([{0: "served", 1: "served"}])
+    sync_of(ends, **settings).sync(1)
+    assert [order.endpoint.slots for order in ends.orders[0]] == slots
+
+
+def test_only_the_failed_engine_is_tried_again_in_a_new_session() -> None:
+    ends = Ends([{0: "served", 1: "stale"}, {1: "served"}])
+    report = sync_of(ends, max_retries=2).sync(1)
+    assert report.stale == {} and ends.stale == {}
+    assert [[order.number for order in orders] for orders in ends.orders] == [[0, 1], [1]]
+    assert ends.orders[0][1].endpoint.session != ends.orders[1][0].endpoint.session
+
+
+def test_a_failed_engine_is_left_out_and_asked_again_next_time() -> None:
+    ends = Ends([{0: "served", 1: "stale"}, {1: "stale"}, {0: "served", 1: "served"}])
+    sync = sync_of(ends, max_retries=1)
+    report = sync.sync(1)
+    assert set(report.stale) == {"engine-1"} and set(ends.stale) == {1}
+    assert "bucket 3 is broken" in report.stale["engine-1"] and "trainer rank 1: gone" in report.stale["engine-1"]
+    assert sync.sync(2).stale == {} and ends.stale == {}
+
+
+@pytest.mark.parametrize("fate", ["lost", "refused"])
+def test_what_a_retry_cannot_heal_is_not_retried(fate: str) -> None:
+    ends = Ends([{0: "served", 1: fate}])
+    assert set(sync_of(ends, max_retries=3).sync(1).stale) == {"engine-1"}
+    assert len(ends.orders) == 1
+
+
+def test_an_engine_that_is_being_started_is_left_alone() -> None:
+    ends = Ends([{0: "served"}], states=("up", "starting"))
+    report = sync_of(ends).sync(1)
+    assert report.stale == {"engine-1": "engine-1 is starting: it died"} and ends.waited == 0
+
+
+def test_an_engine_that_was_started_again_gets_a_new_session() -> None:
+    ends = Ends([{0: "served", 1: "served"}] * 2)
+    sync = sync_of(ends)
+    sync.sync(1)
+    ends.lives[1] = 1  # died and came back between the syncs: nothing failed
+    sync.sync(2)
+    first, second = ([order.endpoint.session for order in orders] for orders in ends.orders)
+    assert first[0] == second[0] and first[1] != second[1]
+
+
+def test_without_any_engine_the_sync_waits_for_one_to_start() -> None:
+    ends = Ends([{0: "served"}], states=("starting", "failed"))
+    assert set(sync_of(ends).sync(1).stale) == {"engine-1"} and ends.waited > 0
+
+
+def test_engines_lost_in_the_sync_are_waited_for_when_there_is_no_other() -> None:
+    ends = Ends([{0: "lost", 1: "lost"}, {0: "served", 1: "served"}])
+    assert sync_of(ends).sync(1).stale == {} and ends.waited > 0
+
+
+def test_a_sender_that_fails_after_its_last_message_costs_the_session_alone() -> None:
+    ends = Ends([{0: "served", 1: "served"}] * 2)
+    ends.senders_fail = True
+    sync = sync_of(ends)
+    assert sync.sync(1).stale == {}
+    sync.sync(2)
+    assert {order.endpoint.session for order in ends.orders[0]}.isdisjoint(
+        order.endpoint.session for order in ends.orders[1]
+    )
+
+
+def test_no_engine_at_all_names_every_reason() -> None:
+    ends = Ends([{0: "refused", 1: "refused"}])
+    with pytest.raises(
+        WeightSyncError, match=r"no engine could take it\n  - engine-0 rank 0: .*\n  - engine-1 rank 1: "
+    ):
+        sync_of(ends).sync(1)
+    assert set(ends.stale) == {0, 1}
+
+
+def test_a_dead_trainer_rank_is_its_own_error_and_its_victims_get_no_requests() -> None:
+    ends = Ends([{0: "served", 1: "stale"}], sender_dies=True)
+    with pytest.raises(WorkerError, match="actor rank 1"):
+        sync_of(ends).sync(1)
+    assert set(ends.stale) == {1}

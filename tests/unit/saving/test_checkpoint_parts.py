@@ -1,0 +1,160 @@
+"""The pure parts of checkpoints: rectangles of flat ranges, manifests, files of exports, and what the command line says
+of wrong paths."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from hybridflow.cli.main import main
+from hybridflow.errors import CheckpointError, ModelError
+from hybridflow.models.layout import boxes
+from hybridflow.saving.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    config_digest,
+    differences,
+    digest_of,
+    problems_of,
+)
+from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of
+
+MODEL = {"model_type": "qwen3", "hidden_size": 32, "architectures": ["A"], "torch_dtype": "float32"}
+
+
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple), st.data())
+def test_rectangles_fill_exactly_the_flat_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    total = prod(shape)
+    low = data.draw(st.integers(0, total))
+    high = data.draw(st.integers(low, total))
+    flat = np.arange(total)
+    array, found = flat.reshape(shape), []
+    cuts = list(boxes(shape, low, high))
+    for start, size in cuts:
+        found.append(array[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1))
+    assert np.array_equal(np.concatenate([np.zeros(0, int), *found]), flat[low:high])
+    assert len(cuts) <= max(1, 2 * len(shape) - 1)
+
+
+def manifest_of(folder: Path) -> Manifest:
+    files = {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    layout = {"world": 1, "tensor": 1}
+    return Manifest("rl", 3, ("model",), layout, "float32", MODEL, {"torch": "x"}, "2026-01-01T00:00:00Z", files)
+
+
+def test_a_manifest_comes_back_and_finds_every_kind_of_damage(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).write_bytes(name.encode() * 100_000)
+    manifest = manifest_of(tmp_path)
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest and manifest.size == 400_000
+    assert problems_of(tmp_path, manifest) == []
+    (tmp_path / "a").unlink()
+    (tmp_path / "b").write_bytes(b"b" * 99_999)
+    (tmp_path / "c").write_bytes(b"c" * 99_999 + b"x")
+    found = problems_of(tmp_path, manifest)
+    assert len(found) == 3
+    assert (
+        "a cannot be read: No such file" in found[0]
+        and "b has 99999 bytes, the manifest says 100000" in found[1]
+        and "hash" in found[2]
+    )
+    assert len(problems_of(tmp_path, manifest, hashes=False)) == 2
+    assert problems_of(tmp_path, manifest, ["d"]) == []
+
+
+def test_the_hash_is_the_one_that_xxhsum_prints(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    # XXH3_128bits of nothing, from its specification
+    assert digest_of(tmp_path / "x") == FileRecord(0, "99aa06d3014798d86001c324468d497f")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "files": {}}', '{"format": 1, "files": {"a": 3}}']
+)
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=str(tmp_path / MANIFEST)):
+        Manifest.read(tmp_path)
+
+
+def test_configs_differ_in_what_matters_alone() -> None:
+    same = {**MODEL, "architectures": ["B"], "torch_dtype": "bfloat16", "eos_token_id": 7}
+    assert differences(MODEL, same) == [] and config_digest(MODEL) == config_digest(same)
+    other = {**MODEL, "hidden_size": 64, "rope_theta": 1e6}
+    assert differences(MODEL, other) == [
+        "hidden_size is 32 there, 64 here",
+        "rope_theta is absent there, 1000000.0 here",
+    ]
+    assert config_digest(MODEL) != config_digest(other)
+
+
+def test_shards_hold_what_fits_and_are_read_back(tmp_path: Path) -> None:
+    entries = [Entry(f"t{i}", (rows, 3), torch.bfloat16) for i, rows in enumerate((10, 20, 500, 1, 0))]
+    files = shards_of(entries, 200)
+    assert [[entry.name for entry in own] for own in files.values()] == [["t0", "t1"], ["t2"], ["t3", "t4"]]
+    assert list(files) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    values = {entry.name: torch.randn(entry.shape) for entry in entries}
+    for name, own in files.items():
+        writer = ShardWriter(tmp_path / name, own)
+        for entry in own:
+            writer.add(entry.name, values[entry.name])
+        writer.close()
+        for key, tensor in load_file(tmp_path / name).items():
+            assert torch.equal(tensor, values[key].bfloat16())
+    writer = ShardWriter(tmp_path / "x", entries)
+    with pytest.raises(ModelError, match=r"t0 .* was announced, t1"):
+        writer.add("t1", values["t1"])
+
+
+def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints" / "global_step_1" / "policy").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+
+    def said(*words: str) -> tuple[int, str]:
+        code = main(["checkpoint", *words])
+        return code, capsys.readouterr().err
+
+    code, text = said("inspect", str(tmp_path / "nowhere"))
+    assert code == 2 and "nowhere: no such folder; give a run" in text
+    code, text = said("verify", str(tmp_path / "empty"))
+    assert code == 2 and "empty holds no checkpoint" in text
+    code, text = said("export", str(tmp_path / "run" / "checkpoints" / "global_step_1"), str(tmp_path / "out"))
+    assert code == 1 and "is not a whole checkpoint: no manifest.json" in text
+    (tmp_path / "run" / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_9"}))
+    code, text = said("inspect", str(tmp_path / "run"))
+    assert code == 2 and "global_step_9: no such folder" in text
+    code, text = said("import", str(tmp_path / "empty"), str(tmp_path / "out"))
+    assert code == 2 and "is no Hugging Face folder" in text
+    with pytest.raises(SystemExit):
+        said("export", "a", "b", "--max-shard-size", "many")
+    assert "write a size as 500M or 4Gi" in capsys.readouterr().err
+
+
+def test_help_is_instant_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from hybridflow.cli.main import parse\ntry: parse(['checkpoint', 'export', '--help'])\nexcept "
+        "SystemExit: pass\n"
+    )
+    code += "assert 'xxhash' not in sys.modules\n"
+    code += "import hybridflow.saving.tools\nassert 'torch' not in sys.modules"  # nor do inspect and verify need it
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)  # processor time: the machine may be busy
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0 and "--max-shard-size" in done.stdout, done.stderr
+    assert min(seconds) < 0.5

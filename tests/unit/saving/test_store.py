@@ -1,0 +1,204 @@
+"""The driver's side of checkpoints: what counts, what is told to the training, and what is deleted when."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import CheckpointError
+from hybridflow.saving import store as checkpoints
+from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
+
+
+class Ranks:
+    """The policy's ranks: a background save ends when `finish` is called, or fails with `failure`."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.failure = ""
+        self.saves: list[tuple[str, int, bool]] = []
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        self.saves.append((phase, step, background))
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_text("weights")
+        self.folder = folder
+        if not background:
+            self.finish()
+
+    def finish(self) -> None:
+        assert self.folder is not None
+        (self.folder / "manifest.json").write_text("{}")
+
+    def is_saved(self) -> bool:
+        if self.failure:
+            raise CheckpointError(self.failure)
+        return False
+
+
+def store_in(folder: Path, last: int = 0, every: int = 0, timeout_s: float = 20.0) -> CheckpointStore:
+    return CheckpointStore(folder, Retention(last, every), background=True, timeout_s=timeout_s)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    store.save("rl", 1, {"sampler": 7}, ranks)
+    store.check()
+    time.sleep(0.2)
+    assert store.latest() is None and names(tmp_path) == ["global_step_1.partial"]
+    ranks.finish()
+    deadline = time.monotonic() + 10
+    while store.latest() is None:  # without the training's help: its step may last
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    latest = store.latest()
+    assert latest is not None and (latest.step, latest.phase, latest.state) == (1, "rl", {"sampler": 7})
+    assert names(tmp_path) == ["global_step_1", "latest.json"]
+
+
+def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    store.save("rl", 1, {}, ranks)
+    threading.Timer(0.4, ranks.finish).start()
+    before = time.monotonic()
+    store.save("rl", 2, {}, ranks)
+    assert time.monotonic() - before >= 0.3
+    assert ranks.saves == [("rl", 1, True), ("rl", 2, True)]
+    assert names(tmp_path) == ["global_step_1", "global_step_2.partial", "latest.json"]
+    store.settle()
+
+
+def test_waiting_has_a_deadline(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path, timeout_s=0.3), Ranks()
+    store.save("rl", 1, {}, ranks)
+    with pytest.raises(
+        CheckpointError, match=r"global_step_1 was not written within 0 s \(trainer.checkpoint_timeout_s\)"
+    ):
+        store.wait()
+    store.settle()
+
+
+def test_a_failure_in_the_background_reaches_the_next_step_and_leaves_nothing(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    store.save("rl", 1, {}, ranks)
+    ranks.finish()
+    store.wait()
+    store.save("rl", 2, {}, ranks)
+    ranks.failure = "rank 3: No space left on device"
+    with pytest.raises(CheckpointError, match="rank 3: No space left on device"):
+        store.check()
+    assert names(tmp_path) == ["global_step_1", "latest.json"]
+    store.check()  # told once
+
+
+def test_a_manifest_that_comes_after_the_end_does_not_count(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    store.save("rl", 1, {}, ranks)
+    store.settle()
+    ranks.finish()
+    time.sleep(0.2)
+    assert store.latest() is None
+    assert names(tmp_path) == ["global_step_1.partial"]
+    again = store_in(tmp_path)
+    again.save("rl", 1, {}, ranks)  # what is left of it does not stand in the way
+    ranks.finish()
+    again.wait()
+    assert names(tmp_path) == ["global_step_1", "latest.json"]
+
+
+def test_a_save_that_is_whole_when_the_ranks_go_counts(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    for step in (1, 2):
+        store.save("rl", step, {}, ranks)
+        if step == 1:
+            store.settle()  # cut short: its remains go with the next commit
+    ranks.finish()
+    store.settle()
+    latest = store.latest()
+    assert latest is not None and latest.step == 2
+    assert names(tmp_path) == ["global_step_2", "latest.json"]
+
+
+def test_both_roles_must_be_whole(tmp_path: Path) -> None:
+    store, policy, critic = store_in(tmp_path), Ranks(), Ranks()
+    store.save("rl", 1, {}, policy, critic=critic)
+    policy.finish()
+    time.sleep(0.2)
+    store.settle()
+    assert store.latest() is None
+    store.save("rl", 2, {}, policy, critic=critic)
+    policy.finish()
+    critic.finish()
+    store.settle()
+    latest = store.latest()
+    assert latest is not None and latest.step == 2 and latest.critic.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "kept"),
+    [(0, 0, [1, 2, 3, 4, 5, 6, 7]), (1, 0, [7]), (2, 0, [6, 7]), (2, 3, [3, 6, 7]), (1, 2, [2, 4, 6, 7])],
+)
+def test_the_newest_and_every_so_manieth_stay(tmp_path: Path, last: int, every: int, kept: list[int]) -> None:
+    store, ranks = store_in(tmp_path, last, every), Ranks()
+    for step in range(1, 8):
+        store.save("rl", step, {}, ranks)
+        ranks.finish()
+        store.wait()
+        newest = store.latest()
+        assert newest is not None and newest.step == step and newest.policy.is_dir()
+    assert names(tmp_path) == [*[f"global_step_{step}" for step in kept], "latest.json"]
+
+
+def test_saving_the_step_in_force_once_more_does_not_endanger_it(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path, last=1), Ranks()
+    for state in ({"number": 1}, {"number": 2}):
+        store.save("rl", 5, state, ranks)
+        ranks.finish()
+        store.wait()
+    latest = store.latest()
+    assert latest is not None and latest.state == {"number": 2} and latest.folder.name != "global_step_5"
+    assert json.loads((tmp_path / "latest.json").read_text())["folder"] == latest.folder.name
+    assert len(names(tmp_path)) == 2
+
+
+def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader has read latest.json; before it opens the folder, the run has saved again and dropped that folder."""
+    store, ranks = store_in(tmp_path, last=1), Ranks()
+
+    def save(step: int) -> None:
+        store.save("rl", step, {}, ranks)
+        ranks.finish()
+        store.wait()
+
+    save(1)
+    read, behind = checkpoints._read, [2, 3]
+
+    def late(folder: Path) -> Checkpoint:
+        if behind:
+            with monkeypatch.context() as inside:  # saving reads as well
+                inside.setattr(checkpoints, "_read", read)
+                save(behind.pop(0))
+        return read(folder)
+
+    monkeypatch.setattr(checkpoints, "_read", late)
+    latest = store_in(tmp_path).latest()
+    assert latest is not None and latest.step == 3 and behind == []
+    (tmp_path / "global_step_3" / "driver.json").unlink()
+    with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
+        store.latest()
+
+
+def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
+        store_in(tmp_path).latest()

@@ -1,0 +1,151 @@
+"""Parts of the controller that need no Ray: calls on their way to a rank, headers, several roles in one process, the
+order of nodes."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.single_controller import colocated
+from hybridflow.single_controller.cluster import _ip_key
+from hybridflow.single_controller.colocate import owns, registered
+from hybridflow.single_controller.host import UPSTREAM, Failure, Host, short_name, with_short_calls
+from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request
+from hybridflow.single_controller.stored import INLINE_BYTES, is_small
+
+CONTEXT = WorkerContext(0, 1, 0, "127.0.0.1", 1, "here", Path("log"))
+
+
+class Actor:
+    def __init__(self, context: WorkerContext, scale: int) -> None:
+        self.scale = scale
+
+    def mesh_position(self) -> MeshPosition:
+        return MeshPosition(0, 1, True)
+
+    @register(Dispatch.DP, writes=("x", "rows"))
+    def scaled(self, batch: DataProto, extra: DataProto, *, power: int) -> DataProto:
+        x = (batch["x"] * self.scale) ** power
+        return DataProto.from_columns(
+            {"x": x, "rows": Jagged.from_rows([row * 2 for row in extra.jagged("rows")], np.int64)}
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self) -> None:
+        raise ValueError("no")
+
+
+class Reference:
+    def __init__(self, context: WorkerContext) -> None:
+        self.rank = context.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def log_probs(self) -> str:
+        return f"reference {self.rank}"
+
+
+def host(worker: Any) -> Host:
+    made = Host()
+    made._worker = worker
+    return made
+
+
+def request() -> tuple[Request, tuple[DataProto, ...]]:
+    """A batch by place, another whose column comes from two stored parts, and a keyword."""
+    parts = [
+        DataProto.from_columns({"held": Jagged.from_rows(rows, np.int64)}) for rows in ([[1], [2, 2]], [[3, 3, 3], []])
+    ]
+    rows = ColumnRecipe("rows", ((1, "held"), (2, "held")), np.array([2, 0, 1]))
+    recipe = Recipe(DataProto.from_columns({"uid": np.arange(3)}), (rows,), ("uid", "rows"))
+    return Request("scaled", (At(0), recipe, 2), ("power",)), (
+        DataProto.from_columns({"x": np.array([1.0, 2.0, 3.0])}),
+        *parts,
+    )
+
+
+def test_a_request_is_carried_out_with_the_objects_sent_along() -> None:
+    call, objects = request()
+    found = host(Actor(CONTEXT, 10)).call(pickle.loads(pickle.dumps(call)), *objects)
+    assert found["x"].tolist() == [100, 400, 900]
+    assert [row.tolist() for row in found["rows"]] == [[6, 6, 6], [2], [4, 4]]
+
+
+def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_each() -> None:
+    call, objects = request()
+    header, x, rows = host(Actor(CONTEXT, 1)).call_stored((("x",), ("rows",)), 24, call, *objects)
+    assert isinstance(header, Header) and header.rows == 3 and header.nbytes["x"] == 24
+    assert header.small.columns == ("x",) and header.small["x"].tolist() == x["x"].tolist()
+    assert header.lengths["rows"].tolist() == rows.lengths("rows").tolist() == [3, 1, 2]
+    header, both = host(Actor(CONTEXT, 1)).call_stored((("rows", "x"),), 24, call, *objects)
+    assert header.small.columns == ("x",) and both.columns == ("rows", "x") and both.meta == {}
+    assert both["x"].tolist() == x["x"].tolist() and both.jagged("rows").equals(rows["rows"])
+
+
+def test_a_host_has_a_method_for_each_call_without_arguments() -> None:
+    made = with_short_calls(registered(colocated(Actor, Reference)))()
+    made._worker = colocated(Actor, Reference)(CONTEXT, (10,), ())
+    assert getattr(made, short_name("log_probs"))() == "reference 0"
+    assert getattr(made, short_name("fail"))() == Failure("ValueError", "no", None)
+    assert not hasattr(made, short_name("mesh_position"))  # not one that is called through `run`
+
+
+def test_a_failed_object_is_passed_on_and_an_error_comes_back_as_a_value() -> None:
+    call, objects = request()
+    worker = host(Actor(CONTEXT, 1))
+    assert worker.call(call, objects[0], Failure("ValueError", "upstream broke", None)) == Failure(
+        UPSTREAM, "upstream broke", None
+    )
+    assert worker.call(Request("fail", (), ())) == Failure("ValueError", "no", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "small"),
+    [
+        ("text", True),
+        (None, True),
+        (SamplingConfig(), True),
+        ([1] * 100, True),
+        ({"a": (1, Path("b"))}, True),
+        ([1] * 100_000, False),
+        ("x" * INLINE_BYTES, False),
+        ({1, 2}, False),
+        (np.zeros(10), True),
+        (np.zeros(INLINE_BYTES), False),
+        (DataProto.from_columns({"x": np.zeros(10)}), True),
+        (DataProto.from_columns({"x": np.zeros(INLINE_BYTES)}), False),
+    ],
+)
+def test_only_small_values_travel_inside_the_call(value: Any, small: bool) -> None:
+    assert is_small(value) is small
+
+
+def test_roles_of_one_process_are_called_through_their_own_classes() -> None:
+    both = colocated(Actor, Reference)
+    worker = host(both(CONTEXT, (10,), ()))
+    assert worker.call(Request("log_probs", (), ())) == "reference 0"
+    assert worker._worker.mesh_position() == MeshPosition(0, 1, True)
+    assert owns(both, Reference.log_probs) and owns(both, Actor.scaled) and not owns(Actor, Reference.log_probs)
+    assert both.__name__ == "ActorAndReference" and hasattr(both, "mesh_position")
+    assert not hasattr(colocated(Reference), "mesh_position")
+    with pytest.raises(AttributeError, match="none of Actor, Reference has 'nothing'"):
+        _ = worker._worker.nothing
+
+
+def test_roles_with_methods_of_one_name_are_refused() -> None:
+    class Other:
+        @register(Dispatch.ONE_TO_ALL)
+        def log_probs(self) -> None: ...
+
+    with pytest.raises(ValueError, match="Reference and Other both have a method 'log_probs'"):
+        colocated(Actor, Reference, Other)
+
+
+def test_nodes_are_ordered_by_address_as_numbers() -> None:
+    assert sorted(["10.0.0.10", "10.0.0.9", "9.0.0.1"], key=_ip_key) == ["9.0.0.1", "10.0.0.9", "10.0.0.10"]

@@ -1,0 +1,90 @@
+"""Waiting for shared memory to change: woken by the other side, by its death, by the deadline, and by nothing that was
+closed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.sync.transports.bell import Bell, make_pipes, open_pipes
+from hybridflow.sync.transports.meeting import PeerWatch
+
+KERNEL = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+LONG_S = 30.0
+
+
+def pair(process: int) -> tuple[Bell, Bell]:
+    """The sender's bell, which watches `process`, and the receiver's, whose descriptors are opened as another process
+    would."""
+    reads, writes, *theirs = make_pipes()
+    receiver = Bell(*open_pipes(os.getpid(), theirs), PeerWatch({"kernel": KERNEL, "process": os.getpid()}))
+    for fd in theirs:
+        os.close(fd)
+    return Bell(reads, writes, PeerWatch({"kernel": KERNEL, "process": process})), receiver
+
+
+def test_each_side_wakes_the_other_and_a_ring_before_the_wait_is_not_lost() -> None:
+    sender, receiver = pair(os.getpid())
+    counts, rounds = {"sent": 0, "taken": 0}, 2000
+
+    def take() -> None:
+        while counts["taken"] < rounds:
+            while not receiver.wait(lambda: counts["sent"] > counts["taken"], time.monotonic() + LONG_S):
+                pass
+            counts["taken"] += 1
+            receiver.ring()
+
+    thread, start = threading.Thread(target=take, daemon=True), time.monotonic()
+    thread.start()
+    for number in range(rounds):
+        while not sender.wait(lambda number=number: counts["taken"] == number, time.monotonic() + LONG_S):  # type: ignore[misc]
+            pass
+        counts["sent"] += 1
+        sender.ring()
+    thread.join(LONG_S)
+    # were rings lost, every one would cost the longest sleep
+    assert counts == {"sent": rounds, "taken": rounds} and time.monotonic() - start < rounds * 0.1 / 4
+    sender.close()
+    receiver.close()
+
+
+def test_rings_that_nobody_hears_block_nobody() -> None:
+    sender, receiver = pair(os.getpid())
+    for _ in range(200_000):  # more than a pipe holds
+        sender.ring()
+    assert receiver.wait(lambda: True, time.monotonic() + LONG_S)
+    receiver.close()
+    sender.ring()  # nobody is there
+    sender.close()
+
+
+def test_the_death_of_the_other_side_ends_the_wait() -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    sender, receiver = pair(other.pid)
+    threading.Timer(0.02, other.kill).start()
+    ends = time.monotonic() + LONG_S
+    while other.poll() is None and time.monotonic() < ends:
+        assert not sender.wait(lambda: False, ends)
+    assert other.returncode == -9
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_closed_bell_neither_hangs_nor_touches_other_files(when: str) -> None:
+    sender, receiver = pair(os.getpid())
+    receiver.close()
+    if when == "before":
+        sender.close()
+    else:
+        threading.Timer(0.02, sender.close).start()
+    start = time.monotonic()
+    assert not sender.wait(lambda: False, start + 0.3)
+    assert time.monotonic() - start < LONG_S
+    sender.close()
+    sender.ring()

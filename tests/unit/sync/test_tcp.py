@@ -1,0 +1,125 @@
+"""The tcp transport within one process: order, strangers, wrong plans, an end in the middle. The contract is in
+tests/dist."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.process.rendezvous import client_store, master_store
+from hybridflow.sync.payload import Payload
+from hybridflow.sync.transports import open_receiver, open_sender
+from hybridflow.sync.transports.base import Endpoint
+from hybridflow.sync.transports.tcp import Connections
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    return master_store(HOST, 0, 20)
+
+
+@pytest.fixture
+def pair(store: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    """Both ends of a session of one rank each."""
+    endpoint = Endpoint("tcp", request.node.name, HOST, store.port, (0,), (0,), 1 << 20, 3.0)
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.submit(open_sender, endpoint, 0), pool.submit(open_receiver, endpoint, 0)
+        sender, receiver = (end.result(20) for end in ends)
+    yield sender, receiver
+    for end in (sender, receiver):
+        end.abort()
+
+
+def payloads(*sizes: int) -> list[Payload]:
+    made = [torch.Generator().manual_seed(size) for size in sizes]
+    return [
+        Payload(torch.randint(0, 256, (n,), dtype=torch.uint8, generator=g)) for n, g in zip(sizes, made, strict=True)
+    ]
+
+
+def zeros(size: int) -> Payload:
+    return Payload(torch.zeros(size, dtype=torch.uint8))
+
+
+def test_messages_of_any_size_arrive_in_order_and_are_acknowledged(pair: tuple[Any, Any]) -> None:
+    sender, receiver = pair
+    sent = payloads(1, 7_000_000, 3, 1 << 16)
+    got = [zeros(payload.nbytes) for payload in sent]
+
+    def send() -> None:
+        for work in [sender.send(0, tag, payload) for tag, payload in enumerate(sent)]:
+            work.wait()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    works = [receiver.receive(0, tag, into) for tag, into in enumerate(got)]
+    for work in reversed(works):  # what was asked for before is read before
+        work.wait()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(sent, got, strict=True))
+
+
+def test_another_message_than_the_plan_says_is_an_error(pair: tuple[Any, Any]) -> None:
+    sender, receiver = pair
+    sender.send(0, 5, payloads(10)[0])
+    with pytest.raises(
+        WeightSyncError,
+        match=r"message and bytes \[4, 10\] were expected, \[5, 10\] came; the two sides have different plans",
+    ):
+        receiver.receive(0, 4, zeros(10)).wait()
+
+
+def test_a_peer_that_leaves_and_one_that_does_nothing_are_told_apart(pair: tuple[Any, Any]) -> None:
+    sender, receiver = pair
+    work = sender.send(0, 1, payloads(10)[0])
+    with pytest.raises(WeightSyncError, match=r"the peer did nothing for 3 s"):
+        work.wait()  # nobody has read it
+    receiver.abort()
+    with pytest.raises(WeightSyncError, match=r"the peer is gone: .*(closed|reset|Broken pipe)"):
+        sender.send(0, 2, payloads(10_000_000)[0]).wait()
+    sender.abort()
+    with pytest.raises(WeightSyncError, match="given up before"):
+        sender.send(0, 3, payloads(1)[0])
+
+
+def test_giving_up_wakes_another_thread_that_waits(pair: tuple[Connections, Connections]) -> None:
+    _, receiver = pair
+    threading.Timer(0.3, receiver.abort).start()
+    with pytest.raises(WeightSyncError, match="the session was given up meanwhile"):
+        receiver.receive(0, 1, zeros(10)).wait()
+
+
+def test_strangers_are_shown_the_door(store: Any) -> None:
+    """Connections that say nothing, too little, or not the key do not keep the sender out."""
+    endpoint = Endpoint("tcp", "strangers", HOST, store.port, (0,), (0,), 64, 20.0)
+    with ThreadPoolExecutor(2) as pool:
+        receiver = pool.submit(open_receiver, endpoint, 0)
+        client = client_store(HOST, store.port, 20)
+        client.wait(["transport/strangers/engine/0"])
+        said = json.loads(client.get("transport/strangers/engine/0"))
+        strangers = [socket.create_connection((said["host"], said["port"]), timeout=5) for _ in range(2)]
+        strangers[0].sendall(b"hello")
+        strangers[0].close()
+        strangers[1].sendall(bytes(40))
+        sender = pool.submit(open_sender, endpoint, 0)
+        ends = sender.result(30), receiver.result(30)
+    payload, into = payloads(50)[0], zeros(50)
+    ends[0].send(0, 1, payload)
+    ends[1].receive(0, 1, into).wait()
+    assert torch.equal(payload.tensor, into.tensor) and strangers[1].recv(1) == b"", (
+        "the stranger's connection was closed"
+    )
+    for end in ends:
+        end.close()
+    strangers[1].close()

@@ -1,0 +1,397 @@
+"""The loop's logic with small stand-ins for the policy, the engines and the weight sync: no Ray, no Megatron, no
+SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import (
+    ActorConfig,
+    DataConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError, WorkerError
+from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.progress import Progress
+from hybridflow.observe.rollouts import read_rollouts
+from hybridflow.rollout.evaluation import Validator
+from hybridflow.rollout.protocols import SyncReport
+from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.recovery import fit_with_restarts
+from hybridflow.trainer.session import Session
+
+ROWS, PROMPTS, N = 10, 4, 2
+
+
+class World:
+    """Policy, engines and sync in one: notes every call, and checks that engines answer with the weights they were
+    given."""
+
+    def __init__(self, difference: float = 0.0, applied: Sequence[bool] = (True, True)) -> None:
+        self.calls: list[str] = []
+        self.difference, self.applied = difference, list(applied)
+        self.trained = self.engine_version = self.policy_version = -1
+        self.seeds: list[int] = []
+        self.fail_save = False
+        self.stale: dict[str, str] = {}
+
+    # the policy
+    def set_optimizer(self, config: OptimConfig) -> None:
+        self.calls.append("set_optimizer")
+
+    def freeze_reference(self) -> None:
+        self.calls.append("freeze_reference")
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        self.calls.append("log_probs")
+        response = batch.jagged("response_ids")
+        old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
+        return DataProto.from_columns({"old_log_probs": old, "entropys": old})
+
+    def ref_log_probs(self, batch: DataProto) -> DataProto:
+        self.calls.append("ref_log_probs")
+        return self.log_probs(batch).rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
+
+    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+        self.calls.append("update")
+        self.seeds.append(seed)
+        assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
+        return [
+            Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
+        ]
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        self.calls.append("save")
+        if self.fail_save:
+            raise OSError(28, "No space left on device")
+        assert background
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+
+    def is_saved(self) -> bool:
+        return True
+
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+        assert folder.is_dir()
+        self.calls.append(f"load reference={with_reference}")
+
+    # the engines
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+        self.calls.append("answer" if sampling.temperature == 0 else "generate")
+        rows = [np.arange(2 + i % 3) for i in range(len(prompts))]
+        responses = Jagged.from_rows(rows, np.int64)
+        log_probs = Jagged(np.full(len(responses.values), -1.0 + self.difference, np.float32), responses.offsets)
+        return DataProto.from_columns(
+            {
+                "response_ids": responses,
+                "rollout_log_probs": log_probs,
+                "response_versions": Jagged(
+                    np.full(len(responses.values), self.engine_version, np.int64), responses.offsets
+                ),
+                "finish_reason": np.array(["stop"] * len(prompts), dtype=object),
+                "weight_version": np.array([str(self.engine_version)] * len(prompts), dtype=object),
+            }
+        )
+
+    # the sync
+    def sync(self, version: int) -> SyncReport:
+        self.calls.append(f"sync {version}")
+        self.engine_version = version
+        return SyncReport(version, 0.5, 1000, dict(self.stale))
+
+
+class Rows:
+    """A dataset of ten one-token prompts."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        def objects(value: Any) -> np.ndarray:
+            return np.array([value] * len(indices), dtype=object)
+
+        return DataProto.from_columns(
+            {
+                "prompt_ids": Jagged.from_rows([np.array([i]) for i in indices], np.int64),
+                "data_source": objects("toy"),
+                "ground_truth": objects("1"),
+                "extra_info": objects({}),
+                "index": np.asarray(indices, np.int64),
+            }
+        )
+
+
+class Scores:
+    """Even samples are right."""
+
+    class tokenizer:
+        @staticmethod
+        def decode(ids: Any) -> str:
+            return str(ids)
+
+    def score(self, batch: DataProto) -> DataProto:
+        text = np.array(["x"] * len(batch), dtype=object)
+        return DataProto.from_columns(
+            {"response_text": text, "scores": (np.arange(len(batch)) % 2 == 0).astype(np.float32)}
+        )
+
+
+def config_of(folder: Path, kl: float = 0.0, bound: float | None = 0.01, **trainer: Any) -> RunConfig:
+    return RunConfig(
+        output_dir=str(folder),
+        data=DataConfig(train_batch_size=PROMPTS),
+        actor=ActorConfig(kl_loss_coef=kl),
+        rollout=RolloutConfig(n=N, logprob_diff_bound=bound),
+        trainer=TrainerConfig(**{"total_steps": 3, "loggers": ("jsonl",), **trainer}),
+    )
+
+
+def trainer_of(config: RunConfig, world: World) -> RLTrainer:
+    session = Session(config)
+    session.folder.mkdir(parents=True, exist_ok=True)
+    rows: Any = Rows()
+    scorer: Any = Scores()
+    return RLTrainer(
+        config,
+        session,
+        world,
+        world,
+        world,
+        rows,
+        scorer,
+        Validator(config, rows, scorer, session.folder / "validation"),
+    )
+
+
+def records(trainer: RLTrainer, phase: str) -> list[Mapping[str, Any]]:
+    trainer.session.close()
+    return [record for record in read_jsonl(trainer.session.folder / "metrics.jsonl") if record["phase"] == phase]
+
+
+def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:
+    world = World()
+    trainer_of(config_of(tmp_path, total_steps=2), world).fit()
+    step = ["generate", "log_probs", "update"]
+    assert world.calls == ["sync 0", "answer", *step, "sync 1", *step, "sync 2", "answer", "save"]
+    assert len(set(world.seeds)) == 2  # mini-batches are drawn differently every step
+
+
+def test_a_reference_is_asked_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:
+    world = World()
+    trainer = trainer_of(config_of(tmp_path, kl=0.1, total_steps=1), world)
+    trainer.start_from_present_weights()
+    assert world.calls == ["freeze_reference", "set_optimizer"]
+    trainer.fit()
+    assert world.calls[2:] == [
+        "sync 0",
+        "answer",
+        "generate",
+        "log_probs",
+        "ref_log_probs",
+        "log_probs",
+        "update",
+        "sync 1",
+        "answer",
+        "save",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every", "validated", "before"),
+    [(0, [0, 5], True), (2, [0, 2, 4, 5], True), (5, [5], False)],
+    ids=["ends", "during", "not-before"],
+)
+def test_validation_before_during_and_after(tmp_path: Path, every: int, validated: list[int], before: bool) -> None:
+    trainer = trainer_of(config_of(tmp_path, total_steps=5, test_every_steps=every, val_before_train=before), World())
+    trainer.fit()
+    assert [record["step"] for record in records(trainer, "val")] == validated
+    for step in validated:
+        rows = read_rollouts(trainer.session.folder / "validation" / f"step_{step:06d}.parquet")
+        assert len(rows) == ROWS and {row["weight_version"] for row in rows} == {str(step)}
+    assert trainer.session.totals["accuracy_after"] == 0.5
+
+
+@pytest.mark.parametrize(("every", "saved"), [(0, [5]), (2, [2, 4, 5]), (1, [1, 2, 3, 4, 5])])
+def test_checkpoints_come_when_due_and_at_the_end(tmp_path: Path, every: int, saved: list[int]) -> None:
+    config = config_of(tmp_path, total_steps=5, save_every_steps=every, max_checkpoints_to_keep=9)
+    trainer = trainer_of(config, World())
+    trainer.fit()
+    trainer.session.store.wait()
+    folder = trainer.session.folder / "checkpoints"
+    assert sorted(path.name for path in folder.glob("global_step_*")) == [f"global_step_{step}" for step in saved]
+    assert json.loads((folder / "latest.json").read_text()) == {"folder": "global_step_5"}
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    trainer = trainer_of(config_of(tmp_path, total_steps=5, save_every_steps=1, max_checkpoints_to_keep=2), World())
+    trainer.fit()
+    trainer.session.store.wait()
+    names = sorted(path.name for path in (trainer.session.folder / "checkpoints").glob("global_step_*"))
+    assert names == ["global_step_4", "global_step_5"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = trainer_of(config_of(tmp_path / "whole", total_steps=6), World())
+    whole.fit()
+
+    config = config_of(tmp_path / "cut", kl=0.1, total_steps=3, save_every_steps=1)
+    first = trainer_of(config, World())
+    first.fit()
+    first.session.store.wait()
+    first.session.tracker.log(4, {"x": 1.0})  # as if a fourth step had begun when the run was killed
+    first.session.close()
+    world = World()
+    second = trainer_of(replace(config, trainer=replace(config.trainer, total_steps=6)), world)
+    latest = second.session.store.latest()
+    assert latest is not None and (latest.phase, latest.step) == ("rl", 3)
+    second.session.resume(latest)
+    second.resume(latest)
+    assert world.calls == ["load reference=True"]
+    second.fit()
+    assert world.calls[1:3] == [
+        "sync 3",
+        "generate",
+    ]  # the engines get the restored weights, and nothing is validated again
+    assert [record["step"] for record in records(second, "train")] == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        prompts = [
+            [row["prompt_text"] for row in read_rollouts(run.session.folder / "rollouts" / f"step_{step:06d}.parquet")]
+            for run in (whole, second)
+        ]
+        assert prompts[0] == prompts[1], f"step {step} saw other prompts"
+    assert second.sampler.state() == whole.sampler.state()
+    assert second.session.totals["seconds_grpo"] > latest.state["totals"]["seconds_grpo"]
+
+
+class Breaking(World):
+    """A world whose policy breaks in some updates, and the group that it would be."""
+
+    def __init__(self, breaks_at: Sequence[int]) -> None:
+        super().__init__()
+        self.breaks_at, self.updates, self.alive = list(breaks_at), 0, True
+        self.hooks: list[Callable[[], None]] = []
+
+    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+        self.updates += 1
+        if self.updates in self.breaks_at:
+            self.alive = False
+            raise WorkerError("the worker process died", role="actor", rank=1, node="here", method="update_policy")
+        return super().update(batch, seed)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def restart(self) -> None:
+        self.calls.append("restart")
+        self.alive = True
+        for hook in self.hooks:
+            hook()
+
+
+def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:
+    trainer = trainer_of(config_of(folder, kl=0.1, **settings), world)
+    world.hooks.append(trainer.go_back)
+    trainer.start_from_present_weights()
+    fit_with_restarts(trainer, world, max_restarts, Progress(0, "", enabled=False))
+    return trainer
+
+
+@pytest.mark.parametrize(("every", "breaks_at"), [(1, [3]), (2, [4]), (2, [4, 6]), (0, [2]), (0, [1, 4])])
+def test_a_run_whose_policy_breaks_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, every: int, breaks_at: list[int]
+) -> None:
+    whole = trainer_of(config_of(tmp_path / "whole", total_steps=5), World())
+    whole.fit()
+    world = Breaking(breaks_at)
+    trainer = broken_run(tmp_path / "broken", world, len(breaks_at), total_steps=5, save_every_steps=every)
+    after = world.calls[world.calls.index("restart") + 1]
+    assert after == ("freeze_reference" if every == 0 else "load reference=True")
+    assert trainer.session.totals["restarts"] == len(breaks_at)
+    assert trainer.session.totals_now()["seconds_total"] < 60
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records(trainer, "val")] == [0, 5]
+    for step in range(1, 6):
+        prompts = [
+            [row["prompt_text"] for row in read_rollouts(run.session.folder / "rollouts" / f"step_{step:06d}.parquet")]
+            for run in (whole, trainer)
+        ]
+        assert prompts[0] == prompts[1], f"step {step} saw other prompts"
+
+
+def test_restarts_are_counted_and_an_error_of_a_whole_group_is_none_of_their_business(tmp_path: Path) -> None:
+    for allowed, breaks_at in ((0, [2]), (1, [2, 4])):
+        world = Breaking(breaks_at)
+        with pytest.raises(WorkerError, match="died"):
+            broken_run(tmp_path / str(allowed), world, allowed, total_steps=5)
+        assert world.calls.count("restart") == allowed
+    world = Breaking([])
+    world.difference = 0.5
+    with pytest.raises(LogprobMismatchError):
+        broken_run(tmp_path / "whole group", world, 3)
+    assert "restart" not in world.calls
+
+
+@pytest.mark.parametrize("difference", [0.02, float("nan")])
+def test_engines_that_disagree_stop_the_run_before_it_trains(tmp_path: Path, difference: float) -> None:
+    world = World(difference=difference)
+    with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
+        trainer_of(config_of(tmp_path), world).fit()
+    assert "update" not in world.calls and "save" not in world.calls
+
+
+def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None:
+    trainer = trainer_of(config_of(tmp_path, bound=None), World(difference=0.5))
+    trainer.fit()
+    assert [record["rollout/logprob_diff/mean"] for record in records(trainer, "train")] == [0.5] * 3
+    assert trainer.session.totals["logprob_diff_max"] == 0.5
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_without_a_checkpoint(tmp_path: Path) -> None:
+    world = World(applied=(True, False))
+    trainer = trainer_of(config_of(tmp_path, save_every_steps=1), world)
+    with pytest.raises(HybridFlowError, match=r"step 1: a gradient of the actor is not finite"):
+        trainer.fit()
+    assert "save" not in world.calls
+    [record] = records(trainer, "train")  # what happened can be read
+    assert record["actor/skipped_updates"] == 1
+
+
+def test_metrics_keep_the_first_update_apart(tmp_path: Path) -> None:
+    trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
+    trainer.fit()
+    [record] = records(trainer, "train")
+    assert (record["actor/first_ppo_kl"], record["actor/ppo_kl"]) == (0.0, pytest.approx(0.05))
+    assert record["critic/score/mean"] == 0.5
+    assert record["critic/solved_groups"] == record["critic/unsolved_groups"] == 0
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_in_force(tmp_path: Path) -> None:
+    world = World()
+    trainer = trainer_of(config_of(tmp_path, total_steps=1), world)
+    trainer.fit()
+    trainer.session.store.wait()
+    trainer.step, world.fail_save = 2, True
+    with pytest.raises(
+        CheckpointError, match=r"global_step_2 could not be written: .*No space left.*previous checkpoint is untouched"
+    ):
+        trainer.save()
+    folder = trainer.session.folder / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "latest.json"]
+    latest = trainer.session.store.latest()
+    assert latest is not None and latest.step == 1
+    (folder / "global_step_1" / "driver.json").write_text("{")
+    with pytest.raises(CheckpointError, match="does not lead to a whole checkpoint"):
+        trainer.session.store.latest()

@@ -1,0 +1,111 @@
+"""The loop over preference pairs with a small stand-in for the model: order, resume, records, held-out accuracy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
+from hybridflow.errors import HybridFlowError
+from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
+from hybridflow.trainer.session import Session
+
+PAIRS = 10
+
+
+class Pairs:
+    """Pair i: prompt [i], chosen [i, i], rejected [i]."""
+
+    def __len__(self) -> int:
+        return PAIRS
+
+    def batch(self, indices: np.ndarray) -> DataProto:
+        columns = {
+            "prompt_ids": [[i] for i in indices],
+            "chosen_ids": [[i, i] for i in indices],
+            "rejected_ids": [[i] for i in indices],
+        }
+        return DataProto.from_columns({name: Jagged.from_rows(rows, np.int64) for name, rows in columns.items()})
+
+
+class Model:
+    """Scores a row by its length, so that the chosen answer wins, except behind prompt 3."""
+
+    def __init__(self, applied: bool = True) -> None:
+        self.applied = applied
+        self.seen: list[list[int]] = []
+
+    def pair_step(self, batch: DataProto) -> Update:
+        self.seen.append(batch.jagged("prompt_ids").values.tolist())
+        return Update({"loss": 0.5, "reward/accuracy": 0.75, "reward/margin": 1.0}, 1.5, 1e-3, self.applied)
+
+    def scores(self, batch: DataProto) -> DataProto:
+        prompts = np.array([batch["prompt_ids"].row(i)[0] for i in range(len(batch))])
+        scores = np.where(prompts == 3, -1.0, 1.0) * batch.lengths("response_ids")
+        return DataProto.from_columns({"rm_scores": scores.astype(np.float32)})
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        assert phase == "reward"
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+
+    def is_saved(self) -> bool:
+        return True
+
+    def load(self, folder: Path, optim: OptimConfig) -> None:
+        assert folder.is_dir()
+
+
+def trainer_of(folder: Path, model: Any, steps: int) -> RewardTrainer:
+    training = RewardTrainingConfig(steps=steps, batch_size=4)
+    config = RunConfig(
+        output_dir=str(folder), reward_training=training, trainer=TrainerConfig(loggers=("jsonl",), save_every_steps=1)
+    )
+    session = Session(config)
+    session.folder.mkdir(parents=True, exist_ok=True)
+    pairs: Any = Pairs()
+    return RewardTrainer(training, session, model, pairs, seed=1)
+
+
+def test_a_resumed_training_sees_the_pairs_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = Model()
+    trainer_of(tmp_path / "whole", whole, 6).fit()
+    first, second = Model(), Model()
+    begun = trainer_of(tmp_path / "cut", first, 3)
+    begun.fit()
+    begun.session.store.wait()
+    # as if a fourth step had begun when it was killed
+    begun.session.tracker.log(4, {"reward/loss": 9.0}, phase="reward")
+    begun.session.close()
+    resumed = trainer_of(tmp_path / "cut", second, 6)
+    latest = resumed.session.store.latest()
+    assert latest is not None and (latest.phase, latest.step) == ("reward", 3)
+    resumed.session.resume(latest)
+    resumed.resume(latest)
+    resumed.fit()
+    assert first.seen + second.seen == whole.seen
+    resumed.session.close()
+    records = list(read_jsonl(resumed.session.folder / "metrics.jsonl"))
+    assert [(record["step"], record["reward/loss"]) for record in records] == [(step, 0.5) for step in range(1, 7)]
+    assert records[0]["reward/accuracy"] == 0.75 and records[0]["reward/grad_norm"] == 1.5
+
+
+def test_a_gradient_that_is_not_finite_stops_it(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Model(applied=False), 3)
+    with pytest.raises(
+        HybridFlowError, match=r"reward step 1: the gradient is not finite \(loss 0.5\); lower reward_training.optim.lr"
+    ):
+        trainer.fit()
+    assert trainer.session.store.latest() is None
+
+
+def test_accuracy_counts_pairs_whose_chosen_answer_scores_higher() -> None:
+    model: Any = Model()
+    pairs: Any = Pairs()
+    assert pair_accuracy(model, pairs) == pytest.approx({"accuracy": 0.9, "margin": (9 * 1.0 - 1.0) / 10})
