@@ -161,7 +161,9 @@ def test_engines_and_buckets_may_cut_blocks(
     index = catalog.index()
     classes = tuple(RankLayout.of(mine, index, "float32") for mine in engines)
     target = Layout(classes, np.arange(len(engines)), np.zeros(len(engines), dtype=np.int64))
-    plan = make_plan(catalog, source, target, staging)
+    plan = make_plan(
+        catalog, source, target, max(staging, 8 * columns)
+    )  # a bucket, half of it, holds one fp32 row at least
     prove(plan)
     trainers = [{"w": torch.from_numpy(weights[NAME][a:b])} for a, b in holders]
     live = fp8.engine_buffers(target, catalog, None)
