@@ -1,0 +1,145 @@
+"""Entries that a configuration names, one file each: estimators, losses, transports, rewards and the user's own code.
+
+A built-in entry is a module of the registry's package, and the module's name is the entry's name: the names are known
+without an import, so `--help` and the loader need no torch. A user's entry is written `path/to/file.py:name`. Nothing
+else lists entries; what an entry needs is declared where it is registered.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from hybridflow.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Finds entries of one kind by name.
+
+    Args:
+        kind: what an entry is, for messages, for example "policy loss".
+        package: dotted name of the package whose modules are the built-in entries; modules that begin with an
+            underscore and `base` are not entries.
+        key: the configuration key that names an entry, for messages.
+    """
+
+    def __init__(self, kind: str, package: str, key: str) -> None:
+        self.kind, self.package, self.key = kind, package, key
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str, entry: T) -> T:
+        """Add an entry under `name`; returns it. Registering a name again replaces the entry, as a reloaded file does."""
+        self._entries[name] = entry
+        return entry
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
+        found = importlib.util.find_spec(self.package)
+        assert found is not None and found.submodule_search_locations is not None, self.package
+        stems = {path.stem for folder in found.submodule_search_locations for path in Path(folder).glob("*.py")}
+        builtin = {stem for stem in stems if not stem.startswith("_") and stem != "base"}
+        return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
+
+    def get(self, name: str) -> T:
+        """The entry called `name`, or the one that a user's file holds (`path/to/file.py:name`).
+
+        Raises:
+            ConfigError: there is no such entry (the nearest name is given), or the file cannot be imported or does not
+                register what is asked for.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        if is_user_entry(name):
+            return self._of_file(name)
+        if name not in self.names():
+            near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.0)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{self.key}={name}: there is no {self.kind} of this name{hint} "
+                f"(choose one of {', '.join(self.names())}, or path/to/file.py:name)"
+            )
+        importlib.import_module(f"{self.package}.{name}")
+        assert name in self._entries, f"{self.package}.{name} registers no {self.kind} {name!r}"
+        return self._entries[name]
+
+    def _of_file(self, name: str) -> T:
+        path, _, attribute = name.rpartition(":")
+        before = set(self._entries)
+        module = import_file(Path(path), self.key)
+        if attribute not in self._entries:
+            new = sorted(set(self._entries) - before)
+            raise ConfigError(
+                f"{self.key}={name}: {path} registers no {self.kind} {attribute!r}; it registers: "
+                f"{', '.join(new) or 'none'}"
+            )
+        del module
+        return self.register(name, self._entries.pop(attribute))
+
+
+def is_user_entry(name: str) -> bool:
+    """Whether `name` points into a file of the user's: `path/to/file.py:name`."""
+    return ".py:" in name
+
+
+def import_file(path: Path, key: str) -> ModuleType:
+    """Import a python file of the user's as a module of its own.
+
+    The module's name holds a hash of the path, so that two files of one name do not meet. A file is run once a process.
+
+    Raises:
+        ConfigError: no such file, or it fails to import; the message names `key`, the file and its line.
+    """
+    if path.suffix != ".py":
+        raise ConfigError(f"{key}: {str(path)!r} is not a python file (its name must end in .py)")
+    if not path.is_file():
+        raise ConfigError(f"{key}: {str(path)!r} is no file (looked in {Path.cwd()})")
+    name = f"hybridflow_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling in the user's file look their own module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise ConfigError(f"{path} ({key}) cannot be imported: {describe_error(error, path)}") from error
+    return module
+
+
+def attribute_of(module: ModuleType, name: str, key: str, wanted: Callable[[Any], bool], what: str) -> Any:
+    """`module.name`, which must satisfy `wanted`; `what` says in the message what that is, for example "a function".
+
+    Raises:
+        ConfigError: the file has nothing of this name, or something else; names the nearest.
+    """
+    found = getattr(module, name, None)
+    if wanted(found):
+        return found
+    own = sorted(key for key, value in vars(module).items() if wanted(value) and not key.startswith("_"))
+    near = difflib.get_close_matches(name, own, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{module.__file__} ({key}): {name!r} is not {what}{hint} (it has: {', '.join(own) or 'none'})")
+
+
+def describe_error(error: BaseException, path: Path) -> str:
+    """Type and message of an error in user code, with the line of the user's file it came from."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve() == path.resolve()
+    ]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
