@@ -91,8 +91,7 @@ class DataProto:
         columns = {n: np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c for n, c in whole._columns.items()}
         return DataProto, (columns, dict(self._meta), tuple(whole._bfloat16))
 
-    # --- building
-    # --------------------------------------------------------------------------------------------------------
+    # --- building -------------------------------------------------------------------------------------------
 
     @classmethod
     def from_columns(
@@ -128,8 +127,7 @@ class DataProto:
         """Batch with meta values added or replaced."""
         return DataProto(self._columns, {**self._meta, **values}, self._bfloat16)
 
-    # --- looking
-    # --------------------------------------------------------------------------------------------------------
+    # --- looking --------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._length
@@ -280,8 +278,7 @@ class DataProto:
             lines.append(f"  meta: {dict(self._meta)}")
         return "\n".join(lines)
 
-    # --- columns
-    # --------------------------------------------------------------------------------------------------------
+    # --- columns --------------------------------------------------------------------------------------------
 
     def select(self, names: Iterable[str]) -> DataProto:
         """Only the named columns, in the order given."""
@@ -322,8 +319,7 @@ class DataProto:
             dict.fromkeys([*self._columns, *other._columns])
         )
 
-    # --- rows
-    # --------------------------------------------------------------------------------------------------------
+    # --- rows -----------------------------------------------------------------------------------------------
 
     def rows(self, index: RowIndex) -> DataProto:
         """Rows by int (one row), slice, list, boolean mask or index array. A slice of step 1 and an int are views;
@@ -422,8 +418,7 @@ class DataProto:
                     break
                 yield self._slice(start, stop) if order is None else self._take(order[start:stop])
 
-    # --- disk
-    # --------------------------------------------------------------------------------------------------------
+    # --- disk -----------------------------------------------------------------------------------------------
 
     def to_table(self) -> pa.Table:
         """Arrow table: jagged columns as lists, objects as strings (JSON where they are not all strings), meta in the
@@ -467,8 +462,7 @@ class DataProto:
 
         return cls(*read_parquet(Path(path)))
 
-    # --- inside
-    # --------------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _slice(self, start: int, stop: int) -> DataProto:
         stop = max(start, stop)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch.routes import num_experts
-from hybridflow.config import check_backend, check_engines, check_lora, derived, roles
+from hybridflow.config import check_backend, check_engines, check_files, check_lora, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 
@@ -129,7 +129,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         *_optim("critic.optim", config.critic.optim),
         *_optim("reward_training.optim", config.reward_training.optim),
     ]
-    found += [*_files(config, job)]
+    found += [*check_files.problems(config, job)]
     if not any(line.startswith("model.") for line in found):
         found += [*_model_sizes(config), *_router_replay(config), *check_lora.target_problems(config)]
     return found
@@ -342,7 +342,7 @@ def _model_source(config: RunConfig) -> Iterator[str]:
         yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
     if model.tokenizer is None and model.path is None:
         yield "model.tokenizer is empty and there is no model.path to take it from; give model.tokenizer=FOLDER"
-    if model.tokenizer is not None and not _available(config, model.tokenizer):
+    if model.tokenizer is not None and not check_files.available(config, model.tokenizer):
         yield f"model.tokenizer={model.tokenizer}: no such folder"
 
 
@@ -435,71 +435,3 @@ def _router_replay(config: RunConfig) -> Iterator[str]:
             f"rollout.extra_args switches it off; "
             "remove it there"
         )
-
-
-def _files(config: RunConfig, job: str) -> Iterator[str]:
-    """Inputs that must exist, unless `data.prepare` will make them."""
-    wanted: dict[str, tuple[str, ...]] = {}
-    if job == "train":
-        wanted["data.train_files"] = config.data.train_files
-        wanted["data.val_files"] = config.data.val_files
-        if not config.data.train_files:
-            yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
-    if job == "train-reward":
-        wanted["reward_training.train_files"] = config.reward_training.train_files
-        wanted["reward_training.val_files"] = config.reward_training.val_files
-        if not config.reward_training.steps:
-            yield "reward_training.steps=0: nothing to train; give reward_training.steps=N"
-        if not config.reward_training.train_files:
-            yield (
-                "reward_training.train_files is empty; give files of pairs, for example "
-                "reward_training.train_files=[pairs.parquet]"
-            )
-    if job == "sft" and not config.sft.steps:
-        yield "sft.steps=0: nothing to train; give sft.steps=N"
-    if config.sft.steps:
-        wanted["sft.train_files"] = config.sft.train_files
-        if not config.sft.train_files:
-            yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
-    for key, files in wanted.items():
-        for file in files:
-            if not _available(config, file):
-                yield f"{key}: {file} does not exist; check the path, or prepare it with `hybridflow prepare`"
-    if config.reward.path is not None and not Path(config.reward.path).is_file():
-        yield f"reward.path={config.reward.path}: no such file"
-    yield from _prepare_source(config)
-
-
-def _prepare_source(config: RunConfig) -> Iterator[str]:
-    prepare = config.data.prepare
-    if prepare.source is not None and not Path(prepare.source).exists():
-        yield f"data.prepare.source={prepare.source}: no such folder"
-    made = [file for file in config.sft.train_files if _available(config, file) and not Path(file).exists()]
-    if prepare.task == "arithmetic" and config.sft.steps and made and not prepare.options.get("num_sft"):
-        yield (
-            f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
-            "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
-        )
-    pairs = [
-        file for file in config.reward_training.train_files if _available(config, file) and not Path(file).exists()
-    ]
-    if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
-        yield (
-            f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
-            "give the number of pairs, for example data.prepare.options.num_pairs=9500"
-        )
-    missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
-    if prepare.task == "gsm8k" and prepare.source is None and missing:
-        yield (
-            f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the "
-            f"raw files, "
-            f"or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
-        )
-
-
-def _available(config: RunConfig, path: str) -> bool:
-    if Path(path).exists():
-        return True
-    return config.data.prepare.task is not None and Path(path).resolve().is_relative_to(
-        Path(config.data.prepare.out).resolve()
-    )

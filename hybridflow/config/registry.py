@@ -38,7 +38,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry under `name`; returns it. Registering a name again replaces the entry, as a reloaded file does."""
+        """Add an entry under `name`; returns it. Registering a name again replaces the entry."""
         self._entries[name] = entry
         return entry
 

@@ -220,8 +220,7 @@ class WorkerGroup:
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
         end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid])
 
-    # --- inside
-    # --------------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s

@@ -51,8 +51,7 @@ def rows_of(batch: DataProto, name: str) -> list[Any]:
     return [np.asarray(row).tolist() for row in batch[name]]
 
 
-# --- the algebra
-# ------------------------------------------------------------------------------------------------------------
+# --- the algebra --------------------------------------------------------------------------------------------
 
 
 @given(batches(min_rows=1), st.integers(1, 12))
@@ -138,8 +137,7 @@ def test_rename_there_and_back(batch: DataProto) -> None:
     assert renamed.rename({"uid2": "half", "half2": "uid"}).equals(batch)
 
 
-# --- the ways out and back
-# -------------------------------------------------------------------------------------------------------
+# --- the ways out and back ----------------------------------------------------------------------------------
 
 
 @given(batches())
@@ -259,8 +257,7 @@ def test_bfloat16_survives_everything(batch: DataProto) -> None:
     assert there.with_columns(w=np.zeros(len(batch))).bfloat16 == {"half", "j"}
 
 
-# --- what is refused
-# ------------------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

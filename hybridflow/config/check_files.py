@@ -1,0 +1,76 @@
+"""The files that a job reads: each exists, or `data.prepare` will make it. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+
+
+def problems(config: RunConfig, job: str) -> Iterator[str]:
+    """Inputs that must exist, unless `data.prepare` will make them."""
+    wanted: dict[str, tuple[str, ...]] = {}
+    if job == "train":
+        wanted["data.train_files"] = config.data.train_files
+        wanted["data.val_files"] = config.data.val_files
+        if not config.data.train_files:
+            yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
+    if job == "train-reward":
+        wanted["reward_training.train_files"] = config.reward_training.train_files
+        wanted["reward_training.val_files"] = config.reward_training.val_files
+        if not config.reward_training.steps:
+            yield "reward_training.steps=0: nothing to train; give reward_training.steps=N"
+        if not config.reward_training.train_files:
+            yield (
+                "reward_training.train_files is empty; give files of pairs, for example "
+                "reward_training.train_files=[pairs.parquet]"
+            )
+    if job == "sft" and not config.sft.steps:
+        yield "sft.steps=0: nothing to train; give sft.steps=N"
+    if config.sft.steps:
+        wanted["sft.train_files"] = config.sft.train_files
+        if not config.sft.train_files:
+            yield f"sft.steps={config.sft.steps} needs sft.train_files, for example sft.train_files=[sft.parquet]"
+    for key, files in wanted.items():
+        for file in files:
+            if not available(config, file):
+                yield f"{key}: {file} does not exist; check the path, or prepare it with `hybridflow prepare`"
+    if config.reward.path is not None and not Path(config.reward.path).is_file():
+        yield f"reward.path={config.reward.path}: no such file"
+    yield from _prepare_source(config)
+
+
+def _prepare_source(config: RunConfig) -> Iterator[str]:
+    prepare = config.data.prepare
+    if prepare.source is not None and not Path(prepare.source).exists():
+        yield f"data.prepare.source={prepare.source}: no such folder"
+    made = [file for file in config.sft.train_files if available(config, file) and not Path(file).exists()]
+    if prepare.task == "arithmetic" and config.sft.steps and made and not prepare.options.get("num_sft"):
+        yield (
+            f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
+            "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
+        )
+    pairs = [file for file in config.reward_training.train_files if available(config, file) and not Path(file).exists()]
+    if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
+        yield (
+            f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
+            "give the number of pairs, for example data.prepare.options.num_pairs=9500"
+        )
+    missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
+    if prepare.task == "gsm8k" and prepare.source is None and missing:
+        yield (
+            f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the "
+            f"raw files, "
+            f"or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
+        )
+
+
+def available(config: RunConfig, path: str) -> bool:
+    """Whether a file exists, or `data.prepare` will make it."""
+    if Path(path).exists():
+        return True
+    return config.data.prepare.task is not None and Path(path).resolve().is_relative_to(
+        Path(config.data.prepare.out).resolve()
+    )
