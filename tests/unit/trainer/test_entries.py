@@ -70,8 +70,10 @@ def entries(tmp_path: Path) -> Path:
 class Micro:
     """Three tokens of two sequences."""
 
-    lengths = torch.tensor([2, 1])
-    columns = {"advantages": torch.tensor([1.0, -1.0, 2.0]), "rollout_log_probs": torch.tensor([0.0, -1.0, -5.0])}
+    def __init__(self) -> None:
+        self.lengths = torch.tensor([2, 1])
+        advantages, rollout = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, -1.0, -5.0])
+        self.columns = {"advantages": advantages, "rollout_log_probs": rollout}
 
 
 def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(tmp_path: Path, entries: Path) -> None:
@@ -99,7 +101,7 @@ def test_what_an_estimator_needs_follows_from_its_declaration(entries: Path) -> 
     assert derived.has_critic(config) and "Critic: in the actor's processes" in explain(config, _NOWHERE)
     without = load_config("e2e", [f"algorithm.adv_estimator={entries}:greedy"])
     assert not derived.has_critic(without)
-    with pytest.raises(SchemaError, match="advantages reads column 'greedy_scores', .* no step writes it"):
+    with pytest.raises(SchemaError, match=r"advantages reads column 'greedy_scores', .* no step writes it"):
         check_steps(without)
 
 
