@@ -20,7 +20,7 @@ from hybridflow.config.load import load_config
 from hybridflow.errors import ConfigError, SchemaError
 from hybridflow.trainer.groups import check_steps, update_step
 from hybridflow.workers.losses import PolicyLoss
-from tests.unit.trainer.test_loop import World, config_of, trainer_of
+from tests.unit.trainer.worlds import World, config_of, trainer_of
 
 ENTRIES = """
 from __future__ import annotations
