@@ -29,17 +29,21 @@ ROLLOUT_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "ground_truth": (pa.string(), "expected answer; JSON when it is not text"),
     "score": (pa.float32(), "reward from the verifier, before any KL penalty"),
     "rm_score": (pa.float32(), "score of the reward model as it gives it, before squash and weight"),
-    "advantage": (pa.float32(), "advantage of the sample; mean over its tokens"),
+    "advantage": (pa.float32(), "advantage of the sample; mean over its sampled tokens"),
     "prompt_length": (pa.int32(), "tokens of the prompt"),
     "response_length": (pa.int32(), "tokens of the response"),
+    "response_mask": (
+        pa.list_(pa.list_(pa.int64())),
+        "[1: sampled by the policy, 0: put in by a tool or an environment; tokens in a row] through the response",
+    ),
     "finish_reason": (pa.string(), "stop | length | abort"),
     "weight_version": (pa.string(), "version of the weights that made the last token"),
     "response_versions": (
         pa.list_(pa.list_(pa.int64())),
         "[version of the weights, tokens that they made in a row] through the response",
     ),
-    "logprob_diff_mean": (pa.float32(), "mean over tokens of |rollout - trainer| log-probability"),
-    "logprob_diff_max": (pa.float32(), "largest |rollout - trainer| log-probability of a token"),
+    "logprob_diff_mean": (pa.float32(), "mean over sampled tokens of |rollout - trainer| log-probability"),
+    "logprob_diff_max": (pa.float32(), "largest |rollout - trainer| log-probability of a sampled token"),
     "extra_info": (pa.string(), "JSON of the dataset row's extra_info"),
 }
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")

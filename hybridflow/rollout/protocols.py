@@ -14,8 +14,8 @@ class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version; routed_experts when they
-        are replayed."""
+        """response_ids, response_mask, rollout_log_probs, response_versions, finish_reason, weight_version;
+        routed_experts when they are replayed."""
         ...
 
     def sleep(self) -> None:

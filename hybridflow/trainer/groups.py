@@ -13,9 +13,9 @@ from hybridflow.batch.routes import ROUTES
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.data.balancing import SequenceCost
-from hybridflow.data.packing import balanced_order
+from hybridflow.data.packing import balanced_order, update_order
 from hybridflow.device.residency import Part
-from hybridflow.dispatch import DataflowStep, check_dataflow
+from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
@@ -27,13 +27,15 @@ from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.teacher import TeacherWorker
 from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
 
+Seeds = Sequence[tuple[int, int]]
+
 
 class PolicyGroup:
     """`TrainGroup` over Megatron ranks."""
 
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group, self.config = group, config
-        self._cost = SequenceCost.of_model(derived.hf_config(config.model))
+        self._shares = Shares(config, derived.data_parallel_size(config))
         self._unobserved = False
 
     def set_optimizer(self, config: OptimConfig) -> None:
@@ -50,19 +52,19 @@ class PolicyGroup:
         if self._unobserved:
             self.group.run(PolicyWorker.take_observations)
         self._unobserved = True
-        return self._balanced(_log_prob_method(self.config), batch)
+        return self._shares.run(self.group, _log_prob_method(self.config), batch)
 
     def ref_log_probs(self, batch: DataProto) -> DataProto:
         """See TrainGroup."""
-        return self._balanced(PolicyWorker.compute_ref_log_probs, batch)
+        return self._shares.run(self.group, PolicyWorker.compute_ref_log_probs, batch)
 
     def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
         """See TrainGroup."""
-        rows = derived.samples_per_mini_batch(self.config) // derived.data_parallel_size(self.config)
-        share = batch.select(update_step(self.config).reads).reorder(self._order(batch))
-        reports = self.group.run(PolicyWorker.update_policy, share, rows, seed)
+        config, read = self.config, batch.select(update_step(self.config).reads)
+        rows, seeds = derived.samples_per_mini_batch(config), epoch_seeds(seed, config.actor.ppo_epochs)
+        reports = self._shares.updates(self.group, PolicyWorker.update_policy, read, rows, seeds)
         observed = self._observed(batch)
-        return [merge(rank_reports, observed) for rank_reports in zip(*reports, strict=True)]
+        return [merge(of_ranks, observed) for of_ranks in reports]
 
     def sleep(self, parts: tuple[Part, ...]) -> None:
         """See TrainGroup."""
@@ -100,15 +102,40 @@ class PolicyGroup:
         replayed = replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
         return memory_metrics(observations, "actor") | model_metrics(observations) | replayed
 
-    def _order(self, batch: DataProto) -> np.ndarray:
-        """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
-        costs = self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
-        return balanced_order(costs, derived.data_parallel_size(self.config))
 
-    def _balanced(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """A call whose ranks get equal shares; its result in the order of `batch`."""
-        order = self._order(batch)
-        return as_batch(self.group.run(method, batch.reorder(order))).reorder(np.argsort(order))
+class Shares:
+    """Divides the rows of a batch over the data-parallel ranks of a role at about equal cost."""
+
+    def __init__(self, config: RunConfig, ranks: int) -> None:
+        self._cost = SequenceCost.of_model(derived.hf_config(config.model))
+        self._ranks = ranks
+
+    def run(self, group: WorkerGroup, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        """The result of a data-parallel call, in the order of `batch`. Columns that the method does not read stay as
+        they are."""
+        order = balanced_order(self._costs(batch), self._ranks)
+        share = batch.select(method_spec(method).reads).reorder(order)
+        return as_batch(group.run(method, share)).reorder(np.argsort(order))
+
+    def updates(
+        self, group: WorkerGroup, method: Callable[..., Any], batch: DataProto, rows_per_update: int, seeds: Seeds
+    ) -> list[Sequence[dict[str, Any]]]:
+        """The reports of all ranks on each update: one pass over `batch` for each seed, `rows_per_update` rows drawn
+        for an update, whatever the number of ranks."""
+        costs = self._costs(batch)
+        found: list[Sequence[dict[str, Any]]] = []
+        for seed in seeds:
+            share = batch.reorder(update_order(costs, self._ranks, rows_per_update, seed))
+            found += zip(*group.run(method, share, rows_per_update // self._ranks), strict=True)
+        return found
+
+    def _costs(self, batch: DataProto) -> np.ndarray:
+        return self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
+
+
+def epoch_seeds(seed: int, epochs: int) -> Seeds:
+    """What draws the mini-batches of each epoch of a step."""
+    return [(seed, epoch) for epoch in range(epochs)]
 
 
 def update_step(config: RunConfig) -> DataflowStep:

@@ -3,20 +3,16 @@ or the policy's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig, RunConfig
-from hybridflow.data.balancing import SequenceCost
-from hybridflow.data.packing import balanced_order
 from hybridflow.device.residency import Part
+from hybridflow.dispatch import method_spec
 from hybridflow.single_controller import WorkerGroup
-from hybridflow.trainer.groups import merge
+from hybridflow.trainer.groups import Shares, epoch_seeds, merge
 from hybridflow.trainer.observations import memory_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.reference import ReferenceWorker
@@ -29,7 +25,7 @@ class CriticGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group, self.config = group, config
-        self._shares = _Shares(config, "critic")
+        self._shares = _shares(config, "critic")
 
     def start(self, optim: OptimConfig, folder: Path) -> None:
         """See ValueGroup."""
@@ -41,12 +37,10 @@ class CriticGroup:
 
     def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
         """See ValueGroup."""
-        rows = derived.critic_samples_per_mini_batch(self.config) // derived.role_data_parallel_size(
-            self.config, "critic"
-        )
-        share = batch.select(["prompt_ids", "response_ids", "values", "returns"]).reorder(self._shares.order(batch))
-        reports = self.group.run(CriticWorker.update_critic, share, rows, seed)
-        return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+        config, reads = self.config, method_spec(CriticWorker.update_critic).reads
+        rows, seeds = derived.critic_samples_per_mini_batch(config), epoch_seeds(seed, config.critic.ppo_epochs)
+        found = self._shares.updates(self.group, CriticWorker.update_critic, batch.select(reads), rows, seeds)
+        return [merge(of_ranks) for of_ranks in found]
 
     def sleep(self, parts: tuple[Part, ...]) -> None:
         """See Sleeper."""
@@ -78,7 +72,7 @@ class ReferenceGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group = group
-        self._shares = _Shares(config, "reference")
+        self._shares = _shares(config, "reference")
 
     def start(self, folder: Path) -> None:
         """See Reference."""
@@ -94,7 +88,7 @@ class TeacherGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group = group
-        self._shares = _Shares(config, "teacher")
+        self._shares = _shares(config, "teacher")
 
     def top_log_probs(self, batch: DataProto) -> DataProto:
         """See Teacher."""
@@ -114,7 +108,7 @@ class RewardModelGroup:
 
     def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
         self.group = group
-        self._shares = _Shares(config, "reward_model")
+        self._shares = _shares(config, "reward_model")
 
     def scores(self, batch: DataProto) -> DataProto:
         """rm_scores [B] f32."""
@@ -153,20 +147,5 @@ class RewardModelGroup:
         self.group.run(RewardModelWorker.export_reward_model, folder.resolve())
 
 
-class _Shares:
-    """Orders a batch so that the data-parallel ranks of a role get rows of equal cost."""
-
-    def __init__(self, config: RunConfig, role: str) -> None:
-        self._cost = SequenceCost.of_model(derived.hf_config(config.model))
-        self._ranks = derived.role_data_parallel_size(config, role)
-
-    def order(self, batch: DataProto) -> np.ndarray:
-        """[B] rows in the order in which they are cut."""
-        return balanced_order(self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids")), self._ranks)
-
-    def run(self, group: WorkerGroup, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """A call in that order, its result in the order of `batch`."""
-        order = self.order(batch)
-        found = group.run(method, batch.reorder(order))
-        assert isinstance(found, DataProto), type(found)
-        return found.reorder(np.argsort(order))
+def _shares(config: RunConfig, role: str) -> Shares:
+    return Shares(config, derived.role_data_parallel_size(config, role))

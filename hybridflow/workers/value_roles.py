@@ -82,14 +82,14 @@ class CriticWorker:
         found = self.critic.values(batch, max_tokens=self.config.max_tokens_per_micro_batch)
         return None if found is None else DataProto.from_columns({"values": found})
 
-    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", "values", "returns"))
+    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", *ValueLoss.columns))
     @needs("weights", "gradients", "optimizer")
-    def update_critic(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
-        """Epochs of regression over this rank's share, `rows_per_update` of its rows an optimizer update. One report an
-        update."""
+    def update_critic(self, batch: DataProto, rows_per_update: int) -> list[Report]:
+        """Regression over this rank's share in its order, `rows_per_update` of its rows an optimizer update. One report
+        an update."""
         config, reports = self.config, []
         loss = ValueLoss(config)
-        for mini_batch in _own_rows(batch).mini_batches(rows_per_update, epochs=config.ppo_epochs, seed=seed):
+        for mini_batch in batch.mini_batches(rows_per_update):
             sums, info = self.critic.train_values(
                 mini_batch, loss, columns=loss.columns, max_tokens=config.max_tokens_per_micro_batch
             )
