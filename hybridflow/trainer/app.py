@@ -79,7 +79,6 @@ def train_reward(config: RunConfig) -> None:
 
 
 # ---- the jobs
-# ------------------------------------------------------------------------------------------------------------
 
 
 class _Job:
@@ -328,7 +327,6 @@ def _finish(job: _Job, policy: PolicyGroup) -> str | None:
 
 
 # ---- around a job
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:

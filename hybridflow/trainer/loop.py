@@ -68,7 +68,6 @@ class RLTrainer:
         self.left_out: set[str] = set()
 
     # ---- the loop
-    # --------------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
@@ -114,7 +113,6 @@ class RLTrainer:
                         self.save()
 
     # ---- parts of a step
-    # --------------------------------------------------------------------------------------------------------
 
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
@@ -222,7 +220,6 @@ class RLTrainer:
                 )
 
     # ---- checkpoints
-    # --------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Checkpoint after `self.step`."""

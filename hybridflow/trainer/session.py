@@ -46,7 +46,6 @@ class Session:
         self.controller_share = 0.0
 
     # ---- what happened
-    # --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
@@ -90,7 +89,6 @@ class Session:
         return Progress(total, title, initial=initial, throttle_s=throttle_s, enabled=enabled)
 
     # ---- checkpoints
-    # --------------------------------------------------------------------------------------------------------
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
         """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the
