@@ -68,6 +68,7 @@ NOT_NEGATIVE = (
     "actor.lora.rank",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
+    "rollout.max_restarts",
     "rollout.sync.max_retries",
     "sft.steps",
     "reward_training.steps",

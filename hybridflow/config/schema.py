@@ -293,6 +293,7 @@ class RolloutConfig:
     mem_fraction_static: float = 0.1
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
+    max_restarts: int = 3  # of one engine within an hour; then it is given up, and the others go on
     sync: SyncConfig = field(default_factory=SyncConfig)
     logprob_diff_bound: float | None = (
         0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never
