@@ -18,13 +18,14 @@ from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
 
 class MegatronPolicy(Policy):
-    """`Policy`, and its place in the process and on the disk. Every method is a collective; `workers.backend` says what
-    each does."""
+    """`Policy`, and its place in the process and on the disk. Every method is a collective."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
+        """(data-parallel rank, size, whether this rank returns its group's results)."""
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
+        """What computes here, for the run's record."""
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
             facts = self.adapters.facts()
@@ -32,19 +33,24 @@ class MegatronPolicy(Policy):
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
+        """How to list this rank's tensors of each part."""
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
+        """Asks all ranks for their coordinates; the returned function builds the layout."""
         ranks, dtype = parallel.all_coordinates(), str(self.dtype).removeprefix("torch.")
         return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
+        """Writes checkpoints of this model."""
         return checkpoint.Saver(self, timeout_s)
 
     def load(self, folder: Path) -> None:
+        """Restore a checkpoint in place."""
         checkpoint.load(self, folder)
 
     def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
+        """Write a Hugging Face folder."""
         hf_export.export(self, folder, hf_config, tokenizer)
 
     def load_from(self, source: WeightSource) -> None:

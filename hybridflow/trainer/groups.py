@@ -15,6 +15,8 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
+from hybridflow.errors import HybridFlowError
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
@@ -72,6 +74,35 @@ class ModelGroup:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
         costs = self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
         return balanced_order(costs, self._data_parallel)
+
+
+class FrozenGroup(ModelGroup):
+    """A role that does not train, in processes of its own. Its ranks start again within the step in which they are
+    lost: with its weights, which a hook of `workers` brings back where the ranks do not read them themselves, nothing
+    is missing.
+
+    Args:
+        told: about each restart, in one line.
+    """
+
+    def __init__(self, workers: WorkerGroup, role: str, config: RunConfig, told: Callable[[str], None]) -> None:
+        super().__init__(workers, role, config)
+        self._restarts, self._told = RestartLimit(config.trainer.max_restarts), told
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a worker method of the role, again when ranks are lost in it.
+
+        Raises:
+            HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts` are used up.
+        """
+        while True:
+            try:
+                return super().run(method, *args)
+            except HybridFlowError as error:
+                if self.workers.is_alive() or not self._restarts.take():
+                    raise
+                self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
+            self.workers.restart()
 
 
 class PolicyGroup(ModelGroup):

@@ -74,12 +74,12 @@ class Session:
         """Keep the largest value seen."""
         self.totals[total] = max(self.totals.get(total, value), value)
 
-    def note_engine_restart(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """Counts restarts of engines in `totals["engine_restarts"]` and says why."""
+    def note_restart(self, total: str, say: Callable[[str], None]) -> Callable[[str], None]:
+        """A function that counts restarts in `totals[total]` and says why."""
 
         def note(reason: str) -> None:
-            self.totals["engine_restarts"] = self.totals.get("engine_restarts", 0.0) + 1
-            say(f"engines start again: {reason}")
+            self.totals[total] = self.totals.get(total, 0.0) + 1
+            say(reason)
 
         return note
 

@@ -160,9 +160,10 @@ def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
 def _source(family: Family, path: str | None, seed: int) -> WeightSource:
     """The weights of a folder, else random ones; with a fresh head where the model has a scalar head and they have
     none."""
+    scalar = family if isinstance(family, ScalarHead) else None
     if path is not None:
         folder = SafetensorsFolder(path)
-        return folder if not isinstance(family, ScalarHead) or WEIGHT in folder.files else FreshHead(folder, family, seed)
-    backbone = family.backbone if isinstance(family, ScalarHead) else family
-    random = RandomWeights(backbone.tensors(), seed, float(family.hf.get("initializer_range", 0.02)))
-    return FreshHead(random, family, seed) if isinstance(family, ScalarHead) else random
+        return FreshHead(folder, scalar, seed) if scalar and WEIGHT not in folder.files else folder
+    shapes = (scalar.backbone if scalar else family).tensors()
+    random = RandomWeights(shapes, seed, float(family.hf.get("initializer_range", 0.02)))
+    return FreshHead(random, scalar, seed) if scalar else random

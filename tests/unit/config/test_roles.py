@@ -130,6 +130,6 @@ def test_the_columns_of_every_step_are_there(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(groups.derived, "has_critic", lambda config: False)
     check_steps(config)
     monkeypatch.setattr(groups.derived, "has_critic", lambda config: True)
-    monkeypatch.setattr(groups.CriticWorker, "compute_values", groups.RewardModelWorker.compute_scores)
+    monkeypatch.setattr(groups.ModelWorker, "compute_values", groups.ModelWorker.compute_scores)
     with pytest.raises(SchemaError, match="advantages reads column 'values'"):
         check_steps(config)

@@ -138,7 +138,7 @@ def test_roles_of_one_process_are_called_through_their_own_classes() -> None:
         address_of(Actor, Reference.log_probs, None)
     assert both.__name__ == "ActorAndReference" and hasattr(both, "mesh_position")
     assert not hasattr(colocated(reference=Reference), "mesh_position")
-    with pytest.raises(AttributeError, match="'critic.save' names none of the roles actor, reference"):
+    with pytest.raises(AttributeError, match=r"'critic\.save' names none of the roles actor, reference"):
         getattr(worker._worker, "critic.save")
 
 

@@ -32,6 +32,7 @@ from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.session import Session
+from hybridflow.workers.policy import PolicyWorker
 
 ROWS, PROMPTS, N = 10, 4, 2
 
@@ -48,7 +49,15 @@ class World:
         self.fail_save = False
         self.stale: dict[str, str] = {}
 
-    # the policy
+    # the policy: its methods by the names of the worker's
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
+    compute = run
+
+    def memory(self) -> Mapping[str, float]:
+        return {}
+
     def set_optimizer(self, config: OptimConfig) -> None:
         self.calls.append("set_optimizer")
 
@@ -61,11 +70,12 @@ class World:
         old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
         return DataProto.from_columns({"old_log_probs": old, "entropys": old})
 
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         self.calls.append("ref_log_probs")
         return self.log_probs(batch).rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
 
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        assert method is PolicyWorker.update_policy and seed is not None
         self.calls.append("update")
         self.seeds.append(seed)
         assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
@@ -84,7 +94,7 @@ class World:
     def is_saved(self) -> bool:
         return True
 
-    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
         assert folder.is_dir()
         self.calls.append(f"load reference={with_reference}")
 
@@ -282,14 +292,13 @@ class Breaking(World):
     def __init__(self, breaks_at: Sequence[int]) -> None:
         super().__init__()
         self.breaks_at, self.updates, self.alive = list(breaks_at), 0, True
-        self.hooks: list[Callable[[], None]] = []
 
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1
         if self.updates in self.breaks_at:
             self.alive = False
             raise WorkerError("the worker process died", role="actor", rank=1, node="here", method="update_policy")
-        return super().update(batch, seed)
+        return super().update(method, batch, seed)
 
     def is_alive(self) -> bool:
         return self.alive
@@ -297,15 +306,12 @@ class Breaking(World):
     def restart(self) -> None:
         self.calls.append("restart")
         self.alive = True
-        for hook in self.hooks:
-            hook()
 
 
 def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:
     trainer = trainer_of(config_of(folder, kl=0.1, **settings), world)
-    world.hooks.append(trainer.go_back)
     trainer.start_from_present_weights()
-    fit_with_restarts(trainer, world, max_restarts, Progress(0, "", enabled=False))
+    fit_with_restarts(trainer, {"actor": world}, max_restarts, Progress(0, "", enabled=False))
     return trainer
 
 
