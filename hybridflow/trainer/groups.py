@@ -19,9 +19,10 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
+from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
-from hybridflow.workers.losses import PolicyLoss
+from hybridflow.workers.losses import policy_loss_columns
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleWorker
@@ -136,22 +137,19 @@ class PolicyGroup(ModelGroup):
         return [Update({**one.means, **observed}, one.grad_norm, one.lr, one.applied) for one in updates]
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
-        return update_reads(self.config)
+        return update_step(self.config).reads
 
 
-def update_reads(config: RunConfig) -> tuple[str, ...]:
-    """Columns that an update of the policy reads: what its loss declares, and routes where they are replayed."""
+def update_step(config: RunConfig) -> DataflowStep:
+    """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
-    return ("prompt_ids", "response_ids", *PolicyLoss(config.actor).columns, *routes)
+    return DataflowStep("update", ("prompt_ids", "response_ids", *policy_loss_columns(config.actor), *routes))
 
 
 def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the
     column."""
-    with_reference = derived.needs_reference(config)
-    critic, model = derived.has_critic(config), derived.has_reward_model(config)
-    inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
-    compared = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
+    critic = derived.has_critic(config)
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
     check_dataflow(
         [
@@ -159,16 +157,14 @@ def check_steps(config: RunConfig) -> None:
             DataflowStep(
                 "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
             ),
-            *([ModelWorker.compute_scores] if model else []),
+            *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             log_prob_method(config),
-            *([reference.compute_ref_log_probs] if with_reference else []),
+            *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),
-            DataflowStep(
-                "advantages", (*inputs, *compared), ("rewards", "advantages", *(["returns"] if critic else []))
-            ),
+            advantages_step(config),
             *([ModelWorker.update_critic] if critic else []),
-            DataflowStep("update_policy", update_reads(config)),
+            update_step(config),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
     )

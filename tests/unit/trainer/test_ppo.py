@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.gae import gae, whiten
+from hybridflow.algorithms.estimators.gae import gae
+from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import (
     AlgorithmConfig,
@@ -30,7 +31,7 @@ from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.model_role import ModelWorker
-from tests.unit.trainer.test_loop import World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 NAMES = (
     "vf_loss",
