@@ -17,6 +17,7 @@ from hybridflow.rollout.evaluation import dump_batch
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.groups import PolicyGroup
 from hybridflow.trainer.metrics import batch_metrics
+from hybridflow.workers.policy import PolicyWorker
 
 LENGTHS = np.array([6, 4, 0, 5, 3])
 SAMPLED = [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 1]  # in the middle, at the end, at the start
@@ -107,7 +108,8 @@ class Ranks:
         self.mesh = Mesh(tuple(MeshPosition(rank, ranks, True) for rank in range(ranks)))
         self.updates: list[set[int]] = []
 
-    def run(self, method: Any, *arguments: Any) -> Any:
+    def run(self, method: Any, *arguments: Any, role: str) -> Any:
+        assert role == "actor"
         if method.__name__ != "update_policy":
             return [{"memory": {}, "reserved": 0, "offloaded": 0, "routes": {}, "trainable": 1, "copied": 0}]
         plan = plan_call(method_spec(method), len(self.mesh.positions), self.mesh, arguments, {})
@@ -134,7 +136,7 @@ def test_every_layout_trains_on_the_same_sequence_of_mini_batches() -> None:
         )
         config = _with_procs(config, procs)
         group: Any = Ranks(procs)
-        updates = PolicyGroup(group, config).update(batch, seed=5)
+        updates = PolicyGroup(group, config).update(PolicyWorker.update_policy, batch, seed=5)
         assert len(updates) == len(group.updates) == 8 and all(len(rows) == 4 for rows in group.updates)
         seen.append(group.updates)
     assert seen[0] == seen[1] == seen[2]
