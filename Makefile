@@ -3,7 +3,7 @@ LANE ?= cpu
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-full lint type arch bench clean distclean
+.PHONY: help setup setup-dev demo test test-fast test-full lint type arch schema bench clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ type: setup-dev ## mypy over the package
 arch: setup-dev ## import contracts, cycles, size budgets
 	@.venv/bin/lint-imports --no-cache
 	@$(PYTEST) tests/arch
+
+schema: setup ## write configs/schema.json again, after a change of hybridflow/config/schema.py
+	@.venv/bin/hybridflow config schema > configs/schema.json
 
 bench: setup-dev ## run one benchmark: make bench NAME=...
 	@if [ -n "$(NAME)" ] && [ -f "benchmarks/$(NAME).py" ]; then \

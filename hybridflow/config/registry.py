@@ -44,9 +44,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
-        found = importlib.util.find_spec(self.package)
-        assert found is not None and found.submodule_search_locations is not None, self.package
-        stems = {path.stem for folder in found.submodule_search_locations for path in Path(folder).glob("*.py")}
+        stems = {path.stem for path in package_folder(self.package).glob("*.py")}
         builtin = {stem for stem in stems if not stem.startswith("_") and stem != "base"}
         return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
 
@@ -84,6 +82,14 @@ class Registry(Generic[T]):
             )
         del module
         return self.register(name, self._entries.pop(attribute))
+
+
+def package_folder(package: str) -> Path:
+    """The folder of a package, found without importing the packages above it."""
+    root, *below = package.split(".")
+    found = importlib.util.find_spec(root)
+    assert found is not None and found.submodule_search_locations, package
+    return Path(found.submodule_search_locations[0], *below)
 
 
 def is_user_entry(name: str) -> bool:
