@@ -204,7 +204,9 @@ def description(root: type, dotted: str) -> str:
     """The comment of a key; empty without one."""
     *groups, name = dotted.split(".")
     for group in groups:
-        root = hints_of(root)[group]
+        root = hints_of(root).get(group, root)
+        if not dataclasses.is_dataclass(root):
+            return ""  # an option of an entry
     return descriptions(root).get(name, "")
 
 

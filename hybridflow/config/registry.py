@@ -72,16 +72,19 @@ class Registry(Generic[T]):
 
     def _of_file(self, name: str) -> T:
         path, _, attribute = name.rpartition(":")
-        before = set(self._entries)
-        module = import_file(Path(path), self.key)
-        if attribute not in self._entries:
-            new = sorted(set(self._entries) - before)
+        before = dict(self._entries)
+        import_file(Path(path), self.key)
+        entry = self._entries.pop(attribute, None)
+        if attribute in before and (attribute in self.names() or entry is not before[attribute]):
+            self._entries[attribute] = before[attribute]  # a built-in entry of this name stays what it was
+            entry = None if entry is before[attribute] else entry
+        if entry is None:
+            new = sorted(set(self._entries) - set(before))
             raise ConfigError(
                 f"{self.key}={name}: {path} registers no {self.kind} {attribute!r}; it registers: "
                 f"{', '.join(new) or 'none'}"
             )
-        del module
-        return self.register(name, self._entries.pop(attribute))
+        return self.register(name, entry)
 
 
 def package_folder(package: str) -> Path:
@@ -133,7 +136,8 @@ def attribute_of(module: ModuleType, name: str, key: str, wanted: Callable[[Any]
     found = getattr(module, name, None)
     if wanted(found):
         return found
-    own = sorted(key for key, value in vars(module).items() if wanted(value) and not key.startswith("_"))
+    defined = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    own = sorted(key for key, value in defined.items() if wanted(value) and not key.startswith("_"))
     near = difflib.get_close_matches(name, own, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{module.__file__} ({key}): {name!r} is not {what}{hint} (it has: {', '.join(own) or 'none'})")

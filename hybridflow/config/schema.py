@@ -18,6 +18,9 @@ NonNegative = Annotated[float, AtLeast(0)]
 Share = Annotated[float, AtLeast(0), AtMost(1)]
 Decay = Annotated[float, AtLeast(0), Below(1)]
 
+ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
+POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
+VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
 PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 KlEstimate = Literal["k1", "abs", "k2", "k3"]
@@ -162,6 +165,8 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     # what to do with an update whose loss or gradient is NaN or infinite
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    policy_loss: Annotated[str, POLICY_LOSS] = "ppo"  # CONTRIBUTING.md says what a loss of yours holds
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)  # of the loss, besides the keys of this section
     clip_ratio_low: NonNegative = 0.2
     clip_ratio_high: NonNegative = 0.2
     clip_ratio_c: Annotated[float, Above(1)] | None = 3.0  # dual clip; null switches it off
@@ -210,7 +215,7 @@ class TeacherConfig(RoleConfig):
 
 @dataclass(frozen=True)
 class CriticConfig(RoleConfig):
-    """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
+    """The value model, where `algorithm.adv_estimator` needs one (gae): as the policy, with a scalar head."""
 
     # HF folder (*ForTokenClassification, or a causal model: fresh head); null: the policy as RL begins
     path: str | None = None
@@ -253,7 +258,8 @@ class AlgorithmConfig:
     """How rewards become advantages."""
 
     # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO)
-    adv_estimator: Literal["grpo", "gae"] = "grpo"
+    adv_estimator: Annotated[str, ESTIMATOR] = "grpo"
+    adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
     norm_adv_by_std: bool = True  # grpo; False: Dr.GRPO
     gamma: Share = 1.0  # gae: discount of a token
     lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
@@ -319,6 +325,7 @@ class RolloutConfig:
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
     start_timeout_s: Positive = 300.0
     request_timeout_s: Positive = 300.0
+    max_restarts: NonNegativeInt = 3  # of one engine within an hour; then it is given up, and the others go on
     sync: SyncConfig = field(default_factory=SyncConfig)
     # stop when mean |rollout - trainer| log-prob of a step exceeds it; null: never
     logprob_diff_bound: Positive | None = 0.01
@@ -330,9 +337,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Where the score of a response comes from: a built-in verifier by data_source, or a function of yours."""
+    """Where the score of a response comes from: the verifier of its data_source, or one function of yours."""
 
-    path: str | None = None  # python file; null: built-in verifiers
+    verifiers: tuple[Annotated[str, VERIFIER], ...] = ()  # of yours, [path/to/file.py:name], beside the built-in ones
+    path: str | None = None  # python file; null: the verifiers
     # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
