@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import hybridflow
 from hybridflow.cli import checkpoint, config
+from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
-from hybridflow.config.schema import PREPARE_TASK
 from hybridflow.errors import ConfigError, HybridFlowError
 
 if TYPE_CHECKING:

@@ -50,9 +50,9 @@ def _build_group(defaults: Any, values: Any, prefix: str) -> Any:
         raise ConfigError(f"{prefix or 'configuration'}: got {values!r}, expected a group of keys ({', '.join(hints)})")
     converted = {}
     for key, value in values.items():
+        dotted = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
-            raise unknown_key(RunConfig, str(key), list(hints), prefix)
-        dotted = f"{prefix}.{key}" if prefix else key
+            raise unknown_key(RunConfig, dotted, str(key), list(hints), prefix)
         if dataclasses.is_dataclass(hints[key]):
             converted[key] = _build_group(getattr(defaults, key), value, dotted)
         else:

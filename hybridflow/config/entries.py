@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.build import build_options
+from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS
 from hybridflow.config.registry import Registry
-from hybridflow.config.schema import ESTIMATOR, POLICY_LOSS, ActorConfig, AlgorithmConfig
+from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
 
 

@@ -79,6 +79,12 @@ class Entry:
         return {name: doc.partition("\n\n")[0].replace("\n", " ") for name, doc in docs.items()}
 
 
+ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
+POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
+PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
+VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """An annotation taken apart. `type` is the bare type (of an item, for a list)."""
@@ -160,19 +166,19 @@ def require_key(root: type, dotted: str) -> None:
             raise ConfigError(f"{dotted}: {'.'.join(seen)} is a single value of type {kind}, it has no keys of its own")
         hints = hints_of(cast(type, annotation))
         if part not in hints:
-            raise unknown_key(root, part, list(hints), ".".join(seen))
+            raise unknown_key(root, dotted, part, list(hints), ".".join(seen))
         annotation = hints[part]
         seen.append(part)
 
 
-def unknown_key(root: type, part: str, valid: list[str], prefix: str) -> ConfigError:
-    """The error for a key that does not exist in the group `prefix`; names the nearest one, there or elsewhere."""
+def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
+    """The error for `dotted`, whose `part` does not exist in the group `prefix`; names the nearest key, there or
+    elsewhere."""
     near = difflib.get_close_matches(part, valid, n=1, cutoff=0.5)
-    dot = f"{prefix}." if prefix else ""
-    suggestion = dot + near[0] if near else "" if prefix else _elsewhere(root, part)
+    suggestion = f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part)
     where = f"the keys of {prefix} are" if prefix else "the top-level keys are"
     hint = f"; did you mean {suggestion}?" if suggestion else ""
-    return ConfigError(f"unknown key {dot}{part}{hint} ({where}: {', '.join(valid)})")
+    return ConfigError(f"unknown key {dotted}{hint} ({where}: {', '.join(valid)})")
 
 
 def _elsewhere(root: type, part: str) -> str:

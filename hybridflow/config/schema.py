@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from hybridflow.config.keys import Above, AtLeast, AtMost, Below, Entry
+from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, PREPARE_TASK, VERIFIER, Above, AtLeast, AtMost, Below
 
 PositiveInt = Annotated[int, AtLeast(1)]
 NonNegativeInt = Annotated[int, AtLeast(0)]
@@ -18,10 +18,6 @@ NonNegative = Annotated[float, AtLeast(0)]
 Share = Annotated[float, AtLeast(0), AtMost(1)]
 Decay = Annotated[float, AtLeast(0), Below(1)]
 
-ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
-POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
-VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
-PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 KlEstimate = Literal["k1", "abs", "k2", "k3"]
 Placement = Literal["colocated", "own"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.config.keys import VERIFIER
 from hybridflow.config.registry import Registry
-from hybridflow.config.schema import VERIFIER
 
 
 @dataclass(frozen=True)

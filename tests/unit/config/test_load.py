@@ -153,8 +153,7 @@ def test_choice_fields_list_their_choices(key: str) -> None:
     assert all(choice in text for choice in CHOICES[key])
 
 
-def test_every_choice_key_exists_and_its_default_is_allowed() -> None:
-    assert set(CHOICES) <= set(all_keys())
+def test_every_default_is_allowed() -> None:
     assert build(to_plain(RunConfig())) == RunConfig()
 
 
