@@ -27,7 +27,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
-from tests.unit.trainer.test_loop import World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 NAMES = (
     "vf_loss",
