@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.gae import gae, whiten
+from hybridflow.algorithms.estimators.gae import gae
+from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import (
     AlgorithmConfig,
