@@ -12,7 +12,7 @@ from hybridflow.engines.base import ENGINES, Engine
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec, log_of_start
 from hybridflow.errors import EngineError, HybridFlowError
-from hybridflow.process.restarts import RestartBudget
+from hybridflow.process.restart_limit import RestartLimit
 
 UP, STARTING, FAILED = "up", "starting", "failed"
 
@@ -51,7 +51,7 @@ class EngineSupervisor:
         nodes: FirstNode | None = None,
     ) -> None:
         self._kind, self.spec, self.log_path, self._prepare, self.nodes = kind, spec, log_path, prepare, nodes
-        self.restarts, self._budget = 0, RestartBudget(max_restarts)
+        self.restarts, self._limit = 0, RestartLimit(max_restarts)
         self._failure, self._reason = "", ""
         self._thread: threading.Thread | None = None
         self.engine = self._start()
@@ -72,8 +72,8 @@ class EngineSupervisor:
         """Stop what is left of the engine and start it again in the background; `state` tells when it is up."""
         if self._thread is not None or self._failure:
             return
-        if not self._budget.take():
-            most = self._budget.per_hour
+        if not self._limit.take():
+            most = self._limit.most
             self._failure = f"given up: rollout.max_restarts={most} allows no more restarts in this hour: {reason}"
             return
         self.restarts, self._reason = self.restarts + 1, reason

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from hybridflow.batch import DataProto
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
-from hybridflow.process.restarts import RestartBudget
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RestartingRollouts:
 
     def __init__(self, engines: Engines, weights: WeightSync, max_restarts: int, told: Callable[[str], None]) -> None:
         self.engines, self.weights, self._told = engines, weights, told
-        self._restarts = RestartBudget(max_restarts)
+        self._restarts = RestartLimit(max_restarts)
         self._version = -1
 
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
