@@ -67,10 +67,11 @@ class Entry:
     kind: str
     package: str
     also: tuple[str, ...] = ()
+    packages: bool = False
 
     def names(self) -> tuple[str, ...]:
         """The values without the user's own; the entries are read from the package's folder, nothing is imported."""
-        return (*self.also, *Registry[Any](self.kind, self.package, "").names())
+        return (*self.also, *Registry[Any](self.kind, self.package, "", packages=self.packages).names())
 
     def summaries(self) -> dict[str, str]:
         """{built-in entry: the first paragraph of its module's docstring}."""
@@ -79,6 +80,7 @@ class Entry:
         return {name: doc.partition("\n\n")[0].replace("\n", " ") for name, doc in docs.items()}
 
 
+ENGINE = Entry("engine kind", "hybridflow.engines", packages=True)
 ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
 POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
 PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, PREPARE_TASK, VERIFIER, Above, AtLeast, AtMost, Below
+from hybridflow.config.keys import ENGINE, ESTIMATOR, POLICY_LOSS, PREPARE_TASK, VERIFIER, Above, AtLeast, AtMost, Below
 
 PositiveInt = Annotated[int, AtLeast(1)]
 NonNegativeInt = Annotated[int, AtLeast(0)]
@@ -189,6 +189,7 @@ class RoleConfig:
     procs: PositiveInt = 1  # own: processes, in all
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: PositiveInt = 4096  # packed tokens in one forward pass of a data-parallel rank
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class ReferenceConfig(RoleConfig):
 
     # own: HF folder of another model of the same vocabulary (a teacher); null: the policy as RL begins
     path: str | None = None
+    offload: OffloadConfig = field(default_factory=OffloadConfig)  # own; colocated, actor.offload.weights counts
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,6 @@ class TeacherConfig(RoleConfig):
     path: str | None = None  # HF folder of a causal model
     placement: Placement = "own"
     top_k: PositiveInt = 32  # tokens at every response token
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,6 @@ class CriticConfig(RoleConfig):
     ppo_epochs: PositiveInt = 1
     cliprange_value: Positive | None = 0.5  # how far an update may move a value; null: anywhere
     loss_agg_mode: Aggregation = "token-mean"
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,6 @@ class RewardModelConfig(RoleConfig):
     # what is done to scores before they are weighted; standard: divided by their spread in the run so far
     squash: Literal["none", "sigmoid", "standard"] = "none"
     clip: Positive | None = 5.0  # standard: no score counts more than so many standard deviations; null: no bound
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @dataclass(frozen=True)
@@ -301,8 +300,9 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """SGLang engines and how they sample."""
+    """The engines and how they sample."""
 
+    engine: Annotated[str, ENGINE] = "sglang"  # kind of engine: a package of hybridflow.engines, or one of yours
     num_engines: PositiveInt = 1
     tensor: PositiveInt = 1  # tensor parallel size of one engine
     pipeline: PositiveInt = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
@@ -327,7 +327,7 @@ class RolloutConfig:
     logprob_diff_bound: Positive | None = 0.01
     # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     sleep_while_training: bool = False
-    # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
+    # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)
     extra_args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -380,8 +380,8 @@ class TrainerConfig:
     async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
     checkpoint_timeout_s: Positive = 1800.0  # a save in the background must be on the disk by then
     resume: Literal["auto", "disable"] = "auto"
-    # of the policy's ranks when one is lost in the loop, which then goes on from the last checkpoint; and as often of
-    # the engines when none is left that could answer: the step goes on. 0: the job ends
+    # within an hour, when ranks are lost in the loop: of those that train, which go on from the last checkpoint; of
+    # each role that only computes, within the step; of all engines when none is left that could answer. 0: the job ends
     max_restarts: NonNegativeInt = 1
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[Literal["console", "jsonl", "tensorboard"], ...] = ("console", "jsonl", "tensorboard")
