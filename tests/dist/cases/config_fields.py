@@ -172,10 +172,10 @@ def log_probs(cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
 def _one(hf: dict[str, Any], folder: Path) -> Any:
     from safetensors.torch import save_file
 
-    from tests.dist.cases.mcore import _policy, weights_of
+    from tests.dist.harness.policies import policy_of, weights_of
 
     try:
-        policy = _policy({}, hf)
+        policy = policy_of({}, hf)
     except ModelError as error:
         return str(error)
     found = policy.log_probs(batch(), max_tokens=4096, temperature=1.0, with_entropy=False)
