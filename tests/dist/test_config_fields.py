@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hybridflow.models.family import FAMILIES
-from tests.dist.cases.config_fields import MODELS, OTHER, WITHOUT_INFLUENCE, batch, changes_of, fields_of
+from tests.dist.cases.config_fields import OTHER, WITHOUT_INFLUENCE, batch, changes_of, fields_of
 from tests.dist.harness.ranks import run_ranks
+from tests.models import FIELD_MODELS
 
 pytestmark = pytest.mark.slow
 # rope_parameters has cases of its own; return_dict is a question of python, and transformers itself fails without
@@ -32,14 +33,14 @@ def oracle(folder: Path) -> np.ndarray:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FIELD_MODELS)
 def test_every_field_is_declared_and_has_a_case(family: str) -> None:
     fields = fields_of(family)
     assert fields - FAMILIES.get(family).fields.declared() == set()
     assert fields - OTHER.keys() - WITHOUT_INFLUENCE.keys() - ELSEWHERE == set()
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", FIELD_MODELS)
 def test_every_field_is_followed_or_refused(family: str, tmp_path: Path) -> None:
     cases = dict(changes_of(family, fields_of(family)))
     [found] = run_ranks(1, "tests.dist.cases.config_fields:log_probs", cases=cases, folder=str(tmp_path), timeout_s=230)

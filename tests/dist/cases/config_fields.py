@@ -12,42 +12,15 @@ import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.errors import ModelError
+from tests.models import FIELD_MODELS
 
-_SIZES = {
-    "vocab_size": 51,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "eos_token_id": 1,
-}
-_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
-_SPARSE = {"moe_intermediate_size": 24}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": _SIZES,
-    "qwen2": _SIZES,
-    "qwen3": {**_SIZES, "head_dim": 8},
-    "qwen3_moe": {**_SIZES, **_SPARSE, "num_experts": 4, "num_experts_per_tok": 2},
-    "mixtral": {**_SIZES, "head_dim": 8, "num_local_experts": 4},
-    "glm4_moe": {**_SIZES, **_SPARSE, **_GROUPS},
-    "deepseek_v3": {
-        **_SIZES,
-        **_SPARSE,
-        **_GROUPS,
-        "num_key_value_heads": 4,
-        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-        **{"n_group": 4, "topk_group": 2},
-    },
-}
 # another legal value of every field of the config classes; a tuple: several
-OTHER: dict[str, Any] = {
+_OTHER_DEPTH = {"num_hidden_layers": 3}
+OTHER: dict[str, Any] = _OTHER_DEPTH | {
     "vocab_size": 53,
     "hidden_size": 48,
     "intermediate_size": 40,
     "moe_intermediate_size": 20,
-    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -134,7 +107,7 @@ def fields_of(family: str) -> set[str]:
 
 def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, config.json) of the family's cases: each field changed, each left out, rotary settings."""
-    base = {"model_type": family, **MODELS[family]}
+    base = {"model_type": family, **FIELD_MODELS[family]}
     yield "as it is", base
     supported_nowhere = {"sliding_window"} if family == "mixtral" else set()
     yield (
@@ -148,7 +121,7 @@ def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, A
             yield f"{name}={value}", {**base, name: value}
     for name in sorted(supported_nowhere):
         yield f"{name}={WITHOUT_INFLUENCE[name]}", {**base, name: WITHOUT_INFLUENCE[name]}
-    for name in MODELS[family]:
+    for name in FIELD_MODELS[family]:
         yield f"no {name}", {key: value for key, value in base.items() if key != name}
     for name, settings in ROTARY.items():
         yield name, {**base, **settings}
