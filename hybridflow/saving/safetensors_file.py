@@ -105,6 +105,7 @@ def write_surroundings(
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = {**hf_config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    name = str(dtype).removeprefix("torch.")  # transformers 5 reads dtype and not torch_dtype, older readers the latter
+    config = {**hf_config, "dtype": name, "torch_dtype": name}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())))
