@@ -1,4 +1,4 @@
-"""What a worker method needs on the device, how much it took at its peak, and what to do when that was too much."""
+"""Which parts of a role a worker method needs on the device, its peak memory, and the error when memory runs out."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class RoleMemory:
         """
         self.platform.reset_peak_memory()
         try:
-            # translated twice: inside, while what the method needs is still resident and counts; outside, for bringing
-            # it in
+            # translated twice: inside, so that the message counts what the method needs as resident; outside, for
+            # errors of moving it to the device
             with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
                 yield
         finally:
