@@ -82,6 +82,8 @@ class _Job:
         session.resume(self.checkpoint)
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
+            for line in _changed_settings(config, self.checkpoint):
+                progress.message(line)
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
@@ -382,6 +384,18 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Optimizer settings in which a resumed run differs from the checkpoint, a line each."""
+    if checkpoint.phase == "sft":
+        return checkpoint.changed_settings("policy", config.sft.optim, "sft.optim")
+    if checkpoint.phase == "reward":
+        return checkpoint.changed_settings("policy", config.reward_training.optim, "reward_training.optim")
+    return [
+        *checkpoint.changed_settings("policy", config.actor.optim, "actor.optim"),
+        *checkpoint.changed_settings("critic", config.critic.optim, "critic.optim"),
+    ]
 
 
 def _how_to_resume(store: CheckpointStore) -> str:
