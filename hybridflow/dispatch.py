@@ -141,17 +141,12 @@ class CallPlan:
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
-    chunk_rows: int = 0  # rows that each data-parallel group gets and returns
 
     def on(self, ranks: Sequence[int]) -> CallPlan:
         """The same call with rank `ranks[i]` in the place of rank i."""
         calls = {ranks[i]: call for i, call in self.calls.items()}
         place = {rank: i for i, rank in enumerate(ranks)}
-        return CallPlan(
-            calls,
-            lambda results: self.collect({place[rank]: value for rank, value in results.items()}),
-            self.chunk_rows,
-        )
+        return CallPlan(calls, lambda results: self.collect({place[rank]: value for rank, value in results.items()}))
 
 
 @dataclass(frozen=True)
@@ -332,7 +327,7 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
     chunk_rows = -(-rows // mesh.dp_size)
     if spec.dispatch is Dispatch.DP_METRIC:
         return CallPlan(calls, lambda results: [results[rank] for rank in mesh.collectors])
-    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows), chunk_rows)
+    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows))
 
 
 def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:

@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 from hybridflow.errors import SchemaError
 
-NUMERIC_KINDS = "biuf"  # bool, signed, unsigned, floating
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether a column may have this type: bool, integers and floats of up to 64 bits, which torch and Arrow have."""
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -43,7 +46,7 @@ class Jagged:
 
     def __post_init__(self) -> None:
         values, offsets = self.values, self.offsets
-        if not isinstance(values, np.ndarray) or values.dtype.kind not in NUMERIC_KINDS or values.ndim < 1:
+        if not isinstance(values, np.ndarray) or not is_numeric(values.dtype) or values.ndim < 1:
             raise SchemaError(f"jagged values must be a numeric array [sum(t), ...], not {describe(values)}")
         if (
             not isinstance(offsets, np.ndarray)

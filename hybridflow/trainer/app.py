@@ -29,7 +29,7 @@ from hybridflow.rollout.recovery import RestartingRollouts
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.groups import PolicyGroup, check_steps
@@ -225,6 +225,7 @@ def _train(job: _Job) -> dict[str, Any]:
         reward_model,
         reference,
         teacher,
+        keep_in_store,
     )
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
