@@ -65,58 +65,74 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     writer: pq.ParquetWriter | None = None
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         for table in map(to_table, [batches] if isinstance(batches, DataProto) else batches):
-            writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd")
-            writer.write_table(table)
+            with _naming(f"{path}: cannot be written"):
+                writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd")
+                writer.write_table(table)
         if writer is None:
-            raise DataError(f"no batches to write to {path}: its columns would be unknown")
-        writer.close()
-        os.replace(temporary, path)
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors, for one of unequal schemas
-        raise DataError(f"cannot write {path}: {error}") from error
+            raise DataError(f"{path}: there are no batches to write, so its columns are unknown")
+        with _naming(f"{path}: cannot be written"):
+            writer.close()
+            os.replace(temporary, path)
     finally:
         if writer is not None:
             writer.close()
         temporary.unlink(missing_ok=True)
 
 
-def read_parquet(path: str | Path, columns: Sequence[str] | None = None) -> DataProto:
-    """The rows of one file; errors as in `iter_parquet`."""
-    with _reading(path) as file:
-        return from_table(file.read(columns))
+def read_parquet(path: str | Path) -> DataProto:
+    """All rows of one file; errors as in `iter_parquet`."""
+    with _open_parquet(path) as file:
+        return from_table(file.read())
 
 
-def iter_parquet(path: str | Path, columns: Sequence[str] | None = None, rows: int = 4096) -> Iterator[DataProto]:
-    """The rows of one file in batches of at most `rows`.
+def iter_parquet(
+    path: str | Path, required: Sequence[str], optional: Sequence[str] = (), rows: int = 4096
+) -> Iterator[DataProto]:
+    """The rows of one file in batches of at most `rows`, with the named columns.
 
     Args:
         path: the file.
-        columns: names of the columns to read; None: all.
+        required, optional: columns that the file must, and may, have.
         rows: rows of a batch.
 
     Raises:
-        DataError: the file is missing or damaged, or lacks a column. Names the file.
+        DataError: the file is missing, not a whole parquet file, or lacks a required column. Names the file.
         SchemaError: a column has missing values, or a type that has no form in a batch. Names the file and the column.
     """
-    with _reading(path) as file:
+    with _open_parquet(path) as file:
+        present = file.schema_arrow.names
+        if missing := [name for name in required if name not in present]:
+            raise DataError(
+                f"{path}: column {', '.join(map(repr, missing))} is missing; the file has "
+                f"{', '.join(present) or 'no columns'}"
+            )
+        columns = [*required, *(name for name in optional if name in present)]
         for piece in file.iter_batches(rows, columns=columns):
             yield from_table(pa.Table.from_batches([piece]))
 
 
 @contextmanager
-def _reading(path: str | Path) -> Iterator[pq.ParquetFile]:
+def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
+    if not Path(path).exists():
+        raise DataError(f"{path}: no such file")
     try:
-        with pq.ParquetFile(path) as file:  # not pq.read_table, which takes a folder named `lr=1` for a partition
+        # not pq.read_table, which takes a folder named `lr=1` for a partition
+        with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:
             yield file
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError
-        raise DataError(f"cannot read {path} as parquet: {error}") from error
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{what}: {error}") from error
 
 
 def to_stream(batch: DataProto) -> bytes:
@@ -240,6 +256,8 @@ def _note(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
 
 
 def _column(name: str, array: pa.Array, note: Mapping[str, Any]) -> Column:
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     kind = array.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         if _is_number(_leaf(kind.value_type)):

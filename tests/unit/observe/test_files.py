@@ -223,7 +223,7 @@ def test_rollouts_come_back_with_fixed_types(tmp_path: Path) -> None:
         "score": 1.0,
         "weight_version": "3",
         "strange": "1",
-        "tokens": [1, 2],
+        "tokens": "[1, 2]",
     }
     assert (second["ground_truth"], second["weight_version"], second["strange"]) == ('{"answer": [1, 2]}', None, "x")
 
@@ -252,7 +252,7 @@ def test_pieces_of_a_dump_lie_one_after_another_in_one_file(tmp_path: Path) -> N
 
 
 def test_wrong_rollout_columns_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match="unequal length: score 2, uid 1"):
+    with pytest.raises(SchemaError, match="same number of rows, got 'score': 2, 'uid': 1"):
         dump_rollouts(tmp_path / "x.parquet", {"score": [1, 2], "uid": [1]})
     with pytest.raises(SchemaError, match="column 'score': expected float"):
         dump_rollouts(tmp_path / "x.parquet", {"score": ["high"]})
