@@ -10,7 +10,8 @@ if __name__ == "__main__":
 
 import torch
 
-from hybridflow.algorithms.gae import gae, whiten
+from hybridflow.algorithms.estimators.gae import gae
+from hybridflow.algorithms.whitening import whiten
 from support import peer
 from support.report import Figure, faster, interleaved, median, write
 

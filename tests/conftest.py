@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # One thread a process: tests run several processes on few cores, where more threads cost a factor of ten.
@@ -14,3 +16,9 @@ os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
 # verdict.
 settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
 settings.load_profile("hybridflow")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's own working folder: relative paths of the recipes must not find what a developer has prepared."""
+    monkeypatch.chdir(tmp_path)

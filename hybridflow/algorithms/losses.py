@@ -1,4 +1,4 @@
-"""Policy losses and penalties over packed response tokens, and how tokens are aggregated.
+"""Aggregation of token losses, and the KL penalty, over packed response tokens.
 
 Losses return (sum, count): one place scales by the global count over data-parallel ranks and micro-batches, so the
 gradient does not depend on how a batch was cut. T is the number of response tokens of a micro-batch, S the number of
@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
+
+from hybridflow.algorithms.rewards import sums_of_rows
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -43,8 +45,7 @@ def aggregate(values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str) -> tup
     """
     if mode == "token-mean":
         return values_T.sum(), lengths_S.sum()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths_S), device=values_T.device), lengths_S)
-    sums = values_T.new_zeros(len(lengths_S)).index_add(0, sequence, values_T)
+    sums = sums_of_rows(values_T, lengths_S)
     if mode == "seq-mean-token-mean":
         sums = sums / lengths_S.clamp(min=1)
     elif mode != "seq-mean-token-sum":
@@ -52,46 +53,14 @@ def aggregate(values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str) -> tup
     return sums.sum(), (lengths_S > 0).sum()
 
 
-def ppo_token_loss(
-    log_probs_T: torch.Tensor,
-    old_log_probs_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float | None,
-) -> tuple[torch.Tensor, Metrics]:
-    """Clipped surrogate (PPO, arXiv 1707.06347, eq. 7) with optional dual clip (arXiv 1912.09729, eq. 5).
-
-    Returns:
-        [T] loss per token, and token sums with counts: ppo_kl (mean of old - new), pg_clipfrac, pg_clipfrac_lower.
-    """
-    log_ratio = (log_probs_T - old_log_probs_T).clamp(-20.0, 20.0)
-    ratio = log_ratio.exp()
-    unclipped = -advantages_T * ratio
-    clipped = -advantages_T * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    lower = torch.zeros_like(loss, dtype=torch.bool)
-    if clip_c is not None:
-        bound = -advantages_T * clip_c
-        lower = (advantages_T < 0) & (bound < loss)
-        loss = torch.where(advantages_T < 0, torch.minimum(loss, bound), loss)
-    count = torch.tensor(loss.numel())
-    metrics = {
-        "actor/ppo_kl": ((old_log_probs_T - log_probs_T).detach().sum(), count),
-        "actor/pg_clipfrac": ((clipped > unclipped).sum(), count),
-        "actor/pg_clipfrac_lower": (lower.sum(), count),
-    }
-    return loss, metrics
-
-
 def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: str) -> torch.Tensor:
     """[T] estimate of KL(policy || reference) from the sampled tokens alone (Schulman, "Approximating KL divergence").
 
-    k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref, clamped to +-20 and the k3 result
-    to +-10.
+    k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref. k3 grows exponentially: there d is
+    clamped to +-20 and the result to +-10. The others are not clamped, so that a policy far from the reference is still
+    pulled back (as in verl).
     """
-    difference = (log_probs_T - ref_log_probs_T).clamp(-20.0, 20.0)
+    difference = log_probs_T - ref_log_probs_T
     if kind == "k1":
         return difference
     if kind == "abs":
@@ -99,5 +68,6 @@ def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: s
     if kind == "k2":
         return 0.5 * difference**2
     if kind == "k3":
-        return ((-difference).exp() + difference - 1).clamp(-10.0, 10.0)
+        clamped = difference.clamp(-20.0, 20.0)
+        return ((-clamped).exp() + clamped - 1).clamp(-10.0, 10.0)
     raise ValueError(f"kl_loss_type {kind!r}")

@@ -28,6 +28,12 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     return cast(RunConfig, _build_group(RunConfig(), values, ""))
 
 
+def build_options(defaults: Any, values: Mapping[str, Any], key: str) -> Any:
+    """A dataclass with what is given in `values`, the mapping at `key`, in place of its `defaults`. ConfigError: as
+    `build`."""
+    return _build_group(defaults, values, key)
+
+
 def to_plain(value: Any) -> Any:
     """Dataclasses -> dicts and tuples -> lists, all the way down: what YAML and JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

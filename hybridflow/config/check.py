@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import num_experts
-from hybridflow.config import check_backend, check_engines, check_files, check_lora, derived, roles
+from hybridflow.config import check_backend, check_engines, check_entries, check_files, check_lora, derived, roles
 from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
 from hybridflow.errors import ConfigError
 
@@ -68,6 +68,7 @@ NOT_NEGATIVE = (
     "actor.lora.rank",
     "actor.kl_loss_coef",
     "algorithm.kl_coef",
+    "rollout.max_restarts",
     "rollout.sync.max_retries",
     "sft.steps",
     "reward_training.steps",
@@ -106,9 +107,9 @@ def check(config: RunConfig, job: str = "train") -> None:
 
 def problems(config: RunConfig, job: str = "train") -> list[str]:
     """Every problem as one line; empty when the configuration can run."""
-    found = [*_numbers(config), *_names(config)]
+    found = [*_numbers(config), *_names(config), *check_entries.problems(config)]
     if found:
-        return found  # the checks below divide by these numbers
+        return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(
             _layout,

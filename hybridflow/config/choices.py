@@ -63,7 +63,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "reward_model.placement": _PLACEMENT,
     "teacher.placement": _PLACEMENT,
     "reward_model.squash": ("none", "sigmoid", "standard"),
-    "algorithm.adv_estimator": ("grpo", "gae"),
     "algorithm.kl_penalty": _KL,
     "trainer.resume": ("auto", "disable"),
     "trainer.loggers": ("console", "jsonl", "tensorboard"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.entries import ESTIMATORS
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -145,7 +146,7 @@ def has_own_reference(config: RunConfig) -> bool:
 
 def has_critic(config: RunConfig) -> bool:
     """Whether advantages are measured against the values of a critic."""
-    return config.algorithm.adv_estimator == "gae"
+    return ESTIMATORS.get(config.algorithm.adv_estimator).needs_critic
 
 
 def has_reward_model(config: RunConfig) -> bool:

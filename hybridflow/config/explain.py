@@ -178,7 +178,7 @@ def _critic(config: RunConfig) -> list[str]:
             f"x score + reward_model.weight {config.reward_model.weight:g} x its score"
         )
     if not derived.has_critic(config):
-        return ["Critic: none (algorithm.adv_estimator is not gae)", model]
+        return [f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} needs none)", model]
     mini, n, dp = (
         derived.critic_mini_batch_size(config),
         config.rollout.n,

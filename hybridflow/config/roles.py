@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridflow.config import derived
+from hybridflow.config import check_entries, derived
 from hybridflow.config.derived import Role
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError
@@ -16,7 +16,7 @@ def problems(config: RunConfig, job: str) -> list[str]:
     """Every problem as one line, for `hybridflow train` or `train-reward`."""
     found: list[str] = []
     if job == "train":
-        found += _steering(config)
+        found += [*_steering(config), *check_entries.sample_problems(config)]
         if derived.has_critic(config):
             found += [*_role(config, "critic"), *_critic_batches(config)]
         elif config.trainer.critic_warmup:

@@ -138,6 +138,8 @@ class ActorConfig:
     # none | selective | full: activations computed again in the backward pass (attention's core, or whole layers)
     recompute: str = "none"
     on_nonfinite: str = "stop"  # stop | skip: what to do with an update whose loss or gradient is NaN or infinite
+    policy_loss: str = "ppo"  # a name, or path/to/file.py:name (CONTRIBUTING.md says what it holds)
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)  # of the loss, besides the keys of this section
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float | None = 3.0  # dual clip; None switches it off
@@ -180,7 +182,7 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value model of `algorithm.adv_estimator: gae`. Its architecture is the policy's, with a scalar head."""
+    """The value model, where `algorithm.adv_estimator` needs one (gae): as the policy, with a scalar head."""
 
     path: str | None = (
         None  # HF folder (*ForTokenClassification, or a causal model: fresh head); None: the policy as RL begins
@@ -232,7 +234,9 @@ class RewardTrainingConfig:
 class AlgorithmConfig:
     """How rewards become advantages."""
 
-    adv_estimator: str = "grpo"  # grpo: compared within a prompt's samples | gae: against the critic's values (PPO)
+    # grpo: compared within a prompt's samples | gae: against a critic's values (PPO) | path/to/file.py:name
+    adv_estimator: str = "grpo"
+    adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
     norm_adv_by_std: bool = True  # grpo; False: Dr.GRPO
     gamma: float = 1.0  # gae: discount of a token
     lam: float = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
@@ -293,6 +297,7 @@ class RolloutConfig:
     mem_fraction_static: float = 0.1
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
+    max_restarts: int = 3  # of one engine within an hour; then it is given up, and the others go on
     sync: SyncConfig = field(default_factory=SyncConfig)
     logprob_diff_bound: float | None = (
         0.01  # stop when mean |rollout - trainer| log-prob of a step exceeds it; None: never

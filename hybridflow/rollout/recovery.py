@@ -15,6 +15,7 @@ from typing import Protocol
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
@@ -37,13 +38,13 @@ class RestartingRollouts:
 
     Args:
         engines, weights: what is carried on.
-        max_restarts: how many times in this process; 0 lets the first loss end the job.
+        max_restarts: how many times within an hour; 0 lets the first loss end the job.
         told: about each restart, in one line.
     """
 
     def __init__(self, engines: Engines, weights: WeightSync, max_restarts: int, told: Callable[[str], None]) -> None:
         self.engines, self.weights, self._told = engines, weights, told
-        self._left = max_restarts
+        self._restarts = RestartLimit(max_restarts)
         self._version = -1
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
@@ -85,10 +86,9 @@ class RestartingRollouts:
 
     def _restart(self, error: HybridFlowError) -> None:
         """Have workers again, if it is them; raise `error` when this was tried often enough."""
-        if self._left < 1:
+        if not self._restarts.take():
             raise error
-        self._left -= 1
-        log.warning("no engine is left; they start again (%d more times): %s", self._left, error)
+        log.warning("no engine is left; they start again (%d more times this hour): %s", self._restarts.left, error)
         self._told(str(error).splitlines()[0])
         if not self.engines.workers_alive():
             self.engines.restart_workers()

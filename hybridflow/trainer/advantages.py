@@ -4,19 +4,31 @@ model scores."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hybridflow.algorithms.advantages import grpo_advantages
-from hybridflow.algorithms.gae import gae, token_rewards, whiten
+from hybridflow.algorithms.estimators.base import Samples
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.algorithms.rewards import sums_of_rows, token_rewards
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.entries import ESTIMATORS, estimator_options
 from hybridflow.config.schema import RunConfig
-from hybridflow.trainer.metrics import spread, spread_over_tokens
+from hybridflow.dispatch import DataflowStep
+from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
+
+
+def advantages_step(config: RunConfig) -> DataflowStep:
+    """The columns that the step reads and writes under this configuration."""
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
+    penalty = ("old_log_probs", "ref_log_probs") if config.algorithm.kl_coef else ()
+    model = ("rm_scores",) if derived.has_reward_model(config) else ()
+    returns = ("returns",) if estimator.needs_critic else ()
+    reads = dict.fromkeys(("response_ids", "scores", "uid", *model, *penalty, *estimator.reads))
+    return DataflowStep("advantages", tuple(reads), ("rewards", "advantages", *returns))
 
 
 class Advantages:
@@ -24,26 +36,20 @@ class Advantages:
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.algorithm = config, config.algorithm
+        self.estimator, self.options = ESTIMATORS.get(self.algorithm.adv_estimator), estimator_options(self.algorithm)
         self.control = KlControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.model_scores = ModelScores(config.reward_model)
         self.metrics: dict[str, float] = {}
 
     def add(self, batch: DataProto) -> DataProto:
-        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with `gae`,
-        returns too."""
+        """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with a
+        critic, returns too."""
         self.metrics = {}
-        lengths, scores = np.asarray(batch.lengths("response_ids")), self._scores(batch)
-        found = self._by_pieces(batch, torch.from_numpy(lengths.astype(np.int64)), torch.from_numpy(scores))
-        rewards = scores - found.penalties.numpy()
-        if self.algorithm.adv_estimator == "gae":
-            advantages = Jagged.from_lengths(whiten(found.advantages).numpy(), lengths)
-            return batch.with_columns(
-                rewards=rewards, advantages=advantages, returns=Jagged.from_lengths(found.returns.numpy(), lengths)
-            )
-        values = grpo_advantages(
-            torch.from_numpy(rewards), torch.tensor(batch["uid"]), norm_by_std=self.algorithm.norm_adv_by_std
-        ).numpy()
-        return batch.with_columns(rewards=rewards, advantages=spread_over_tokens(values, lengths))
+        samples = self._samples(batch)
+        advantages, returns = self.estimator.function(samples, self.options)
+        offsets = torch.cat([samples.lengths.new_zeros(1), samples.lengths.cumsum(0)])
+        found = {"advantages": (advantages, offsets)} | ({} if returns is None else {"returns": (returns, offsets)})
+        return batch.with_torch(rewards=samples.scores, **found)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
@@ -69,52 +75,29 @@ class Advantages:
         self.metrics["reward_model/share"] = share_of_variance(added, scores + added)
         return scores + added
 
-    def _by_pieces(self, batch: DataProto, lengths_B: torch.Tensor, scores_B: torch.Tensor) -> _Found:
-        """Row by row; of columns that lie in the object store only a piece is here at a time. Moves the KL coefficient
-        on."""
-        algorithm, coefficient, with_values = self.algorithm, self.control.value, self.algorithm.adv_estimator == "gae"
-        names = (
-            *(("old_log_probs", "ref_log_probs") if algorithm.kl_coef else ()),
-            *(("values",) if with_values else ()),
+    def _samples(self, batch: DataProto) -> Samples:
+        """What the estimator is given. Moves the KL coefficient on."""
+        lengths, scores = torch.tensor(batch.lengths("response_ids")), torch.from_numpy(self._scores(batch))
+        mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
+        penalties = self._penalties(batch, lengths, mask)
+        return Samples(
+            scores=scores - sums_of_rows(penalties, lengths),
+            rewards=token_rewards(scores, penalties, lengths, mask),
+            groups=torch.tensor(batch["uid"]),
+            lengths=lengths,
+            mask=mask,
+            columns={name: batch.torch(name)[0] for name in self.estimator.reads},
         )
-        parts, start, kl_total = [], 0, 0.0
-        for piece in batch.pieces(names) if names else ():
-            rows = slice(start, start + len(piece))
-            lengths, start = lengths_B[rows], start + len(piece)
-            divergence = self._divergence(piece) if algorithm.kl_coef else torch.zeros(int(lengths.sum()))
-            row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            sums = torch.zeros(len(lengths)).index_add_(0, row, divergence)
-            kl_total += float((sums / lengths.clamp(min=1)).sum())
-            pair = (torch.zeros(0), torch.zeros(0))
-            if with_values:
-                token = token_rewards(scores_B[rows], coefficient * divergence, lengths)
-                pair = gae(
-                    token,
-                    torch.from_numpy(np.array(piece.jagged("values").values)),
-                    lengths,
-                    gamma=algorithm.gamma,
-                    lam=algorithm.lam,
-                )
-            parts.append((coefficient * sums, *pair))
-        if algorithm.kl_coef:
-            kl = kl_total / max(len(lengths_B), 1)
-            self.control.update(kl, len(lengths_B))
-            self.metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
-        if not parts:
-            return _Found(torch.zeros(len(lengths_B)), torch.zeros(0), torch.zeros(0))
-        return _Found(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _divergence(self, piece: DataProto) -> torch.Tensor:
-        old, reference = (
-            torch.from_numpy(np.array(piece.jagged(name).values)) for name in ("old_log_probs", "ref_log_probs")
-        )
-        return kl_penalty(old, reference, self.algorithm.kl_penalty)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """KL penalty of each row [B]; advantages (not whitened) and returns of each token [T], with a critic."""
-
-    penalties: torch.Tensor
-    advantages: torch.Tensor
-    returns: torch.Tensor
+    def _penalties(self, batch: DataProto, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+        """[T] what each token's divergence from the reference takes off its reward; moves the KL coefficient on."""
+        coefficient = self.control.value
+        if not self.algorithm.kl_coef:
+            return torch.zeros(len(mask_T))
+        old, reference = (batch.torch(name)[0] for name in ("old_log_probs", "ref_log_probs"))
+        divergence = kl_penalty(old, reference, self.algorithm.kl_penalty).where(mask_T, 0.0)
+        sampled = sums_of_rows(mask_T.float(), lengths_B)
+        kl = float((sums_of_rows(divergence, lengths_B) / sampled.clamp(min=1)).sum()) / max(len(lengths_B), 1)
+        self.control.update(kl, len(lengths_B))
+        self.metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        return coefficient * divergence

@@ -17,8 +17,10 @@ from hybridflow.device.residency import Part
 from hybridflow.dispatch import DataflowStep, check_dataflow
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
+from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
+from hybridflow.workers.losses import policy_loss_columns
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.teacher import TeacherWorker
@@ -56,12 +58,7 @@ class PolicyGroup:
     def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
         """See TrainGroup."""
         rows = derived.samples_per_mini_batch(self.config) // derived.data_parallel_size(self.config)
-        columns = ["prompt_ids", "response_ids", "old_log_probs", "advantages"]
-        if "ref_log_probs" in batch:
-            columns.append("ref_log_probs")
-        if derived.replays_routes(self.config):
-            columns.append(ROUTES)
-        share = batch.select(columns).reorder(self._order(batch))
+        share = batch.select(update_step(self.config).reads).reorder(self._order(batch))
         reports = self.group.run(PolicyWorker.update_policy, share, rows, seed)
         observed = self._observed(batch)
         return [merge(rank_reports, observed) for rank_reports in zip(*reports, strict=True)]
@@ -113,36 +110,35 @@ class PolicyGroup:
         return as_batch(self.group.run(method, batch.reorder(order))).reorder(np.argsort(order))
 
 
+def update_step(config: RunConfig) -> DataflowStep:
+    """The columns that an update of the policy reads."""
+    routes = (ROUTES,) if derived.replays_routes(config) else ()
+    return DataflowStep("update", ("prompt_ids", "response_ids", *policy_loss_columns(config.actor), *routes))
+
+
 def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the
     column."""
-    with_reference = derived.needs_reference(config)
-    written = ("old_log_probs", "ref_log_probs") if with_reference else ("old_log_probs",)
-    routes = (ROUTES,) if derived.replays_routes(config) else ()
-    critic, model = derived.has_critic(config), derived.has_reward_model(config)
+    critic = derived.has_critic(config)
     reference = (
         ReferenceWorker.compute_ref_log_probs
         if derived.has_own_reference(config)
         else PolicyWorker.compute_ref_log_probs
     )
-    teacher = [TeacherWorker.compute_teacher_top] if derived.has_teacher(config) else []
-    inputs = ("scores", "uid", *(["values"] if critic else []), *(["rm_scores"] if model else []))
     check_dataflow(
         [
             generate_method(config),
             DataflowStep(
                 "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
             ),
-            *([RewardModelWorker.compute_scores] if model else []),
+            *([RewardModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             _log_prob_method(config),
-            *([reference] if with_reference else []),
-            *teacher,
+            *([reference] if derived.needs_reference(config) else []),
+            *([TeacherWorker.compute_teacher_top] if derived.has_teacher(config) else []),
             *([CriticWorker.compute_values] if critic else []),
-            DataflowStep(
-                "advantages", (*inputs, *written), ("rewards", "advantages", *(["returns"] if critic else []))
-            ),
+            advantages_step(config),
             *([CriticWorker.update_critic] if critic else []),
-            DataflowStep("update", ("prompt_ids", "response_ids", "advantages", *written, *routes)),
+            update_step(config),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
     )

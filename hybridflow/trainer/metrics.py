@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto
 from hybridflow.trainer.protocols import Update
 
 
@@ -115,11 +115,6 @@ def _update_means(updates: Sequence[Update], role: str, loss: str) -> dict[str, 
     metrics[f"{role}/lr"] = updates[-1].lr
     metrics[f"{role}/skipped_updates"] = float(sum(not update.applied for update in updates))
     return metrics
-
-
-def spread_over_tokens(values_B: np.ndarray, lengths_B: np.ndarray) -> Jagged:
-    """A value per sample as a jagged column with that value at each of its tokens."""
-    return Jagged.from_lengths(np.repeat(values_B.astype(np.float32), lengths_B), lengths_B)
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.algorithms.losses import Metrics, ResponseTokens, aggregate, kl_penalty, ppo_token_loss
+from hybridflow.algorithms.losses import Metrics, ResponseTokens, aggregate, kl_penalty
+from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
+from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
 from hybridflow.config.schema import ActorConfig, CriticConfig
 
 
@@ -13,56 +15,43 @@ def sft_loss(
     log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
 ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
     """Cross-entropy of the response tokens."""
-    total, count = aggregate(-log_probs, micro.lengths, "token-mean")
-    return total, count, {}
+    return *aggregate(-log_probs, micro.lengths, "token-mean"), {}
 
 
 class PolicyLoss:
-    """PPO's clipped surrogate, minus an entropy bonus, plus a KL penalty to the reference, by the actor's
-    configuration."""
+    """The configured policy loss, minus an entropy bonus, plus a KL penalty to the reference."""
 
     def __init__(self, config: ActorConfig) -> None:
-        self.config = config
+        self.config, self.options = config, policy_loss_options(config)
+        self.function = POLICY_LOSSES.get(config.policy_loss).function
+        self.columns = policy_loss_columns(config)
         self.with_entropy = config.entropy_coef != 0
-        self.with_reference = config.kl_loss_coef != 0
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Per-token columns that the loss reads."""
-        return (
-            ("old_log_probs", "advantages", "ref_log_probs") if self.with_reference else ("old_log_probs", "advantages")
-        )
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """See `algorithms.losses.LossFunction`."""
-        config, columns = self.config, micro.columns
-        loss, metrics = ppo_token_loss(
-            log_probs,
-            columns["old_log_probs"],
-            columns["advantages"],
-            clip_low=config.clip_ratio_low,
-            clip_high=config.clip_ratio_high,
-            clip_c=config.clip_ratio_c,
-        )
-        metrics["actor/pg_loss"] = self._metric(loss, micro)
+        """Loss sum, count and metrics of a micro-batch; `algorithms.losses.LossFunction`."""
+        config = self.config
+        loss, reported = self.function(Tokens(log_probs, micro.lengths, micro.columns), self.options)
+        metrics = {name: (values.detach().sum(), micro.lengths.sum()) for name, values in reported.items()}
+        metrics["actor/pg_loss"] = aggregate(loss.detach(), micro.lengths, config.loss_agg_mode)
         if self.with_entropy and entropy is not None:
             loss = loss - config.entropy_coef * entropy
-        if self.with_reference:
-            penalty = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
-            metrics["actor/kl_loss"] = self._metric(penalty, micro)
+        if config.kl_loss_coef:
+            penalty = kl_penalty(log_probs, micro.columns["ref_log_probs"], config.kl_loss_type)
+            metrics["actor/kl_loss"] = aggregate(penalty.detach(), micro.lengths, config.loss_agg_mode)
             loss = loss + config.kl_loss_coef * penalty
-        total, count = aggregate(loss, micro.lengths, config.loss_agg_mode)
-        return total, count, metrics
+        return *aggregate(loss, micro.lengths, config.loss_agg_mode), metrics
 
-    def _metric(self, values: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        total, count = aggregate(values.detach(), micro.lengths, self.config.loss_agg_mode)
-        return total, count
+
+def policy_loss_columns(config: ActorConfig) -> tuple[str, ...]:
+    """Columns over response tokens that an update of the policy reads."""
+    reads = POLICY_LOSSES.get(config.policy_loss).reads
+    return tuple(dict.fromkeys((*reads, *(("ref_log_probs",) if config.kl_loss_coef else ()))))
 
 
 class ValueLoss:
-    """The critic's clipped regression towards the returns, by its configuration; see `mcore.value_model.ScalarLoss`."""
+    """The critic's clipped regression towards the returns; a `mcore.value_model.ScalarLoss`."""
 
     columns = ("values", "returns")
 
@@ -74,12 +63,11 @@ class ValueLoss:
         loss, metrics = value_token_loss(
             values, micro.columns["values"], micro.columns["returns"], clip=self.config.cliprange_value
         )
-        total, count = aggregate(loss, micro.lengths, self.config.loss_agg_mode)
-        return total, count, metrics
+        return *aggregate(loss, micro.lengths, self.config.loss_agg_mode), metrics
 
 
 class PairLoss:
-    """The reward model's comparison of chosen and rejected answers; see `mcore.value_model.ScalarLoss`."""
+    """The reward model's comparison of chosen and rejected answers; a `mcore.value_model.ScalarLoss`."""
 
     def __call__(self, scores: torch.Tensor, micro: ResponseTokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Scores of pairs one after another [2 n]."""

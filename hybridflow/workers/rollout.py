@@ -78,7 +78,8 @@ class RolloutWorker:
         self._sync_store, self._plan = ("", 0), ""
         self._described: EngineLayout | None = None
         self._served_life = -1  # the engine's life that holds whole weights; -1: none does
-        self.keeper = EngineKeeper(spec, context.log_path.with_name(f"{spec.name}.log"), self._check_layout, nodes)
+        log_path = context.log_path.with_name(f"{spec.name}.log")
+        self.keeper = EngineKeeper(spec, log_path, self._check_layout, config.max_restarts, nodes)
 
     def mesh_position(self) -> MeshPosition:
         """Engines are data-parallel: each takes a share of the prompts."""

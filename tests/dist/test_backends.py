@@ -17,8 +17,9 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
 from hybridflow.sync.schedule import plan_and_prove
+from tests.dist.harness.oracle import oracle
 from tests.dist.harness.ranks import FSDP, MEGATRON, run_ranks
-from tests.dist.test_mcore import DENSE, LLAMA, oracle
+from tests.models import DENSE, LLAMA
 from tests.unit.reshard.reshard_cases import engine_buffers, execute
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hybridflow.saving.manifest import Manifest, problems_of
-from tests.dist.cases.mcore import TINY
+from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import run_ranks
+from tests.models import TINY
 
 pytestmark = pytest.mark.slow
-FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 OTHER = {"wider": {"hidden_size": 64}, "foreign": {"model_type": "llama"}}
 Results = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 

@@ -26,61 +26,9 @@ from hybridflow.engines.sglang.server import EngineServer, EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.ranks import free_port
 from tests.dist.harness.sync_world import SyncWorld
+from tests.models import ENGINE_DEEPSEEK, ENGINE_MOE, ENGINE_MOONLIGHT
 
 pytestmark = pytest.mark.slow
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-QWEN = {
-    **SIZES,
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
-DEEPSEEK = {
-    **SIZES,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 0,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
-MOONLIGHT = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
 ONLY_PUBLISHED = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
@@ -155,14 +103,14 @@ def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
-        pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
-        pytest.param(DEEPSEEK, {"tensor": 2}, id="deepseek-tp2", marks=pytest.mark.full),
-        pytest.param(QWEN, {"tensor": 2, "expert": 2}, id="qwen3-moe-tp2-ep2", marks=pytest.mark.full),
-        pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
-        pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
-        pytest.param(QWEN, {"tensor": 2, "data_attention": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
+        pytest.param(ENGINE_DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2"),
+        pytest.param(ENGINE_DEEPSEEK, {"tensor": 2}, id="deepseek-tp2", marks=pytest.mark.full),
+        pytest.param(ENGINE_MOE, {"tensor": 2, "expert": 2}, id="qwen3-moe-tp2-ep2", marks=pytest.mark.full),
+        pytest.param(ENGINE_MOE, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
+        pytest.param(ENGINE_DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
+        pytest.param(ENGINE_MOE, {"tensor": 2, "data_attention": 2}, id="qwen3-moe-tp2-dpa2", marks=pytest.mark.full),
         pytest.param(
-            DEEPSEEK,
+            ENGINE_DEEPSEEK,
             {"tensor": 2, "data_attention": 2, "expert": 2},
             id="deepseek-tp2-dpa2-ep2",
             marks=pytest.mark.full,
@@ -184,22 +132,22 @@ def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], sha
     ("model", "shape"),
     [
         # `test_weight_layouts` brings slices of this family to such an engine, too
-        pytest.param(DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2", marks=pytest.mark.full),
+        pytest.param(ENGINE_DEEPSEEK, {"tensor": 2, "expert": 2}, id="deepseek-tp2-ep2", marks=pytest.mark.full),
         pytest.param(
-            DEEPSEEK,
+            ENGINE_DEEPSEEK,
             {"tensor": 2, "data_parallel_attention": 2, "expert": 2},
             id="deepseek-tp2-dpa2",
             marks=pytest.mark.full,
         ),
         pytest.param(
-            QWEN,
+            ENGINE_MOE,
             {"tensor": 2, "data_parallel_attention": 2, "expert": 2},
             id="qwen3-moe-tp2-dpa2",
             marks=pytest.mark.full,
         ),
-        pytest.param(QWEN, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
-        pytest.param(DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
-        pytest.param(QWEN, {"tensor": 2, "pipeline": 2}, id="qwen3-moe-tp2-pp2", marks=pytest.mark.full),
+        pytest.param(ENGINE_MOE, {"pipeline": 2}, id="qwen3-moe-pp2", marks=pytest.mark.full),
+        pytest.param(ENGINE_DEEPSEEK, {"pipeline": 2}, id="deepseek-pp2", marks=pytest.mark.full),
+        pytest.param(ENGINE_MOE, {"tensor": 2, "pipeline": 2}, id="qwen3-moe-tp2-pp2", marks=pytest.mark.full),
     ],
 )
 def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
@@ -217,7 +165,7 @@ def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any
 
 def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moonlight (no query latent, plain rotary embedding), updated by a loader of ours."""
-    first, second = (save(tmp_path / name, MOONLIGHT, seed) for seed, name in enumerate(("first", "second")))
+    first, second = (save(tmp_path / name, ENGINE_MOONLIGHT, seed) for seed, name in enumerate(("first", "second")))
     monkeypatch.setenv("TEST_WEIGHTS", str(second / "model.safetensors"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     loader = "tests.dist.harness.engine_loaders.load_in_place"
@@ -244,7 +192,7 @@ def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
 ) -> None:
     """As `rollout.nodes_per_engine` has it: a worker a node, a server each. The server of the second node may be killed
     in between."""
-    world = SyncWorld(QWEN, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path)
+    world = SyncWorld(ENGINE_MOE, {"ranks": 2, "pipeline": 2}, [{shape: 2, "nodes_per_engine": 2}], tmp_path)
     try:
         world.configure(pause="abort")  # which a pipeline needs
         assert world.sync.sync(world.train(1)).stale == {}
@@ -276,7 +224,7 @@ def _kill_and_wait(world: SyncWorld, session: int) -> None:
 @pytest.mark.full
 def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
     """Two servers on this machine, one a node, with one rank each."""
-    model = save(tmp_path / "model", DEEPSEEK, 0)
+    model = save(tmp_path / "model", ENGINE_DEEPSEEK, 0)
     spec = EngineSpec(
         name="first", model_path=str(model), tensor=2, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}"
     )

@@ -17,25 +17,12 @@ from safetensors.torch import load_file, save_file
 from hybridflow.cli.main import main
 from hybridflow.errors import CheckpointError
 from hybridflow.saving.checkpoint_source import CheckpointFolder
-from tests.dist.cases.mcore import TINY
+from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import NOTHING, run_ranks
+from tests.models import BIG, TINY
 
 pytestmark = pytest.mark.slow
-FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 SHARD = 40_000  # bytes
-BIG = {
-    **TINY,
-    "model_type": "qwen3",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "intermediate_size": 2048,
-    "head_dim": 64,
-}
-BIG = {key: value for key, value in BIG.items() if "expert" not in key} | {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
 MIB = 1 << 20
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -18,34 +17,11 @@ from safetensors.torch import save_file
 from hybridflow.models.fp8 import BlockQuantisation
 from tests.dist.harness.sync_senders import tensors_of
 from tests.dist.harness.sync_world import SyncWorld
+from tests.models import FP8_MOE
 from tests.unit.reshard.fp8_cases import forms_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 FP8 = BlockQuantisation((8, 8))
-QWEN: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 
 
 def quantised_folder(world: SyncWorld, seed: int, folder: Path) -> Path:
@@ -60,7 +36,7 @@ def quantised_folder(world: SyncWorld, seed: int, folder: Path) -> Path:
 
 def test_engines_in_fp8_hold_what_a_cold_start_from_a_quantised_checkpoint_loads(tmp_path: Path) -> None:
     world = SyncWorld(
-        QWEN, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, [1, {"tensor": 2, "expert": 2}], tmp_path, FP8
+        FP8_MOE, {"ranks": 4, "tensor": 2, "pipeline": 2, "expert": 2}, [1, {"tensor": 2, "expert": 2}], tmp_path, FP8
     )
     try:
         assert "no tensor unused" in world.plan_line

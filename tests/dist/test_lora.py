@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 from hybridflow.cli.main import main
 from tests.dist.cases.lora import CASES, LORA, MUTANTS
-from tests.dist.cases.mcore import TINY, batch_of
 from tests.dist.cases.parity import ROWS
+from tests.dist.harness.policies import batch_of
 from tests.dist.harness.ranks import run_ranks
-from tests.dist.test_mcore import DEEPSEEK
+from tests.models import DEEPSEEK, TINY
 
 pytestmark = pytest.mark.slow
 DENSE = {**TINY, "model_type": "qwen3", "tie_word_embeddings": True, "architectures": ["Qwen3ForCausalLM"]}

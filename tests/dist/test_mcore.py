@@ -2,100 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from tests.dist.cases.mcore import TINY, TOP, batch_of
+from tests.dist.cases.mcore import TOP
+from tests.dist.harness.oracle import oracle
+from tests.dist.harness.policies import FULL, FULL_DENSE, batch_of
 from tests.dist.harness.ranks import run_ranks
+from tests.models import DEEPSEEK, DENSE, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, TINY
 
 pytestmark = pytest.mark.slow
-FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
-FULL_DENSE = {"tensor": 2, "pipeline": 2, "sequence": True}
-DENSE = {**TINY, "model_type": "qwen3", "tie_word_embeddings": True}
-SIZES = {
-    key: value
-    for key, value in TINY.items()
-    if "expert" not in key and key not in ("decoder_sparse_step", "mlp_only_layers")
-}
-LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-QWEN2 = {**SIZES, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-GLM4 = {
-    **SIZES,
-    "model_type": "glm4_moe",
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": True,
-    "attention_bias": True,
-}
-# the published shape of a config: yarn, groups of experts, a first dense layer; head widths differ for keys and values
-DEEPSEEK = {
-    **SIZES,
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "attention_bias": False,
-    "num_nextn_predict_layers": 1,
-    "hidden_act": "silu",
-    "rope_interleave": True,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-    },
-}
-del DEEPSEEK["head_dim"]
-MOONLIGHT = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
-
-
-def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Response log-probs, entropies and log-probs of the whole vocabulary by transformers, one sequence at a time."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    batch, log_probs, entropies, wholes = batch_of(12, 3), [], [], []
-    for i in range(len(batch)):
-        prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
-        ids = torch.from_numpy(np.concatenate([prompt, response]))
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
-        distribution = logits.log_softmax(-1)
-        log_probs.append(distribution.gather(-1, torch.tensor(response)[:, None])[:, 0].numpy())
-        entropies.append(-(distribution.exp() * distribution).sum(-1).numpy())
-        wholes.append(distribution.numpy())
-    return np.concatenate(log_probs), np.concatenate(entropies), np.concatenate(wholes)
 
 
 @pytest.mark.parametrize(

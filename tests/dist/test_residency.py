@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.dist.cases.mcore import TINY
+from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import NOTHING, run_ranks
-from tests.dist.test_mcore import FULL
+from tests.models import LARGE, TINY, WITHOUT_VOCABULARY
 
 pytestmark = pytest.mark.slow
-# large enough that what stays (a Python process) does not drown what goes
-LARGE = {
-    **TINY,
-    "hidden_size": 256,
-    "head_dim": 64,
-    "moe_intermediate_size": 256,
-    "intermediate_size": 512,
-    "vocab_size": 4096,
-}
-WITHOUT_VOCABULARY = {**LARGE, "moe_intermediate_size": 1024}  # the last stage of a value role has no output layer
 ALL = ["gradients", "optimizer", "reference", "weights"]
 
 

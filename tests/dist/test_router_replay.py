@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.cases.mcore import TINY
+from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import run_ranks
-from tests.dist.test_mcore import FULL, GLM4
+from tests.models import DENSE_UNTIED, GLM4, TINY
 
 pytestmark = pytest.mark.slow
 
@@ -87,5 +87,5 @@ def test_what_cannot_be_replayed_is_an_error_that_says_why() -> None:
     assert "router replay is not live" in said["twice"]
     assert "router replay is not live" in said["not asked"]
     assert all(line.startswith("RouterReplayError: ") for name, line in said.items() if not name.startswith("fine"))
-    [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf={**TINY, "model_type": "qwen3"})
+    [said] = run_ranks(1, "tests.dist.cases.replay:broken", parallel={}, hf=DENSE_UNTIED)
     assert "needs a mixture of experts" in said["fine"]

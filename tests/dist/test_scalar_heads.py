@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.cases.mcore import TINY, batch_of
+from tests.dist.harness.policies import FULL, FULL_DENSE, batch_of
 from tests.dist.harness.ranks import run_ranks
-from tests.dist.test_mcore import DENSE, FULL, FULL_DENSE, LLAMA, QWEN2
+from tests.models import DENSE, LLAMA, QWEN2, TINY
 
 pytestmark = pytest.mark.slow
 TOKENS, SEQUENCE = "ForTokenClassification", "ForSequenceClassification"

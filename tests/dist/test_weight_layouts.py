@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dist.harness.sync_world import SyncWorld
-from tests.unit.reshard import reshard_cases as cases
+from tests.models import FAMILIES
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {
@@ -66,10 +66,10 @@ IN_MAKE_TEST = ("deepseek_v3",)  # `test_weight_sync` has a Qwen3-MoE, the main 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name in IN_MAKE_TEST else [pytest.mark.full]) for name in cases.MODELS],
+    params=[pytest.param(name, marks=[] if name in IN_MAKE_TEST else [pytest.mark.full]) for name in FAMILIES],
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
-    model = PUBLISHED | cases.MODELS[request.param] | OF_FAMILY.get(request.param, {})
+    model = PUBLISHED | FAMILIES[request.param] | OF_FAMILY.get(request.param, {})
     engines: list[Any] = [1, 1, 2]
     if is_sparse(model):
         engines.append({"tensor": 2, "expert": 2})

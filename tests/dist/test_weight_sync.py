@@ -25,32 +25,9 @@ from hybridflow.models import family_of
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.trainer import groups
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
+from tests.models import SYNC_MOE
 
 pytestmark = pytest.mark.slow
-MODEL = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "intermediate_size": 64,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 256,
-    "vocab_size": 331,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "hidden_act": "silu",
-}
 SHAPE = {"ranks": 2, "pipeline": 2}
 TENSORS = (1, 2)
 CLOSE = 1e-5
@@ -58,7 +35,7 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
-    built = SyncWorld(MODEL, SHAPE, TENSORS, tmp_path_factory.mktemp("sync"))
+    built = SyncWorld(SYNC_MOE, SHAPE, TENSORS, tmp_path_factory.mktemp("sync"))
     try:
         yield built
     finally:
@@ -77,7 +54,7 @@ def analytic_bytes(tensors: int) -> int:
     """What a TP engine's ranks hold of the model, by SGLang's conventions and nothing of ours: matrices are cut, the
     rest is repeated."""
     total = 0
-    for name, shape in family_of(MODEL).tensors().items():
+    for name, shape in family_of(SYNC_MOE).tensors().items():
         is_cut = len(shape) == 2 and "mlp.gate.weight" not in name
         total += prod(shape) * 4 * (1 if is_cut else tensors)
     return total

@@ -168,6 +168,17 @@ class Run:
             return False
 
 
+def pid_of(run: Run, log: Path) -> int:
+    """The process that writes this log."""
+    for pid, _ in list(run.seen):
+        try:
+            if any(Path(file.path) == log for file in psutil.Process(pid).open_files()):
+                return pid
+        except psutil.Error:
+            continue  # it ended meanwhile
+    raise AssertionError(f"nobody writes {log}")
+
+
 def _runs(pid: int, start: float) -> bool:
     try:
         process = psutil.Process(pid)

@@ -17,8 +17,7 @@ import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
-from tests.e2e.runs import Run
-from tests.e2e.test_worker_lost import pid_of
+from tests.e2e.runs import Run, pid_of
 
 STEPS, SAMPLES = 4, 8
 # Scores as the other whole runs do. It stands still in the validation at the end of certain steps, when the next thing

@@ -8,12 +8,11 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
-from tests.e2e.runs import Run
+from tests.e2e.runs import Run, pid_of
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -29,17 +28,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
             time.sleep(0.02)
     return sum(map(ord, solution_str)) % 7 / 7
 """
-
-
-def pid_of(run: Run, log: Path) -> int:
-    """The process that writes this log."""
-    for pid, _ in list(run.seen):
-        try:
-            if any(Path(file.path) == log for file in psutil.Process(pid).open_files()):
-                return pid
-        except psutil.Error:
-            continue  # it ended meanwhile
-    raise AssertionError(f"nobody writes {log}")
 
 
 def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(

@@ -12,10 +12,8 @@ from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.nodes import FirstNode
 from hybridflow.engines.sglang.server import EngineServer, EngineSpec, log_of_life
 from hybridflow.errors import EngineError, HybridFlowError
+from hybridflow.process.restart_limit import RestartLimit
 
-MAX_RESTARTS = (
-    3  # of one engine in one run: an engine that dies more often has a cause that another start does not remove
-)
 UP, STARTING, FAILED = "up", "starting", "failed"
 
 
@@ -37,14 +35,20 @@ class EngineKeeper:
         spec: what to serve.
         log_path: of the first life; later ones write `NAME.1.log`, `NAME.2.log` beside it.
         prepare: called with the client of every later life before it counts as up; raises one of our errors to fail it.
+        max_restarts: how many times within an hour; then the engine is given up.
         nodes: of an engine over several nodes: tells the others to start when this one does, and whether they run.
     """
 
     def __init__(
-        self, spec: EngineSpec, log_path: Path, prepare: Callable[[EngineClient], None], nodes: FirstNode | None = None
+        self,
+        spec: EngineSpec,
+        log_path: Path,
+        prepare: Callable[[EngineClient], None],
+        max_restarts: int,
+        nodes: FirstNode | None = None,
     ) -> None:
         self.spec, self.log_path, self._prepare, self.nodes = spec, log_path, prepare, nodes
-        self.life = 0
+        self.life, self._restarts = 0, RestartLimit(max_restarts)
         self._failure, self._reason = "", ""
         self._thread: threading.Thread | None = None
         self.server, self.client = self._start()
@@ -69,8 +73,10 @@ class EngineKeeper:
         """End what is left of the engine and start it again in the background; `state` tells when it is up."""
         if self._thread is not None or self._failure:
             return
-        if self.life >= MAX_RESTARTS:
-            self._failure = f"not started again after {MAX_RESTARTS} restarts: {reason}"
+        if not self._restarts.take():
+            self._failure = (
+                f"given up: rollout.max_restarts={self._restarts.most} allows no more restarts in this hour: {reason}"
+            )
             return
         self.life, self._reason = self.life + 1, reason
         self._thread = threading.Thread(target=self._replace, name=f"restart-{self.spec.name}", daemon=True)

@@ -13,7 +13,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, ClusterConfig, ModelConfig, OptimConfig, RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.reshard.layout import Catalog
-from tests.dist.cases.mcore import batch_of, weights_of
+from tests.dist.harness.policies import batch_of, weights_of
 
 ROWS = 8
 # a large epsilon: without it Adam turns rounding noise in a gradient near zero into a whole step of either sign

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config.schema import OptimConfig
-from tests.dist.cases.mcore import _policy, _share, batch_of, digest
+from tests.dist.harness.policies import batch_of, digest, policy_of, share_of
 
 
 def resumable(parallel: dict[str, Any], hf: dict[str, Any], eps: float = 1e-3) -> Any:
     """A policy with optimizer and reference. The large epsilon: see `parity_cases`."""
-    policy = _policy(parallel, hf)
+    policy = policy_of(parallel, hf)
     policy.set_optimizer(
         OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=eps)
     )
@@ -28,7 +28,7 @@ def steps(policy: Any, numbers: range) -> list[list[float]]:
 
     history = []
     for step in numbers:
-        batch = _share(batch_of(8, step))
+        batch = share_of(batch_of(8, step))
         _, info = policy.train_mini_batch(
             batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False
         )
@@ -120,7 +120,7 @@ def memory_of_export(parallel: dict[str, Any], hf: dict[str, Any], folder: str) 
 
     from hybridflow.mcore.hf_export import export
 
-    policy = _policy(parallel, hf)
+    policy = policy_of(parallel, hf)
     gc.collect()
     process, stop, peak = psutil.Process(), Event(), [0]
     before = process.memory_info().rss

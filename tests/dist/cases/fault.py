@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.cases.mcore import TINY, _policy, _share, batch_of
-
-DENSE = {**TINY, "model_type": "qwen3"}
+from tests.dist.harness.policies import batch_of, policy_of, share_of
+from tests.models import DENSE_UNTIED, TINY
 
 
 @contextlib.contextmanager
@@ -31,12 +30,12 @@ def faults(worlds: Any, folder: Path) -> dict[str, Any]:
     from hybridflow.mcore import model
 
     result: dict[str, Any] = {}
-    single = [(name, hf) for name, hf in (("moe", TINY), ("dense", DENSE))]
+    single = [(name, hf) for name, hf in (("moe", TINY), ("dense", DENSE_UNTIED))]
     expected = {}
     for name, hf in single:
         if worlds.mine(range(1)):
             with worlds.world(range(1)):
-                expected[name] = _norms(_policy({}, hf))
+                expected[name] = _norms(policy_of({}, hf))
     cases = (
         (
             "batched sends of two interleaved stages",
@@ -52,7 +51,7 @@ def faults(worlds: Any, folder: Path) -> dict[str, Any]:
         for key, context in (("ours", contextlib.nullcontext()), ("without", replaced(model, function, nothing))):
             if worlds.mine(range(2)):
                 with worlds.world(range(2)), context:
-                    result[title][key] = _norms(_policy(parallel, DENSE if name == "dense" else TINY))
+                    result[title][key] = _norms(policy_of(parallel, DENSE_UNTIED if name == "dense" else TINY))
     result["initial experts"] = _initial_experts(worlds)
     result["resumed optimizer"] = _resumed(worlds, folder)
     return result
@@ -67,7 +66,7 @@ def _norms(policy: Any, steps: range = range(2), fresh: bool = True) -> list[flo
         policy.set_optimizer(OptimConfig(lr=1e-2, adam_eps=1e-3))
     norms = []
     for step in steps:
-        batch = _share(batch_of(8, step))
+        batch = share_of(batch_of(8, step))
         norms.append(
             policy.train_mini_batch(batch, sft_loss, columns=(), max_tokens=16, temperature=1.0, with_entropy=False)[1][
                 "grad_norm"
@@ -84,7 +83,7 @@ def _initial_experts(worlds: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if worlds.mine(range(2)):
         with worlds.world(range(2)):
-            policy = _policy({"expert": 2}, TINY)
+            policy = policy_of({"expert": 2}, TINY)
             torch.manual_seed(1)
             upstream = ColumnParallelLinear(
                 8, 8, config=policy.stages[0].config, init_method=torch.nn.init.normal_, bias=False, is_expert=True
@@ -112,14 +111,14 @@ def _resumed(worlds: Any, folder: Path) -> dict[str, Any]:
     original, found = checkpoint.set_adam_step, {}
     if worlds.mine(range(2)):
         with worlds.world(range(2)):
-            policy = _policy({}, DENSE)
+            policy = policy_of({}, DENSE_UNTIED)
             _norms(policy)
             checkpoint.save(policy, folder / "resumed", phase="rl", step=2)
             found["expected"] = _norms(policy, range(2, 6), fresh=False)
     for key, function in (("ours", original), ("without", upstream)):
         if worlds.mine(range(2)):
             with worlds.world(range(2)), replaced(checkpoint, "set_adam_step", function):
-                policy = _policy({}, DENSE)
+                policy = policy_of({}, DENSE_UNTIED)
                 policy.set_optimizer(OptimConfig(lr=1e-2, adam_eps=1e-3))
                 checkpoint.load(policy, folder / "resumed")
                 found[key] = _norms(policy, range(2, 6), fresh=False)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig
-from tests.dist.cases.mcore import TINY, _policy, _share, batch_of
+from tests.dist.harness.policies import batch_of, policy_of, share_of
+from tests.models import DENSE_UNTIED
 
 ROWS = 12
 _POLICY = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5)
@@ -75,10 +76,10 @@ def _measure(cut: Cut, path: Path) -> dict[str, float]:
 
     # a dense model: what a mixture of experts chooses may flip with the last bit, and then no bound holds; and small
     # weights, since large ones amplify the rounding of activations (1.4e-6 at 0.2), which is not what this is about
-    policy = _policy({**cut.parallel, "distributed_optimizer": False}, {**TINY, "model_type": "qwen3"}, std=0.05)
+    policy = policy_of({**cut.parallel, "distributed_optimizer": False}, DENSE_UNTIED, std=0.05)
     batch = batch_with_columns(policy)
     batch = batch.reorder(np.arange(ROWS)[::-1]) if cut.is_reversed else batch
-    found = {name: _gradient(policy, _share(batch), config, cut.max_tokens) for name, config in LOSSES.items()}
+    found = {name: _gradient(policy, share_of(batch), config, cut.max_tokens) for name, config in LOSSES.items()}
     if cut is CUTS[0]:
         torch.save(found, path.with_suffix(".partial"))
         path.with_suffix(".partial").rename(path)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config.schema import OptimConfig
-from tests.dist.cases.mcore import _policy, _share, batch_of
-from tests.dist.test_mcore import DEEPSEEK
+from tests.dist.harness.policies import batch_of, policy_of, share_of
+from tests.models import DEEPSEEK
 
 ROWS, LAYERS, EXPERTS = 14, 4, 8
 
@@ -64,7 +64,7 @@ def loads() -> list[dict[str, Any]]:
 def _measure(cut: Cut) -> dict[str, Any]:
     from hybridflow.workers.losses import sft_loss
 
-    policy = _policy(cut.parallel, DEEPSEEK, expert_bias_update_rate=0.01, **cut.options)
+    policy = policy_of(cut.parallel, DEEPSEEK, expert_bias_update_rate=0.01, **cut.options)
     policy.set_optimizer(OptimConfig(lr=1e-9))
     result: dict[str, Any] = {"name": cut.name}
     if cut == CUTS[0]:
@@ -73,14 +73,14 @@ def _measure(cut: Cut) -> dict[str, Any]:
     with _noted(policy, counts):
         for step in range(2):  # nothing of the first pass is left for the second
             policy.train_mini_batch(
-                _share(batch_of(ROWS, step)),
+                share_of(batch_of(ROWS, step)),
                 sft_loss,
                 columns=(),
                 max_tokens=cut.max_tokens,
                 temperature=1.0,
                 with_entropy=False,
             )
-    micro_batches = policy._micro_batches(_share(batch_of(ROWS, 1)), cut.max_tokens, ())
+    micro_batches = policy._micro_batches(share_of(batch_of(ROWS, 1)), cut.max_tokens, ())
     padding = torch.tensor(float(sum((~micro.packed.real).sum() for micro in micro_batches)))
     for value in (counts, padding):
         dist.all_reduce(value)

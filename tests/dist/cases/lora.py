@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from hybridflow.config.schema import OptimConfig
 from tests.dist.cases.checkpoint import steps
-from tests.dist.cases.mcore import _policy
 from tests.dist.cases.parity import MODELS, Case, _log_probs, _train, _weights, wait_for
+from tests.dist.harness.policies import policy_of
 
 LORA = {"rank": 4, "alpha": 6.0}
 # of the weights. Another order of sums changes log-probs of these models by 2e-6; with 0.2, as elsewhere, and adapters'
@@ -92,10 +92,10 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Train adapters; what moved, and differences from one process (which comes first and writes its values)."""
-    policy = _policy(case.parallel, MODELS[case.model], STD, lora=LORA, **case.options)
+    policy = policy_of(case.parallel, MODELS[case.model], STD, lora=LORA, **case.options)
     result = {"name": case.name, "world": case.world, "trainable": policy.trainable_parameters}
     if case.world == 1:
-        base, found = _policy(case.parallel, MODELS[case.model], STD), _log_probs(policy)
+        base, found = policy_of(case.parallel, MODELS[case.model], STD), _log_probs(policy)
         result["begins_off_by"] = float((found - _log_probs(base)).abs().max())
         for (
             stage
@@ -186,7 +186,7 @@ def _optimized_or_with_gradient(policy: Any) -> list[str]:
 
 
 def _resumable(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
-    policy = _policy(parallel, hf, STD, lora=LORA)
+    policy = policy_of(parallel, hf, STD, lora=LORA)
     policy.set_optimizer(
         OptimConfig(lr=4e-3, lr_decay_style="linear", lr_decay_steps=9, weight_decay=0.1, adam_eps=1e-3)
     )
@@ -230,7 +230,7 @@ def load_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: str) ->
     checkpoint.load(policy, Path(folder) / "checkpoint")
     result = {"history": steps(policy, range(2, 5)), **_state(policy), "errors": []}
     for other in ({**LORA, "alpha": 5.0}, {**LORA, "targets": ("linear_proj",)}, None):
-        changed = _policy(parallel, hf, STD, lora=other)
+        changed = policy_of(parallel, hf, STD, lora=other)
         try:
             checkpoint.load(changed, Path(folder) / "checkpoint")
         except CheckpointError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from hybridflow.models.layout import Coordinates, LocalTensor, Piece
-from tests.dist.cases.mcore import _policy, batch_of, weights_of
+from tests.dist.harness.policies import batch_of, policy_of, weights_of
 
 Change = Callable[[LocalTensor], LocalTensor]
 
@@ -84,7 +84,7 @@ def log_prob_changes(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, f
     process."""
     found: dict[str, dict[str, float]] = {}
     for name, hf in models.items():
-        policy = _policy({}, hf)
+        policy = policy_of({}, hf)
         right = policy.log_probs(batch_of(4, 3), max_tokens=4096, temperature=1.0, with_entropy=False)[0].values
         found[name] = {}
         for mutation, change in MUTATIONS.items():

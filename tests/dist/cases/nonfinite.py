@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.cases.mcore import TINY, _policy, _share, batch_of, digest
+from tests.dist.harness.policies import batch_of, digest, policy_of, share_of
+from tests.models import TINY
 
 PARALLEL = {"pipeline": 2}  # and DP2: ranks 0, 1 hold the first stage, 2, 3 the second
 
@@ -53,7 +54,7 @@ def _watched(on_nonfinite: str) -> Any:
 
     from hybridflow.config.schema import OptimConfig
 
-    policy = _policy(PARALLEL, TINY, on_nonfinite=on_nonfinite)
+    policy = policy_of(PARALLEL, TINY, on_nonfinite=on_nonfinite)
     policy.set_optimizer(OptimConfig(lr=1e-2, lr_decay_style="linear", lr_decay_steps=9))
     policy.said = []
     handler = logging.Handler()
@@ -94,7 +95,7 @@ def _step(policy: Any, seed: int, kind: str = "") -> Any:
     if kind == "weight" and dist.get_rank() == 3:  # as if the gradient of a weight alone overflowed
         handles.append(policy.stages[0].decoder.final_layernorm.weight.register_hook(lambda grad: grad / 0.0))
     result = policy.train_mini_batch(
-        _share(batch_of(12, seed)), loss, columns=(), max_tokens=24, temperature=1.0, with_entropy=False
+        share_of(batch_of(12, seed)), loss, columns=(), max_tokens=24, temperature=1.0, with_entropy=False
     )
     for handle in handles:
         handle.remove()

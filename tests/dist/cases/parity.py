@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.cases.mcore import TINY, _policy, _share, batch_of
-from tests.dist.test_mcore import DEEPSEEK, GLM4
+from tests.dist.harness.policies import batch_of, policy_of, share_of
+from tests.models import DEEPSEEK, DENSE, GLM4, TINY
 
 MODELS = {
     "moe": TINY,
-    "dense": {**TINY, "model_type": "qwen3", "tie_word_embeddings": True},
+    "dense": DENSE,
     "deepseek": DEEPSEEK,
     "glm": GLM4,
 }
@@ -141,7 +141,7 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Train; differences from one process (which comes first and writes its values)."""
     started = time.perf_counter()
-    policy = _policy(case.parallel, MODELS[case.model], **case.options)
+    policy = policy_of(case.parallel, MODELS[case.model], **case.options)
     _check_coordinates(case)
     mine = {"log_probs": _log_probs(policy), "history": torch.tensor(_train(policy)), "weights": _weights(policy)}
     if case.world == 1:
@@ -200,7 +200,7 @@ def _train(policy: Any) -> list[list[float]]:
     history = []
     for step in range(STEPS):
         metrics, info = policy.train_mini_batch(
-            _share(batch_of(ROWS, step)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
+            share_of(batch_of(ROWS, step)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
         )
         pair = torch.tensor(metrics.get("loss", (0.0, 0.0)), dtype=torch.float64)
         if not data_parallel_position()[2]:
@@ -215,7 +215,7 @@ def _log_probs(policy: Any) -> torch.Tensor:
     from hybridflow.mcore.parallel import data_parallel_position
 
     batch = batch_of(ROWS, 7)
-    found = policy.log_probs(_share(batch), max_tokens=64, temperature=0.7, with_entropy=True)
+    found = policy.log_probs(share_of(batch), max_tokens=64, temperature=0.7, with_entropy=True)
     rank, size, collects = data_parallel_position()
     whole = torch.zeros(2, len(batch["response_ids"].values))
     if collects:

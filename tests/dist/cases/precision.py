@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.dist.cases.mcore import TINY, _policy, _share, batch_of
+from tests.dist.harness.policies import batch_of, policy_of, share_of
+from tests.models import DENSE_UNTIED
 
-DENSE = {**TINY, "model_type": "qwen3"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {"distributed_optimizer": False}),
     "one process, distributed optimizer": (1, {}),
@@ -24,7 +24,7 @@ def bf16(worlds: Any) -> dict[str, Any]:
     for name, (size, parallel) in LAYOUTS.items():
         if worlds.mine(range(size)):
             with worlds.world(range(size)):
-                found[name] = _train(_policy(parallel, DENSE, dtype="bfloat16"))
+                found[name] = _train(policy_of(parallel, DENSE_UNTIED, dtype="bfloat16"))
     return found
 
 
@@ -40,7 +40,7 @@ def _train(policy: Any) -> dict[str, Any]:
     losses, moved = [], []
     for _ in range(8):
         metrics, info = policy.train_mini_batch(
-            _share(batch_of(8, 0)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
+            share_of(batch_of(8, 0)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
         )
         pair = torch.tensor(metrics.get("loss", (0.0, 0.0)), dtype=torch.float64) * float(data_parallel_position()[2])
         dist.all_reduce(pair)

@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, num_experts, read_parquet
 from hybridflow.config.schema import OptimConfig
-from tests.dist.cases.mcore import _policy, _share, batch_of, digest
+from tests.dist.harness.policies import batch_of, digest, policy_of, share_of
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3)
 
@@ -68,10 +68,10 @@ def _set_recompute_of(stage: Any, kind: str) -> None:
 
 def replayed(parallel: dict[str, Any], hf: dict[str, Any], max_tokens: int) -> Any:
     """Log-probs, routes and training under given routes, and the gradients of the same batch along several ways."""
-    policy = _policy(parallel, hf)
+    policy = policy_of(parallel, hf)
     policy.set_optimizer(OPTIM)
-    plain = _share(batch_of(12, 3))
-    batch, replay = _share(with_random_routes(batch_of(12, 3), hf)), policy.replay
+    plain = share_of(batch_of(12, 3))
+    batch, replay = share_of(with_random_routes(batch_of(12, 3), hf)), policy.replay
     result: dict[str, Any] = {"free": _log_probs(policy, batch, max_tokens)}
     with replay.during("replay"):
         result["given"] = _log_probs(policy, batch, max_tokens)
@@ -93,7 +93,7 @@ def replayed(parallel: dict[str, Any], hf: dict[str, Any], max_tokens: int) -> A
     result["gradients"] = _gradients(policy, plain.with_columns(**{ROUTES: own}), batch, max_tokens)
     with replay.during("replay"):
         result["norms"] = [
-            _train(policy, _share(with_random_routes(batch_of(8, step), hf, step)), max_tokens) for step in range(2)
+            _train(policy, share_of(with_random_routes(batch_of(8, step), hf, step)), max_tokens) for step in range(2)
         ]
     replay.take_counts()
     result["digest"] = digest(policy)
@@ -126,7 +126,7 @@ def broken(parallel: dict[str, Any], hf: dict[str, Any]) -> Any:
     """What is said when a router does not do what it is told, and when routes do not fit."""
     from hybridflow.errors import HybridFlowError
 
-    policy = _policy(parallel, hf)
+    policy = policy_of(parallel, hf)
     batch, said = with_random_routes(batch_of(4, 3), hf), {}
 
     def attempt(name: str, batch: DataProto) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import OffloadConfig, OptimConfig
 from hybridflow.device.platform import Platform
-from tests.dist.cases.mcore import _policy, _share, batch_of
+from tests.dist.harness.policies import batch_of, policy_of, share_of
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1)
 
@@ -110,9 +110,9 @@ def offloaded(parallel: dict[str, Any], hf: dict[str, Any], dtype: str, role: st
             if sleeps:
                 residency.sleep(*PARTS)
             with residency.resident(weights=True, gradients=True, optimizer=True):
-                history.append(STEPS[role](policy, _share(batch_of(8, step))))
+                history.append(STEPS[role](policy, share_of(batch_of(8, step))))
             with residency.resident(weights=True, reference=True):
-                _score(role, policy, _share(batch_of(8, step)))
+                _score(role, policy, share_of(batch_of(8, step)))
             assert residency.asleep == (frozenset(PARTS) if sleeps else frozenset())
         histories.append(history)
         if not sleeps:
@@ -188,7 +188,7 @@ def no_room(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
     from hybridflow.mcore.model_parts import model_parts
     from hybridflow.workers.memory import RoleMemory, needs
 
-    policy = _policy(parallel, hf)
+    policy = policy_of(parallel, hf)
     policy.set_optimizer(OPTIM)
     parts, platform = model_parts(policy), Platform("cpu")
     memory = RoleMemory(Residency(parts, platform), platform, OffloadConfig(weights=True, gradients=True))

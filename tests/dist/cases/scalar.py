@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from tests.dist.cases.mcore import _share, batch_of, digest, weights_of
+from tests.dist.harness.policies import batch_of, digest, share_of, weights_of
 
 
 def _model(parallel: dict[str, Any], hf: dict[str, Any], head: str, bias: bool = False) -> Any:
@@ -63,7 +63,7 @@ def train(parallel: dict[str, Any], hf: dict[str, Any], pairs: bool, steps: int,
     model.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3))
     value_loss, history = ValueLoss(CriticConfig(cliprange_value=0.3)), []
     for step in range(steps):
-        batch = _share(with_targets(batch_of(8, step), step))
+        batch = share_of(with_targets(batch_of(8, step), step))
         if pairs:
             sums, info = model.train_pairs(batch, PairLoss(), max_tokens=max_tokens)
         else:
@@ -89,7 +89,7 @@ def save_or_load(parallel: dict[str, Any], hf: dict[str, Any], folder: str, load
     def steps(numbers: range) -> list[list[float]]:
         found = []
         for step in numbers:
-            batch = _share(with_targets(batch_of(8, step), step))
+            batch = share_of(with_targets(batch_of(8, step), step))
             _, info = model.train_values(batch, loss, columns=loss.columns, max_tokens=40)
             found.append([info["grad_norm"], info["lr"]])
         return found

@@ -27,28 +27,9 @@ from hybridflow.sync.staging import ReceiveStaging, SendStaging, largest_message
 from hybridflow.sync.stream import receive_stream, send_stream
 from hybridflow.sync.transports import open_receiver, open_sender
 from hybridflow.sync.transports.base import Endpoint
+from tests.models import STREAM_MOE
 
 TRAINERS = 4
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "intermediate_size": 96,
-    "vocab_size": 331,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 128,
-}
 
 
 def rank_and_store() -> tuple[int, str, int]:
@@ -82,7 +63,7 @@ class Case:
         staging: int = 1 << 17,
         part: int = 0,
     ) -> None:
-        self.family = family_of(MOE)
+        self.family = family_of(STREAM_MOE)
         self.catalog = Catalog.of(self.family.tensors())
         source = megatron_layout(
             self.family, ParallelShape(TRAINERS, tensor=2, pipeline=2, expert=2).coordinates(), trainer_dtype

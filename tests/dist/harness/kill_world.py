@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from tests.dist.cases.mcore import TINY
-
-WIDE = {**TINY, "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+from tests.dist.harness.policies import policy_of
+from tests.models import WIDE
 
 
 class Ranks:
@@ -52,10 +51,9 @@ def serve(folder: Path) -> None:
     from hybridflow.config.schema import OptimConfig
     from hybridflow.mcore import checkpoint
     from hybridflow.saving.store import CheckpointStore, Retention
-    from tests.dist.cases.mcore import _policy
 
     rank = int(os.environ["RANK"])
-    policy = _policy({"tensor": 2, "sequence": True}, WIDE)
+    policy = policy_of({"tensor": 2, "sequence": True}, WIDE)
     policy.set_optimizer(OptimConfig())
     saver = checkpoint.Saver(policy, timeout_s=20)
     store = CheckpointStore(folder, Retention(last=1), background=True, timeout_s=20)

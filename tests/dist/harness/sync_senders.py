@@ -27,6 +27,7 @@ from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order
 from hybridflow.sync.transports import open_sender
 from hybridflow.sync.transports.base import Endpoint, Work
+from tests.dist.harness.policies import batch_of, policy_of, share_of
 
 STD = 0.2
 
@@ -115,11 +116,10 @@ class MegatronRank(Rank):
     trained."""
 
     def __init__(self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, Any]) -> None:
-        from tests.dist.cases.mcore import _policy
 
         self.rank, self.model, self.host, self.port, self.faults = rank, model, host, port, {}
         parallel = {name: size for name, size in shape.items() if name not in ("ranks", "lora")}
-        self.policy = _policy(parallel, model, lora=shape.get("lora"))
+        self.policy = policy_of(parallel, model, lora=shape.get("lora"))
         self.policy.set_optimizer(OptimConfig(lr=1e-2))
         self.sender = WeightSender(rank, self.policy.parameters, self.open)
 
@@ -138,9 +138,8 @@ class MegatronRank(Rank):
     def step(self, seed: int) -> float:
         """One optimizer update; returns the gradient's norm."""
         from hybridflow.workers.losses import sft_loss
-        from tests.dist.cases.mcore import _share, batch_of
 
-        batch = _share(batch_of(8, seed))
+        batch = share_of(batch_of(8, seed))
         _, info = self.policy.train_mini_batch(
             batch, sft_loss, columns=(), max_tokens=40, temperature=1.0, with_entropy=False
         )

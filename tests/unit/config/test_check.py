@@ -14,37 +14,11 @@ from hybridflow.config import derived
 from hybridflow.config.build import all_keys, build, to_plain
 from hybridflow.config.check import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, check, problems
 from hybridflow.config.load import load_config
-from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
+from tests.unit.config.small import found, small
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
-
-
-# The e2e recipe cut down to one process and one engine without a warm start: what the cases below build upon.
-ONE_PROCESS = (
-    *("actor=tiny", "cluster=one-process", "rollout=tiny", "sft=none", "data.prepare.options.num_sft=0"),
-    *(
-        "data.max_prompt_length=32",
-        "data.max_response_length=16",
-        "actor.optim.lr_decay_style=constant",
-        "actor.optim.lr_decay_steps=null",
-    ),
-)
-
-
-def small(*overrides: str) -> RunConfig:
-    given = {override.split("=")[0] for override in overrides}
-    return load_config("e2e", [*(word for word in ONE_PROCESS if word.split("=")[0] not in given), *overrides])
-
-
-def found(*overrides: str, name: str | None = None, job: str = "train") -> list[str]:
-    return problems(load_config(name, overrides) if name else small(*overrides), job)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths of the recipes must not find what a developer has prepared."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["e2e", "tiny-moe-grpo"])

@@ -26,7 +26,7 @@ from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.trainer import app, assets
 from hybridflow.trainer.check_devices import check_devices
-from tests.unit.engines.test_weight_receiver import FAMILY, HOST, SHAPE, WAIT_S, Bench
+from tests.unit.engines.bench import FAMILY, HOST, SHAPE, WAIT_S, Bench
 from tests.unit.reshard.fp8_cases import forms_of
 
 FP8 = BlockQuantisation((8, 8))

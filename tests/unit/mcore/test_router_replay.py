@@ -16,8 +16,10 @@ from hybridflow.engines.sglang.server import EngineSpec, server_arguments
 from hybridflow.errors import EngineError, RouterReplayError
 from hybridflow.trainer.groups import check_steps
 from hybridflow.trainer.observations import memory_metrics, over_roles, replay_metrics
-from tests.unit.config.test_check import elsewhere, found, small  # noqa: F401  (a fixture)
-from tests.unit.engines.test_client import Stub, answer_of
+from tests.unit.config.small import found, small
+from tests.unit.engines.stub import Stub, answer_of
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_the_last_token_of_an_engines_routes_is_free() -> None:

@@ -15,6 +15,7 @@ os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.mcore import bootstrap, cpu_modules, model, parallel
 from hybridflow.models.decoder import Decoder
+from tests.models import FAMILIES
 from tests.unit.reshard import reshard_cases as cases
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         cpu_modules.install()
     found = {}
-    for name in cases.MODELS:
+    for name in FAMILIES:
         try:
             found[name] = shapes_of(cases.decoder_of(name))
         except Exception as error:

@@ -17,6 +17,7 @@ from hybridflow.models.blocks import Experts
 from hybridflow.models.layout import Coordinates
 from hybridflow.models.published import PUBLISHED, published
 from hybridflow.models.weights import SafetensorsFolder
+from tests.models import FAMILIES, FAMILY_DEEPSEEK
 from tests.unit.reshard import reshard_cases as cases
 
 BILLIONS = {
@@ -35,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folders = {}
-    for name, sizes in cases.MODELS.items():
+    for name, sizes in FAMILIES.items():
         torch.manual_seed(0)
         keys = {key: value for key, value in sizes.items() if key != "model_type"}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes["model_type"], **keys))
@@ -44,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("name", cases.MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tensors_are_those_that_transformers_saves(name: str, saved: dict[str, Path]) -> None:
     from safetensors import safe_open
 
@@ -55,7 +56,7 @@ def test_tensors_are_those_that_transformers_saves(name: str, saved: dict[str, P
     assert family.architecture == json.loads((saved[name] / "config.json").read_text())["architectures"][0]
 
 
-@pytest.mark.parametrize("name", cases.MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_import_and_export_give_the_file_back(name: str, layout: str, saved: dict[str, Path]) -> None:
     decoder, source = cases.decoder_of(name), SafetensorsFolder(saved[name])
@@ -77,7 +78,7 @@ def test_parameters_are_those_that_megatron_builds() -> None:
     script = Path(__file__).with_name("megatron_names.py")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True)
     built: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    assert built.keys() == {*cases.MODELS, "mtp"}
+    assert built.keys() == {*FAMILIES, "mtp"}
     for name, shapes in built.items():
         decoder = cases.decoder_of("deepseek_v3", mtp=True) if name == "mtp" else cases.decoder_of(name)
         assert {t.name: list(t.shape) for t in decoder.local_tensors(Coordinates())} == shapes, name
@@ -117,7 +118,7 @@ def test_megatron_settings_of_deepseek() -> None:
     }
     assert {key: config[key] for key in expected} == expected
     yarn = {
-        **cases.MODELS["deepseek_v3"],
+        **FAMILIES["deepseek_v3"],
         "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0},
         "rope_theta": 50000,
     }
@@ -129,7 +130,7 @@ def test_settings_of_the_others() -> None:
     assert cases.decoder_of("qwen2").megatron_config()["add_qkv_bias"] is True
     assert cases.decoder_of("glm4_moe").gpt_model_kwargs()["rotary_percent"] == 0.5
     scaled = {
-        **cases.MODELS["llama"],
+        **FAMILIES["llama"],
         "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0},
     }
     assert family_of(scaled).gpt_model_kwargs() | {"max_sequence_length": 0} == {
@@ -158,9 +159,9 @@ def test_settings_of_the_others() -> None:
 )
 def test_what_has_no_map_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        family_of({**cases.MODELS["llama"], **change})
+        family_of({**FAMILIES["llama"], **change})
     with pytest.raises(ModelError, match="norm_topk_prob"):
-        family_of({**cases.DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}).megatron_config()
+        family_of({**FAMILY_DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}).megatron_config()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -17,8 +17,7 @@ from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates
 from hybridflow.models.lora import AdapterMap, is_a, merge, module_of, names_of, peft_config
 from hybridflow.reshard.layout import rank_tensors
-from tests.dist.cases.mcore import TINY
-from tests.dist.test_mcore import DEEPSEEK, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, SIZES
+from tests.models import DEEPSEEK, GLM4, LLAMA, MIXTRAL, MOONLIGHT, QWEN2, SIZES, TINY
 
 DENSE = {**SIZES, "model_type": "qwen3"}
 MODELS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -12,63 +11,16 @@ import pytest
 from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates, padded_vocab_size
-
-MOE = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 4,
-    "hidden_size": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "intermediate_size": 24,
-    "norm_topk_prob": True,
-    "vocab_size": 51,
-}
-DENSE = {**MOE, "model_type": "qwen3", "tie_word_embeddings": True}
-MODELS = {"moe": MOE, "dense-tied": DENSE, "dense": {**DENSE, "tie_word_embeddings": False}}
-# (tensor, pipeline, expert, expert tensor)
-LAYOUTS = [(1, 1, 1, 1), (2, 2, 2, 1), (4, 1, 1, 4), (1, 4, 1, 1), (2, 2, 4, 1), (4, 2, 2, 2)]
-
-
-def coordinates(tensor: int, pipeline: int, expert: int, expert_tensor: int) -> list[Coordinates]:
-    """A world that holds every combination of positions."""
-    return [
-        Coordinates(tp, tensor, pp, pipeline, ep, expert, etp, expert_tensor)
-        for pp, tp, ep, etp in product(range(pipeline), range(tensor), range(expert), range(expert_tensor))
-    ]
-
-
-def hf_weights(family: Any) -> dict[str, np.ndarray]:
-    """Every element of the checkpoint its own number."""
-    start, found = 1, {}
-    for name, shape in family.tensors().items():
-        found[name] = np.arange(start, start + prod(shape), dtype=np.int64).reshape(shape)
-        start += prod(shape)
-    return found
-
-
-def local_weights(family: Any, at: Coordinates, hf: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the rank at `at` holds, by the map; elements that no piece fills stay 0."""
-    found = {}
-    for local in family.local_tensors(at):
-        found[local.name] = np.zeros(local.shape, np.int64)
-        for piece in local.pieces:
-            source = tuple(
-                slice(start, start + size) for start, size in zip(piece.source_start, piece.shape, strict=True)
-            )
-            found[local.name][piece.slices()] = hf[piece.source][source]
-    return found
+from tests.models import MAP_DENSE, MAP_MODELS, MAP_MOE
+from tests.unit.models.map_cases import LAYOUTS, coordinates, hf_weights, local_weights
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MAP_MODELS)
 def test_each_rank_is_filled_and_all_ranks_together_hold_everything(
     model: str, layout: tuple[int, int, int, int]
 ) -> None:
-    family = family_of(MODELS[model])
+    family = family_of(MAP_MODELS[model])
     hf, held = hf_weights(family), set()
     for at in coordinates(*layout):
         for name, values in local_weights(family, at, hf).items():
@@ -84,7 +36,7 @@ def test_each_rank_is_filled_and_all_ranks_together_hold_everything(
 
 
 def test_attention_is_interleaved_by_group_and_gate_stands_over_up() -> None:
-    family = family_of(MOE)
+    family = family_of(MAP_MOE)
     hf = hf_weights(family)
     local = local_weights(family, Coordinates(tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, ep_rank=1, ep_size=2), hf)
     q, k, v = (hf[f"model.layers.2.self_attn.{x}_proj.weight"] for x in "qkv")
@@ -98,7 +50,7 @@ def test_attention_is_interleaved_by_group_and_gate_stands_over_up() -> None:
 
 
 def test_tied_embeddings_stand_on_both_ends_of_the_pipeline() -> None:
-    family = family_of(DENSE)
+    family = family_of(MAP_DENSE)
     hf = hf_weights(family)
     assert "lm_head.weight" not in hf
     first, last = (local_weights(family, Coordinates(pp_rank=rank, pp_size=2), hf) for rank in range(2))
@@ -119,15 +71,15 @@ def test_tied_embeddings_stand_on_both_ends_of_the_pipeline() -> None:
 )
 def test_sizes_that_do_not_divide_are_named(change: dict[str, int], at: Coordinates, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        family_of({**MOE, **change}).local_tensors(at)
+        family_of({**MAP_MOE, **change}).local_tensors(at)
 
 
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({**MOE, "model_type": "gpt2"}, r"'gpt2' has no parameter map; supported: .*qwen3, qwen3_moe"),
-        ({**MOE, "hidden_size": None}, "lacks hidden_size"),
-        ({**MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({**MAP_MOE, "model_type": "gpt2"}, r"'gpt2' has no parameter map; supported: .*qwen3, qwen3_moe"),
+        ({**MAP_MOE, "hidden_size": None}, "lacks hidden_size"),
+        ({**MAP_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
     ],
 )
 def test_models_without_a_map_are_refused(hf: dict[str, Any], message: str) -> None:

@@ -19,56 +19,8 @@ from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Item, Messages
 from hybridflow.sync.payload import Payload
+from tests.models import FAMILIES
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 331,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-}
-_SPARSE = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-_LATENT = {
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_group": 2,
-    "topk_group": 1,
-}
-DEEPSEEK = {"model_type": "deepseek_v3", **SIZES, **_SPARSE, **_LATENT, "num_key_value_heads": 8}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SIZES, "head_dim": 16},
-    "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 16, "tie_word_embeddings": True},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        **SIZES,
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
-    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 24, "num_nextn_predict_layers": 1},
-    "moonlight": {**DEEPSEEK, "q_lora_rank": None},
-    "glm4_moe": {
-        "model_type": "glm4_moe",
-        **SIZES,
-        **_SPARSE,
-        "head_dim": 16,
-        "use_qk_norm": True,
-        "attention_bias": True,
-    },
-}
 LAYOUTS: dict[str, tuple[ParallelShape, tuple[EngineShape, ...]]] = {
     "TP2.PP2.EP2 to 2 x TP1": (ParallelShape(4, tensor=2, pipeline=2, expert=2), (EngineShape(count=2),)),
     "TP2.PP2 to TP2": (ParallelShape(4, tensor=2, pipeline=2, expert_tensor=2), (EngineShape(tensor=2),)),
@@ -113,7 +65,7 @@ class Post:
 
 def decoder_of(name: str, mtp: bool = False) -> Decoder:
     """The family of a tiny model."""
-    family = family_of(MODELS[name], mtp=mtp)
+    family = family_of(FAMILIES[name], mtp=mtp)
     assert isinstance(family, Decoder)
     return family
 

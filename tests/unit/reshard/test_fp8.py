@@ -25,6 +25,7 @@ from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync import fp8_cast
+from tests.models import FAMILIES
 from tests.unit.reshard import fp8_cases as fp8
 from tests.unit.reshard import reshard_cases as cases
 
@@ -34,7 +35,7 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 PAIRS = [
     (model, layout, block)
     for (model, layout), block in zip(
-        [(m, list(cases.LAYOUTS)[(i + j) % len(cases.LAYOUTS)]) for i, m in enumerate(cases.MODELS) for j in (0, 3)],
+        [(m, list(cases.LAYOUTS)[(i + j) % len(cases.LAYOUTS)]) for i, m in enumerate(FAMILIES) for j in (0, 3)],
         [(4, 4), (4, 2), (2, 4)] * 8,
         strict=False,
     )

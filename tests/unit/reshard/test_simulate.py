@@ -15,6 +15,7 @@ from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.links import link_loads
 from hybridflow.reshard.simulate import Fabric, simulate
 from hybridflow.reshard.slices import SlicePlan
+from tests.models import FAMILIES
 from tests.unit.reshard import reshard_cases as cases
 
 LINK = Fabric(link_gbps=8e-3, message_us=0.0, memory_gbs=1e9)  # 10^6 bytes a second, memory for nothing
@@ -64,7 +65,7 @@ ARGS = [
 
 
 def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(cases.MODELS["qwen3_moe"]))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_moe"]))
     assert main([*ARGS, str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "4 trainer, 5 engine (3 engines)" in out
@@ -73,7 +74,7 @@ def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_command_prints_json_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(cases.MODELS["deepseek_v3"]))
+    config.write_text(json.dumps(FAMILIES["deepseek_v3"]))
     assert main([*ARGS, str(config), "--json", "--write", str(tmp_path / "plan.json")]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["hottest_link_ratio"] <= 1.05

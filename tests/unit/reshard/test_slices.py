@@ -23,9 +23,10 @@ from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import compare_buffers, prove
 from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import MAX_PARTS, Message, Messages, item_bytes
+from tests.models import FAMILIES
 from tests.unit.reshard import reshard_cases as cases
 
-PAIRS = [(model, layout) for model in cases.MODELS for layout in cases.LAYOUTS]
+PAIRS = [(model, layout) for model in FAMILIES for layout in cases.LAYOUTS]
 
 
 @pytest.mark.parametrize(("model", "layout"), PAIRS)
@@ -95,7 +96,7 @@ def test_replicas_share_the_work() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    model=st.sampled_from(sorted(cases.MODELS)),
+    model=st.sampled_from(sorted(FAMILIES)),
     tensor=st.sampled_from([1, 2, 4]),
     pipeline=st.sampled_from([1, 2, 4]),
     expert=st.sampled_from([1, 2, 4]),
@@ -190,12 +191,12 @@ def caught(model: str) -> str:
     return "nobody" if all(np.array_equal(value, weights[name]) for name, value in read.items()) else "values"
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_right_maps_raise_no_alarm(model: str) -> None:
     assert caught(model) == "nobody"
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_swapped_gate_and_up_are_caught(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = blocks.gated_local
 
@@ -208,7 +209,7 @@ def test_swapped_gate_and_up_are_caught(model: str, monkeypatch: pytest.MonkeyPa
     assert caught(model) == "values"
 
 
-@pytest.mark.parametrize("model", [m for m in cases.MODELS if m not in ("llama", "qwen2", "qwen3")])
+@pytest.mark.parametrize("model", [m for m in FAMILIES if m not in ("llama", "qwen2", "qwen3")])
 def test_one_expert_off_is_caught(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = blocks.gated_local
 
@@ -222,7 +223,7 @@ def test_one_expert_off_is_caught(model: str, monkeypatch: pytest.MonkeyPatch) -
     assert caught(model) == "values"
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 @pytest.mark.parametrize("lost", ["bias", "norm", "linear_proj"])
 def test_a_missing_tensor_is_caught(model: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
@@ -240,7 +241,7 @@ def test_a_missing_tensor_is_caught(model: str, lost: str, monkeypatch: pytest.M
     assert caught(model) == ("proof" if found else "nobody")
 
 
-@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_swapped_key_and_value_are_caught(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = blocks.GroupedAttention._interleaved
 

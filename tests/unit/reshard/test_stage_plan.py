@@ -15,8 +15,8 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.reshard.plan import StagePlan, plan_stages
-from tests.unit.models.test_models import LAYOUTS, MODELS, MOE, coordinates, hf_weights, local_weights
-from tests.unit.reshard import reshard_cases
+from tests.models import FAMILIES, MAP_MODELS, MAP_MOE
+from tests.unit.models.map_cases import LAYOUTS, coordinates, hf_weights, local_weights
 
 BYTES = 4
 
@@ -26,11 +26,11 @@ def pieces_of(plans: list[StagePlan]) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", MAP_MODELS)
 def test_executing_the_plan_by_hand_gives_the_checkpoint(model: str, layout: tuple[int, int, int, int]) -> None:
     """Write every owned piece from the rank's memory into the whole tensor: each element exactly once, each with its
     value."""
-    family = family_of(MODELS[model])
+    family = family_of(MAP_MODELS[model])
     hf, ranks = hf_weights(family), coordinates(*layout)
     memory = [local_weights(family, at, hf) for at in ranks]
     written = {name: np.zeros(shape, np.int64) for name, shape in family.tensors().items()}
@@ -56,7 +56,7 @@ def test_executing_the_plan_by_hand_gives_the_checkpoint(model: str, layout: tup
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 10, 1 << 14, 1 << 30])
 def test_buckets_are_bounded(bucket_bytes: int) -> None:
-    family = family_of(MOE)
+    family = family_of(MAP_MOE)
     plans = plan_stages(family, coordinates(2, 2, 2, 1), bucket_bytes, BYTES)
     buckets = [bucket for plan in plans for bucket in plan.buckets]
     assert all(bucket.numel * BYTES <= bucket_bytes or len(bucket.tensors) == 1 for bucket in buckets)
@@ -68,7 +68,7 @@ def test_buckets_are_bounded(bucket_bytes: int) -> None:
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 14])
 def test_what_an_engine_joins_travels_in_one_bucket(bucket_bytes: int) -> None:
     """DeepSeek's two down projections: SGLang's loader drops one that comes without the other."""
-    family = family_of(reshard_cases.MODELS["deepseek_v3"])
+    family = family_of(FAMILIES["deepseek_v3"])
     plans = plan_stages(family, coordinates(2, 2, 2, 1), bucket_bytes, BYTES)
     together = 0
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
@@ -83,7 +83,7 @@ def test_what_an_engine_joins_travels_in_one_bucket(bucket_bytes: int) -> None:
 
 def test_replicas_are_sent_by_different_ranks() -> None:
     """Tensor-parallel copies of norms and data-parallel copies of everything: nobody sends much more than its share."""
-    family = family_of(MODELS["dense"])
+    family = family_of(MAP_MODELS["dense"])
     ranks = [Coordinates(tp, 2, pp, 2) for pp in range(2) for tp in range(2)] * 3  # three data-parallel copies
     sent = Counter[int]()
     for owned in pieces_of(plan_stages(family, ranks, 1 << 20, BYTES)):
@@ -101,7 +101,7 @@ class Wrong:
     """A family whose map has one thing changed."""
 
     def __init__(self, change: Any, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
-        self.right, self.change, self.shapes = family_of(MOE), change, shapes
+        self.right, self.change, self.shapes = family_of(MAP_MOE), change, shapes
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         return self.shapes or self.right.tensors()
@@ -152,6 +152,6 @@ def test_a_wrong_map_is_caught_before_anything_is_sent(change: Any, message: str
 
 
 def test_a_tensor_unknown_to_the_map_is_caught() -> None:
-    shapes = {**family_of(MOE).tensors(), "model.layers.0.extra.bias": (3,)}
+    shapes = {**family_of(MAP_MOE).tensors(), "model.layers.0.extra.bias": (3,)}
     with pytest.raises(WeightSyncError, match=r"leaves out \['model.layers.0.extra.bias'\]"):
         plan_stages(Wrong(lambda local: local, shapes), coordinates(1, 1, 1, 1), 1 << 20, BYTES)

@@ -28,7 +28,7 @@ from hybridflow.rollout.evaluation import Validator
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
-from tests.unit.trainer.test_loop import Scores, World
+from tests.unit.trainer.worlds import Scores, World
 
 ROWS, PROMPTS, STEPS = 10, 4, 5  # two epochs, and a batch that lies across them
 IN_A_STEP = ("handed out", "trained")

@@ -4,181 +4,21 @@ SGLang."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import (
-    ActorConfig,
-    DataConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from hybridflow.batch import DataProto
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError, WorkerError
-from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import read_rollouts
-from hybridflow.rollout.evaluation import Validator
-from hybridflow.rollout.protocols import SyncReport
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
-from hybridflow.trainer.session import Session
-
-ROWS, PROMPTS, N = 10, 4, 2
-
-
-class World:
-    """Policy, engines and sync in one: notes every call, and checks that engines answer with the weights they were
-    given."""
-
-    def __init__(self, difference: float = 0.0, applied: Sequence[bool] = (True, True)) -> None:
-        self.calls: list[str] = []
-        self.difference, self.applied = difference, list(applied)
-        self.trained = self.engine_version = self.policy_version = -1
-        self.seeds: list[int] = []
-        self.fail_save = False
-        self.stale: dict[str, str] = {}
-
-    # the policy
-    def set_optimizer(self, config: OptimConfig) -> None:
-        self.calls.append("set_optimizer")
-
-    def freeze_reference(self) -> None:
-        self.calls.append("freeze_reference")
-
-    def log_probs(self, batch: DataProto) -> DataProto:
-        self.calls.append("log_probs")
-        response = batch.jagged("response_ids")
-        old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
-        return DataProto.from_columns({"old_log_probs": old, "entropys": old})
-
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
-        self.calls.append("ref_log_probs")
-        return self.log_probs(batch).rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
-
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
-        self.calls.append("update")
-        self.seeds.append(seed)
-        assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
-        return [
-            Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
-        ]
-
-    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
-        self.calls.append("save")
-        if self.fail_save:
-            raise OSError(28, "No space left on device")
-        assert background
-        folder.mkdir()
-        (folder / "manifest.json").write_text("{}")
-
-    def is_saved(self) -> bool:
-        return True
-
-    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
-        assert folder.is_dir()
-        self.calls.append(f"load reference={with_reference}")
-
-    # the engines
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        self.calls.append("answer" if sampling.temperature == 0 else "generate")
-        rows = [np.arange(2 + i % 3) for i in range(len(prompts))]
-        responses = Jagged.from_rows(rows, np.int64)
-        log_probs = Jagged(np.full(len(responses.values), -1.0 + self.difference, np.float32), responses.offsets)
-        return DataProto.from_columns(
-            {
-                "response_ids": responses,
-                "rollout_log_probs": log_probs,
-                "response_versions": Jagged(
-                    np.full(len(responses.values), self.engine_version, np.int64), responses.offsets
-                ),
-                "finish_reason": np.array(["stop"] * len(prompts), dtype=object),
-                "weight_version": np.array([str(self.engine_version)] * len(prompts), dtype=object),
-            }
-        )
-
-    # the sync
-    def sync(self, version: int) -> SyncReport:
-        self.calls.append(f"sync {version}")
-        self.engine_version = version
-        return SyncReport(version, 0.5, 1000, dict(self.stale))
-
-
-class Rows:
-    """A dataset of ten one-token prompts."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def batch(self, indices: np.ndarray) -> DataProto:
-        def objects(value: Any) -> np.ndarray:
-            return np.array([value] * len(indices), dtype=object)
-
-        return DataProto.from_columns(
-            {
-                "prompt_ids": Jagged.from_rows([np.array([i]) for i in indices], np.int64),
-                "data_source": objects("toy"),
-                "ground_truth": objects("1"),
-                "extra_info": objects({}),
-                "index": np.asarray(indices, np.int64),
-            }
-        )
-
-
-class Scores:
-    """Even samples are right."""
-
-    class tokenizer:
-        @staticmethod
-        def decode(ids: Any) -> str:
-            return str(ids)
-
-    def score(self, batch: DataProto) -> DataProto:
-        text = np.array(["x"] * len(batch), dtype=object)
-        return DataProto.from_columns(
-            {"response_text": text, "scores": (np.arange(len(batch)) % 2 == 0).astype(np.float32)}
-        )
-
-
-def config_of(folder: Path, kl: float = 0.0, bound: float | None = 0.01, **trainer: Any) -> RunConfig:
-    return RunConfig(
-        output_dir=str(folder),
-        data=DataConfig(train_batch_size=PROMPTS),
-        actor=ActorConfig(kl_loss_coef=kl),
-        rollout=RolloutConfig(n=N, logprob_diff_bound=bound),
-        trainer=TrainerConfig(**{"total_steps": 3, "loggers": ("jsonl",), **trainer}),
-    )
-
-
-def trainer_of(config: RunConfig, world: World) -> RLTrainer:
-    session = Session(config)
-    session.folder.mkdir(parents=True, exist_ok=True)
-    rows: Any = Rows()
-    scorer: Any = Scores()
-    return RLTrainer(
-        config,
-        session,
-        world,
-        world,
-        world,
-        rows,
-        scorer,
-        Validator(config, rows, scorer, session.folder / "validation"),
-    )
-
-
-def records(trainer: RLTrainer, phase: str) -> list[Mapping[str, Any]]:
-    trainer.session.close()
-    return [record for record in read_jsonl(trainer.session.folder / "metrics.jsonl") if record["phase"] == phase]
+from tests.unit.trainer.worlds import ROWS, World, config_of, records, trainer_of
 
 
 def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:

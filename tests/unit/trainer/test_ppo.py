@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.gae import gae, whiten
+from hybridflow.algorithms.estimators.gae import gae
+from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import (
     AlgorithmConfig,
@@ -27,7 +28,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
-from tests.unit.trainer.test_loop import World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 NAMES = (
     "vf_loss",

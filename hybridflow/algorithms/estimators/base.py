@@ -1,0 +1,62 @@
+"""What an advantage estimator is given and returns, and how one is registered.
+
+A built-in estimator is a file of this package that bears its name. It imports torch for type checkers alone and works
+with methods of tensors: `--explain` reads its declaration, and must not wait for torch. A file of a user's may import
+what it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config.entries import ESTIMATORS, Estimator, NoOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    # advantages [T]; with a critic, the returns [T] that it learns from as well
+    Function = Callable[["Samples", Any], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one step: B samples, and their T response tokens one after another without padding.
+
+    Attributes:
+        scores: [B] f32 reward of each sample, its KL penalties taken off.
+        rewards: [T] f32 the same by token: minus the penalty of the token, and the score at the last sampled token.
+        groups: [B] int64 the prompt of each sample.
+        lengths: [B] int64 response tokens of each sample.
+        mask: [T] bool, whether the policy sampled the token. Advantages and returns of other tokens are 0.
+        columns: [T] the columns that the estimator declared to read, by name.
+    """
+
+    scores: torch.Tensor
+    rewards: torch.Tensor
+    groups: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+
+    def over_tokens(self, values_B: torch.Tensor) -> torch.Tensor:
+        """[T] f32 the value of its sample at each sampled token, 0 at all others."""
+        return values_B.float().repeat_interleave(self.lengths).where(self.mask, 0.0)
+
+
+def estimator(
+    name: str,
+    *,
+    reads: tuple[str, ...] = (),
+    needs_critic: bool = False,
+    compares_samples: bool = False,
+    options: type = NoOptions,
+) -> Callable[[Function], Function]:
+    """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for the arguments."""
+
+    def registered(function: Function) -> Function:
+        ESTIMATORS.register(name, Estimator(function, reads, needs_critic, compares_samples, options))
+        return function
+
+    return registered

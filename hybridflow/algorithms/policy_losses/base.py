@@ -1,0 +1,51 @@
+"""What a policy loss is given and returns, and how one is registered.
+
+A built-in loss is a file of this package that bears its name. It imports torch for type checkers alone and works with
+methods of tensors: `--explain` reads its declaration, and must not wait for torch. A file of a user's may import what
+it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config.entries import POLICY_LOSSES, NoOptions, TokenLoss
+
+if TYPE_CHECKING:
+    import torch
+
+    # loss of each token [T], and metrics: numbers or truths [T] whose mean over all tokens is reported
+    Function = Callable[["Tokens", Any], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one micro-batch that the policy sampled: T of them in S sequences, one after another.
+
+    Attributes:
+        log_probs: [T] of the sampled tokens under the present weights, with gradient.
+        lengths: [S] int64 sampled tokens of each sequence; may be 0.
+        columns: [T] the columns that the loss declared to read, by name.
+    """
+
+    log_probs: torch.Tensor
+    lengths: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+
+
+def policy_loss(
+    name: str, *, reads: tuple[str, ...] = ("old_log_probs", "advantages"), options: type = NoOptions
+) -> Callable[[Function], Function]:
+    """Register a function (tokens, options) -> (loss of each token, metrics); see `TokenLoss` for the arguments.
+
+    `actor.loss_agg_mode` says how the losses of tokens become one number; entropy bonus and KL penalty are added to
+    every policy loss alike.
+    """
+
+    def registered(function: Function) -> Function:
+        POLICY_LOSSES.register(name, TokenLoss(function, reads, options))
+        return function
+
+    return registered

@@ -1,0 +1,39 @@
+"""Scores of rows and penalties of tokens become rewards of tokens.
+
+T is the number of response tokens of a batch, rows one after another without padding; S the number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def token_rewards(
+    scores_S: torch.Tensor, penalty_T: torch.Tensor, lengths_S: torch.Tensor, mask_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[T] reward of each token: minus its penalty, and the score of the row at its last sampled token. A row without
+    such a token has no reward.
+
+    Args:
+        scores_S: [S] one score a row.
+        penalty_T: [T] what is taken off at each token (coefficient times KL estimate, or zeros).
+        lengths_S: [S] int64 tokens of each row.
+        mask_T: [T] bool, whether the policy sampled the token; None: all of them.
+    """
+    rewards, row = -penalty_T.float(), rows_of_tokens(lengths_S)
+    place = torch.arange(len(row))
+    if mask_T is not None:
+        row, place = row[mask_T], place[mask_T]
+    last = torch.full(lengths_S.shape, -1).scatter_reduce_(0, row, place, "amax")
+    rewards[last[last >= 0]] += scores_S.float()[last >= 0]
+    return rewards
+
+
+def sums_of_rows(values_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """[S] sums over the tokens of each row."""
+    return values_T.new_zeros(len(lengths_S)).index_add(0, rows_of_tokens(lengths_S), values_T)
+
+
+def rows_of_tokens(lengths_S: torch.Tensor) -> torch.Tensor:
+    """[T] the row that each token belongs to."""
+    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)

@@ -1,0 +1,25 @@
+"""Whitening: values over tokens are moved to mean 0 and scaled to variance 1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.Tensor:
+    """[T] (x - mean) / sqrt(variance + 1e-8) over the tokens of the mask, with the unbiased variance; 0 elsewhere.
+
+    One token alone has no variance and becomes 0. Computed in fp64: of equal values, fp32 would leave rounding errors
+    times 1e4.
+    """
+    chosen = (values_T if mask_T is None else values_T[mask_T]).double()
+    centred = chosen - chosen.mean() if len(chosen) else chosen
+    variance = (centred**2).sum() / max(len(chosen) - 1, 1)
+    whitened = (centred * (variance + 1e-8).rsqrt()).to(values_T.dtype)
+    if mask_T is None:
+        return whitened
+    out = values_T.new_zeros(values_T.shape)
+    out[mask_T] = whitened
+    return out

@@ -1,0 +1,29 @@
+"""Whether the advantage estimator and the policy loss exist, take the given options, and fit the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config.entries import ESTIMATORS, estimator_options, policy_loss_options
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem of the names and options as one line. Imports what the configuration names."""
+    for build in (lambda: estimator_options(config.algorithm), lambda: policy_loss_options(config.actor)):
+        try:
+            build()
+        except ConfigError as error:
+            yield str(error)
+
+
+def sample_problems(config: RunConfig) -> Iterator[str]:
+    """An estimator that compares the samples of a prompt needs two of them."""
+    name = config.algorithm.adv_estimator
+    if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
+        others = [other for other in ESTIMATORS.names() if not ESTIMATORS.get(other).compares_samples]
+        yield (
+            f"rollout.n=1 with algorithm.adv_estimator={name}, which compares the samples of a prompt: with one sample "
+            f"the advantage is the score itself; set rollout.n to 2 or more, or choose {' or '.join(others)}"
+        )

@@ -1,0 +1,81 @@
+"""Advantage estimators and policy losses: what an entry declares where it is registered, and the registries.
+
+Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. An entry lives in
+`hybridflow/algorithms`; this room holds what must be known before torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.config.build import build_options
+from hybridflow.config.registry import Registry
+from hybridflow.config.schema import ActorConfig, AlgorithmConfig
+from hybridflow.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of an entry that has none."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator; `hybridflow.algorithms.estimators.base` says how its function is called.
+
+    Attributes:
+        reads: columns over response tokens that it needs besides the scores, for example "values".
+        needs_critic: whether a critic runs, writes `values`, and learns from the returns of this estimator.
+        compares_samples: whether it needs two samples of a prompt or more.
+        options: a frozen dataclass; every field has a default.
+    """
+
+    function: Callable[..., Any]
+    reads: tuple[str, ...]
+    needs_critic: bool
+    compares_samples: bool
+    options: type
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A policy loss; `hybridflow.algorithms.policy_losses.base` says how its function is called.
+
+    Attributes:
+        reads: columns over response tokens that it needs.
+        options: a frozen dataclass; every field has a default.
+    """
+
+    function: Callable[..., Any]
+    reads: tuple[str, ...]
+    options: type
+
+
+ESTIMATORS: Registry[Estimator] = Registry(
+    "advantage estimator", "hybridflow.algorithms.estimators", "algorithm.adv_estimator"
+)
+POLICY_LOSSES: Registry[TokenLoss] = Registry("policy loss", "hybridflow.algorithms.policy_losses", "actor.policy_loss")
+
+
+def estimator_options(algorithm: AlgorithmConfig) -> Any:
+    """The options of `algorithm.adv_estimator`. ConfigError: one of them is unknown or of the wrong type."""
+    wanted = ESTIMATORS.get(algorithm.adv_estimator).options
+    return _options(wanted, algorithm, "algorithm", algorithm.adv_estimator_options, "adv_estimator_options")
+
+
+def policy_loss_options(actor: ActorConfig) -> Any:
+    """The options of `actor.policy_loss`. ConfigError: one of them is unknown or of the wrong type."""
+    wanted = POLICY_LOSSES.get(actor.policy_loss).options
+    return _options(wanted, actor, "actor", actor.policy_loss_options, "policy_loss_options")
+
+
+def _options(wanted: type, section: Any, name: str, given: Mapping[str, Any], key: str) -> Any:
+    """An option that the section has too (`algorithm.gamma`) is taken from there, all others from the mapping."""
+    fields = [field.name for field in dataclasses.fields(wanted)]
+    shared = {field: getattr(section, field) for field in fields if hasattr(section, field)}
+    for field in shared.keys() & given.keys():
+        raise ConfigError(f"{name}.{key}.{field}: this option is the key {name}.{field}; set it there")
+    return build_options(wanted(**shared), given, f"{name}.{key}")

@@ -1,0 +1,28 @@
+"""What transformers computes on an exported folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.dist.harness.policies import batch_of
+
+
+def oracle(folder: Path, temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Response log-probs, entropies and log-probs of the whole vocabulary by transformers, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    batch, log_probs, entropies, wholes = batch_of(12, 3), [], [], []
+    for i in range(len(batch)):
+        prompt, response = batch["prompt_ids"].row(i), batch["response_ids"].row(i)
+        ids = torch.from_numpy(np.concatenate([prompt, response]))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
+        distribution = logits.log_softmax(-1)
+        log_probs.append(distribution.gather(-1, torch.tensor(response)[:, None])[:, 0].numpy())
+        entropies.append(-(distribution.exp() * distribution).sum(-1).numpy())
+        wholes.append(distribution.numpy())
+    return np.concatenate(log_probs), np.concatenate(entropies), np.concatenate(wholes)

@@ -1,0 +1,349 @@
+"""Every tiny model of the tests: Hugging Face configurations, each small enough for two cores.
+
+Models without a prefix are compared with transformers. A prefix names the tests that use the others: `MAP_` for the map
+between Hugging Face and Megatron, `FAMILIES` for planning, tracing and streaming (one model of each family), `ENGINE_`
+for SGLang, `STREAM_` for the transports, `SYNC_` for whole weight syncs, `FP8_` for engines in fp8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+HfConfig = dict[str, Any]
+
+# ---- training, compared with transformers
+
+TINY: HfConfig = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "vocab_size": 51,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+DENSE: HfConfig = {**TINY, "model_type": "qwen3", "tie_word_embeddings": True}
+DENSE_UNTIED: HfConfig = {**TINY, "model_type": "qwen3"}
+SIZES: HfConfig = {
+    key: value
+    for key, value in TINY.items()
+    if "expert" not in key and key not in ("decoder_sparse_step", "mlp_only_layers")
+}
+LLAMA: HfConfig = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+QWEN2: HfConfig = {**SIZES, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+MIXTRAL: HfConfig = {
+    **SIZES,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+GLM4: HfConfig = {
+    **SIZES,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
+# the published shape of a config: yarn, groups of experts, a first dense layer; head widths differ for keys and values
+DEEPSEEK: HfConfig = {
+    **SIZES,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "rope_interleave": True,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+del DEEPSEEK["head_dim"]
+MOONLIGHT: HfConfig = {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None}
+
+# large enough that what stays (a Python process) does not drown what goes
+LARGE: HfConfig = {
+    **TINY,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+}
+# the last stage of a value role has no output layer
+WITHOUT_VOCABULARY: HfConfig = {**LARGE, "moe_intermediate_size": 1024}
+# checkpoints that take a moment to write
+WIDE: HfConfig = {**TINY, "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+# an export whose memory can be measured
+BIG: HfConfig = {
+    **{key: value for key, value in TINY.items() if "expert" not in key},
+    "model_type": "qwen3",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 2048,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+# ---- the map between Hugging Face and Megatron
+
+MAP_MOE: HfConfig = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "intermediate_size": 24,
+    "norm_topk_prob": True,
+    "vocab_size": 51,
+}
+MAP_DENSE: HfConfig = {**MAP_MOE, "model_type": "qwen3", "tie_word_embeddings": True}
+MAP_MODELS: dict[str, HfConfig] = {
+    "moe": MAP_MOE,
+    "dense-tied": MAP_DENSE,
+    "dense": {**MAP_DENSE, "tie_word_embeddings": False},
+}
+
+# ---- planning, tracing, streaming: one of each family
+
+FAMILY_SIZES: HfConfig = {
+    "vocab_size": 331,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+FAMILY_SPARSE = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILY_LATENT = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+}
+FAMILY_DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    **FAMILY_SIZES,
+    **FAMILY_SPARSE,
+    **FAMILY_LATENT,
+    "num_key_value_heads": 8,
+}
+FAMILIES: dict[str, HfConfig] = {
+    "llama": {"model_type": "llama", **FAMILY_SIZES, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", **FAMILY_SIZES, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **FAMILY_SIZES, "head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **FAMILY_SIZES,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mixtral": {"model_type": "mixtral", **FAMILY_SIZES, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {**FAMILY_DEEPSEEK, "q_lora_rank": 24, "num_nextn_predict_layers": 1},
+    "moonlight": {**FAMILY_DEEPSEEK, "q_lora_rank": None},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **FAMILY_SIZES,
+        **FAMILY_SPARSE,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+}
+
+# ---- engines
+
+_ENGINE_SIZES: HfConfig = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+ENGINE_MOE: HfConfig = {
+    **_ENGINE_SIZES,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+ENGINE_DEEPSEEK: HfConfig = {
+    **_ENGINE_SIZES,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+ENGINE_MOONLIGHT: HfConfig = {
+    **ENGINE_DEEPSEEK,
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": None,
+}
+
+# ---- transports, whole syncs, engines in fp8
+
+STREAM_MOE: HfConfig = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "vocab_size": 331,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+}
+SYNC_MOE: HfConfig = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "vocab_size": 331,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "hidden_act": "silu",
+}
+FP8_MOE: HfConfig = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}

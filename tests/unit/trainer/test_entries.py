@@ -1,0 +1,161 @@
+"""An estimator and a policy loss in a file outside of the package run through checks, dataflow, advantages and the
+worker's loss, with nothing else changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.config import derived
+from hybridflow.config.check import check, problems
+from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.explain import Origins, explain
+from hybridflow.config.load import load_config
+from hybridflow.errors import ConfigError, SchemaError
+from hybridflow.trainer.groups import check_steps, update_step
+from hybridflow.workers.losses import PolicyLoss
+from tests.unit.trainer.worlds import World, config_of, trainer_of
+
+ENTRIES = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from hybridflow.algorithms.estimators.base import estimator
+from hybridflow.algorithms.policy_losses.base import policy_loss
+
+@dataclass(frozen=True)
+class Scale:
+    by: float = 1.0
+    gamma: float = 0.5  # a key of the section too: its value comes from there
+
+@estimator("scaled", reads=("old_log_probs",), options=Scale)
+def scaled(samples, options):
+    assert samples.columns["old_log_probs"].shape == samples.mask.shape
+    return samples.over_tokens(samples.scores * options.by * options.gamma), None
+
+@estimator("with_critic", reads=("values",), needs_critic=True)
+def with_critic(samples, options):
+    return samples.rewards - samples.columns["values"], samples.rewards
+
+@estimator("greedy", reads=("greedy_scores",))
+def greedy(samples, options):
+    return samples.rewards, None
+
+@dataclass(frozen=True)
+class Clip:
+    clip_ratio_low: float = 9.0
+    bound: float = 2.0
+
+@policy_loss("plain", reads=("advantages", "rollout_log_probs"), options=Clip)
+def plain(tokens, options):
+    assert options.clip_ratio_low == 0.25
+    weight = (tokens.log_probs - tokens.columns["rollout_log_probs"]).exp().clamp(max=options.bound).detach()
+    return -tokens.columns["advantages"] * weight * tokens.log_probs, {"actor/weight": weight}
+"""
+
+
+@pytest.fixture
+def entries(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(ENTRIES)
+    return path
+
+
+class Micro:
+    """Three tokens of two sequences."""
+
+    def __init__(self) -> None:
+        self.lengths = torch.tensor([2, 1])
+        advantages, rollout = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, -1.0, -5.0])
+        self.columns = {"advantages": advantages, "rollout_log_probs": rollout}
+
+
+def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(tmp_path: Path, entries: Path) -> None:
+    config = config_of(tmp_path, total_steps=1)
+    name, options = f"{entries}:scaled", {"by": 3.0}
+    algorithm = replace(config.algorithm, adv_estimator=name, adv_estimator_options=options, gamma=0.25)
+    config, seen = replace(config, algorithm=algorithm), []
+
+    class Noting(World):
+        def update(self, batch, seed):  # type: ignore[no-untyped-def]
+            seen.append(batch)
+            return super().update(batch, seed)
+
+    trainer_of(config, Noting()).fit()
+    [batch] = seen
+    expected = np.repeat(batch["scores"] * 0.75, batch.lengths("response_ids"))
+    np.testing.assert_array_equal(batch.jagged("advantages").values, expected)
+    assert not derived.has_critic(config)
+
+
+def test_what_an_estimator_needs_follows_from_its_declaration(entries: Path) -> None:
+    config = load_config("e2e", [f"algorithm.adv_estimator={entries}:with_critic"])
+    check(config)
+    check_steps(config)
+    assert derived.has_critic(config) and "Critic: in the actor's processes" in explain(config, _NOWHERE)
+    without = load_config("e2e", [f"algorithm.adv_estimator={entries}:greedy"])
+    assert not derived.has_critic(without)
+    with pytest.raises(SchemaError, match=r"advantages reads column 'greedy_scores', .* no step writes it"):
+        check_steps(without)
+
+
+def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) -> None:
+    words = [
+        f"actor.policy_loss={entries}:plain",
+        "actor.policy_loss_options={bound: 1.5}",
+        "actor.clip_ratio_low=0.25",
+        "actor.kl_loss_coef=0",
+    ]
+    config = load_config("e2e", words)
+    check(config)
+    check_steps(config)
+    loss = PolicyLoss(config.actor)
+    assert {"advantages", "rollout_log_probs"} <= set(loss.columns) <= set(update_step(config).reads)
+    assert "old_log_probs" not in loss.columns
+    log_probs = torch.tensor([0.0, -1.0, -1.0], requires_grad=True)
+    total, count, metrics = loss(log_probs, None, Micro())  # type: ignore[arg-type]
+    total.backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.0, 1.0, -3.0] and count == 3
+    assert [float(part) for part in metrics["actor/weight"]] == [3.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("algorithm.adv_estimator=grop", "there is no advantage estimator of this name; did you mean 'grpo'"),
+        ("actor.policy_loss=pop", "there is no policy loss of this name; did you mean 'ppo'"),
+        ("algorithm.adv_estimator_options={lamb: 1}", "unknown key algorithm.adv_estimator_options.lamb"),
+        ("algorithm.adv_estimator_options={norm_adv_by_std: 1}", "this option is the key algorithm.norm_adv_by_std"),
+        ("algorithm.adv_estimator=missing.py:mine", "'missing.py' is no file"),
+        ("rollout.n=1", "rollout.n=1 with algorithm.adv_estimator=grpo, which compares the samples of a prompt"),
+    ],
+)
+def test_a_wrong_name_or_option_is_said_before_anything_starts(word: str, said: str) -> None:
+    [line] = problems(load_config("e2e", [word]))
+    assert said in line
+
+
+def test_an_option_of_a_file_is_checked(entries: Path) -> None:
+    words = [f"actor.policy_loss={entries}:plain", "actor.policy_loss_options={bound: wide}"]
+    with pytest.raises(ConfigError, match=r"actor\.policy_loss_options\.bound: got 'wide', expected number"):
+        check(load_config("e2e", words))
+
+
+def test_declarations_of_the_package_need_no_torch() -> None:
+    code = (
+        "import sys; from hybridflow.config.check import check; from hybridflow.config.load import load_config; "
+        "from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES; check(load_config('e2e', [])); "
+        "[r.get(n) for r in (ESTIMATORS, POLICY_LOSSES) for n in r.names()]; print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+    assert {"grpo", "gae"} <= set(ESTIMATORS.names()) and "ppo" in POLICY_LOSSES.names()
+
+
+_NOWHERE = Origins(frozenset(), {})
