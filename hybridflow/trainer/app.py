@@ -212,21 +212,8 @@ def _train(job: _Job) -> dict[str, Any]:
     rollouts = RestartingRollouts(
         engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message)
     )
-    trainer = RLTrainer(
-        config,
-        session,
-        policy,
-        rollouts,
-        rollouts,
-        dataset,
-        scorer,
-        validator,
-        critic,
-        reward_model,
-        reference,
-        teacher,
-        keep_in_store,
-    )
+    roles = (critic, reward_model, reference, teacher)
+    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, *roles, keep_in_store)
     policy_workers.on_restart(trainer.go_back)
     policy_workers.on_restart(weights.reconnect)
     engine_workers.on_restart(engines.begin_again)
