@@ -65,5 +65,4 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "reward_model.squash": ("none", "sigmoid", "standard"),
     "algorithm.kl_penalty": _KL,
     "trainer.resume": ("auto", "disable"),
-    "trainer.loggers": ("console", "jsonl", "tensorboard"),
 }

@@ -1,7 +1,7 @@
-"""Advantage estimators and policy losses: what an entry declares where it is registered, and the registries.
+"""Advantage estimators, policy losses and trackers: what an entry declares where it is registered, and the registries.
 
-Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. An entry lives in
-`hybridflow/algorithms`; this room holds what must be known before torch is imported.
+Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. Entries live in
+`hybridflow/algorithms` and `hybridflow/observe/trackers`; this room holds what must be known before torch is imported.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config.build import build_options
@@ -57,6 +58,7 @@ class TokenLoss:
 ESTIMATORS: Registry[Estimator] = Registry(
     "advantage estimator", "hybridflow.algorithms.estimators", "algorithm.adv_estimator"
 )
+TRACKERS: Registry[Callable[[Path], Any]] = Registry("tracker", "hybridflow.observe.trackers", "trainer.loggers")
 POLICY_LOSSES: Registry[TokenLoss] = Registry("policy loss", "hybridflow.algorithms.policy_losses", "actor.policy_loss")
 
 

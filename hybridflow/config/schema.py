@@ -361,7 +361,7 @@ class TrainerConfig:
     # the engines when none is left that could answer: the step goes on. 0: the job ends
     max_restarts: int = 1
     export: bool = True  # write a Hugging Face folder at the end
-    loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
+    loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")  # names of trackers, or path/to/file.py:name
     dump_rollouts_every_steps: int = 1  # parquet; 0: never
     report: bool = True
 

@@ -76,6 +76,12 @@ class Platform:
 
             torch.cuda.set_device(local_rank)
 
+    def current_device(self) -> torch.device:
+        """The device that `set_device` chose for this process."""
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
+
     def capability(self) -> tuple[int, int]:
         """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
         if self.kind == "cpu":

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hybridflow.device.platform import Platform
+
 _ALIGN = 64
 
 
@@ -17,6 +19,7 @@ class Staging:
     back."""
 
     def __init__(self) -> None:
+        self._platform = Platform.detect()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -33,7 +36,7 @@ class Staging:
         sizes = [-(-tensor.data.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
         if sum(sizes) > self.size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._platform.kind == "cuda")
         memory, start, copies = self._buffer.numpy(), 0, []
         for tensor, size in zip(tensors, sizes, strict=True):
             source = tensor.data
@@ -46,6 +49,5 @@ class Staging:
                 target = torch.empty_like(source, device="cpu")
             copies.append(replace(tensor, data=target))
             start += size
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        self._platform.synchronize()
         return copies
