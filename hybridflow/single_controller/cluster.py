@@ -175,6 +175,14 @@ class Cluster:
         """Whether this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT at which another program joins this cluster, with the same Ray token in its environment."""
+        import ray
+
+        self.require_open()
+        return str(ray.get_runtime_context().gcs_address)
+
     def nodes(self) -> list[NodeState]:
         """Live nodes, ordered by IP address."""
         import ray
