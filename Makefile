@@ -2,8 +2,9 @@
 LANE ?= cpu
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
+TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-fast test-full lint type arch bench clean distclean
+.PHONY: help setup setup-dev demo check test test-fast test-full lint type arch hooks bench clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -17,14 +18,17 @@ setup-dev: ## setup, and the tools for tests and lint
 demo: setup ## train the tiny mixture of experts with GRPO; ARGS="key=value ..." overrides settings
 	@.venv/bin/hybridflow train --config-name tiny-moe-grpo $(ARGS)
 
-test: setup-dev ## all tests but those marked full; ARGS="..." goes to pytest
-	@$(PYTEST) -m "not full" $(ARGS)
+check: setup-dev ## lint, types and the tests of `make test`, with one summary at the end
+	@$(TESTS) --check -m "not full" $(ARGS)
 
-test-fast: setup-dev ## tests that start no engine and no cluster
-	@$(PYTEST) -m "not slow and not full" $(ARGS)
+test: setup-dev ## all tests but those marked full, units on every core; ARGS="..." goes to pytest
+	@$(TESTS) -m "not full" $(ARGS)
+
+test-fast: setup-dev ## tests that start no engine and no cluster (under 2 minutes)
+	@$(PYTEST) tests/arch tests/unit -n auto --dist loadfile -m "not slow and not full" $(ARGS)
 
 test-full: setup-dev ## every test
-	@$(PYTEST) $(ARGS)
+	@$(TESTS) $(ARGS)
 
 lint: setup-dev ## ruff: rules and format
 	@$(PY) -m ruff check .
@@ -36,6 +40,9 @@ type: setup-dev ## mypy over the package
 arch: setup-dev ## import contracts, cycles, size budgets
 	@.venv/bin/lint-imports --no-cache
 	@$(PYTEST) tests/arch
+
+hooks: setup-dev ## let git run lint, types and import contracts before each commit (needs pre-commit)
+	@pre-commit install
 
 bench: setup-dev ## run one benchmark: make bench NAME=...
 	@if [ -n "$(NAME)" ] && [ -f "benchmarks/$(NAME).py" ]; then \

@@ -241,11 +241,6 @@ def register(
     return mark
 
 
-def is_registered(function: Callable[..., Any]) -> bool:
-    """Whether `function` has gone through `@register`."""
-    return hasattr(function, _ATTRIBUTE)
-
-
 def method_spec(function: Callable[..., Any]) -> MethodSpec:
     """What `@register` recorded; TypeError for a function without it."""
     spec = getattr(function, _ATTRIBUTE, None)

@@ -1,0 +1,65 @@
+"""The runner of both parts: one closing line, and a failure of either part or of a check fails the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import run
+
+PASSES, FAILS = "def test_a():\n    pass\n", "def test_a():\n    assert False\n"
+Tree = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tree:
+    """Runs the runner over a tree of two test files: exit status and the lines that it printed."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "CHECKS", ("compileall -q good", "compileall -q bad"))
+    (tmp_path / "good").mkdir()
+    (tmp_path / "bad").mkdir()
+    for folder in (*run.PARALLEL, *run.SERIAL):
+        (tmp_path / folder).mkdir(parents=True)
+
+    def ran(unit: str, dist: str, *words: str) -> tuple[int, list[str]]:
+        (tmp_path / "tests/unit/test_u.py").write_text(unit)
+        (tmp_path / "tests/dist/test_d.py").write_text(dist)
+        status = run.main(["-q", "-p", "no:cacheprovider", *words])
+        return status, capfd.readouterr().out.splitlines()
+
+    return ran
+
+
+def test_the_closing_line_counts_both_parts(tree: Tree) -> None:
+    status, lines = tree(PASSES + PASSES.replace("_a", "_b"), PASSES)
+    assert status == 0 and lines[-1].startswith("3 passed in ")
+
+
+@pytest.mark.parametrize(("unit", "dist"), [(FAILS, PASSES), (PASSES, FAILS)], ids=["unit", "dist"])
+def test_a_failure_of_either_part_fails_the_whole(tree: Tree, unit: str, dist: str) -> None:
+    status, lines = tree(unit, dist)
+    assert status == 1 and lines[-1].startswith("1 failed, 1 passed in ")
+    assert lines[-2] == f"FAILED tests/{'unit/test_u' if unit == FAILS else 'dist/test_d'}.py::test_a"
+
+
+def test_a_file_that_cannot_be_read_and_a_part_that_dies_are_errors(tree: Tree) -> None:
+    status, lines = tree("import nothing_of_this_name\n", PASSES)
+    assert status and lines[-1].startswith("1 passed, 1 error in ")
+    status, lines = tree(PASSES, "import os\nos._exit(0)\n")
+    assert status and "1 error in" in lines[-1]
+
+
+def test_a_selection_may_be_in_one_part_alone_but_not_in_none(tree: Tree) -> None:
+    status, lines = tree(PASSES, PASSES.replace("_a", "_other"), "-k", "other")
+    assert status == 0 and lines[-1].startswith("1 passed in ")
+    assert tree(PASSES, PASSES, "-k", "nowhere")[0] == run.NOTHING_SELECTED
+
+
+def test_a_check_that_fails_is_an_error_of_the_summary(tree: Tree, tmp_path: Path) -> None:
+    assert tree(PASSES, PASSES, "--check")[0] == 0
+    (tmp_path / "bad" / "no_python.py").write_text("def\n")
+    status, lines = tree(PASSES, PASSES, "--check")
+    assert status == 1 and lines[-1].startswith("2 passed, 1 error in ")
+    assert "ERROR compileall -q bad" in lines

@@ -1,0 +1,99 @@
+"""Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
+
+`python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on every core, then tests/dist and
+tests/e2e, which start several processes themselves, one after another. `--check` runs lint and types before; a check
+that fails counts as an error of the summary. Arguments that name files or folders run alone, in one part.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+PARALLEL = ("tests/arch", "tests/unit")
+SERIAL = ("tests/dist", "tests/e2e")
+CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow")
+NOTHING_SELECTED = 5  # pytest's exit status
+Outcome = tuple[int, Counter[str], list[str]]  # exit status, counts, what failed
+
+
+def part(words: Sequence[str]) -> Outcome:
+    """Run pytest once. A part that ends without a report (a crash, a usage error) counts as an error."""
+    with tempfile.TemporaryDirectory(prefix="hybridflow-tests-") as folder:
+        report = Path(folder) / "report.xml"
+        status = subprocess.run(
+            [sys.executable, "-m", "pytest", f"--junitxml={report}", *words], cwd=ROOT, check=False
+        ).returncode
+        if not report.exists():
+            return status or 1, Counter(error=1), [f"ERROR pytest {' '.join(words)} ended without a report"]
+        counts, failed = read_report(report)
+    if status not in (0, NOTHING_SELECTED) and not failed:
+        return status, counts + Counter(error=1), [f"ERROR pytest {' '.join(words)} ended with status {status}"]
+    return status, counts, failed
+
+
+def read_report(report: Path) -> tuple[Counter[str], list[str]]:
+    """Outcomes of a JUnit report by pytest's words, and a line for each test that failed."""
+    counts: Counter[str] = Counter()
+    failed = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{str(case.get('classname')).replace('.', '/')}.py::{case.get('name')}"
+        kinds = {child.tag for child in case}
+        if "failure" in kinds:
+            counts["failed"] += 1
+            failed.append(f"FAILED {name}")
+        elif "skipped" in kinds:
+            counts["skipped"] += 1
+        elif "error" not in kinds:
+            counts["passed"] += 1
+        if "error" in kinds:  # of the set-up, or of the tear-down after a pass
+            counts["error"] += 1
+            failed.append(f"ERROR {name}")
+    return counts, failed
+
+
+def check(command: str) -> Outcome:
+    """Run a tool that is no test."""
+    print(f"--- {command}", flush=True)
+    status = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, check=False).returncode
+    return (status, Counter(error=1), [f"ERROR {command}"]) if status else (0, Counter(), [])
+
+
+def closing_line(counts: Counter[str], seconds: float) -> str:
+    """`3 failed, 12 passed, 1 error in 4.56s`, in pytest's order."""
+    words = [f"{counts[word]} {word}" for word in ("failed", "passed", "skipped") if counts[word]]
+    if counts["error"]:
+        words.append(f"{counts['error']} error{'s' * (counts['error'] > 1)}")
+    return f"{', '.join(words) or 'no tests ran'} in {seconds:.2f}s"
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit status of the whole: 0 only if every part and every check passed."""
+    started = time.monotonic()
+    outcomes = [check(command) for command in CHECKS] if "--check" in words else []
+    rest = [word for word in words if word != "--check"]
+    if any((ROOT / word.split("::")[0]).exists() for word in rest if not word.startswith("-")):
+        parts = [part(rest)]
+    else:
+        cores = str(len(os.sched_getaffinity(0)))
+        parts = [part([*PARALLEL, "-n", cores, "--dist", "loadfile", *rest]), part([*SERIAL, *rest])]
+    outcomes += parts
+    statuses = [status for status, _, _ in outcomes]
+    if any(status != NOTHING_SELECTED for status, _, _ in parts):  # one part may hold none of what -k selects
+        statuses = [0 if status == NOTHING_SELECTED else status for status in statuses]
+    counts = sum((counts for _, counts, _ in outcomes), Counter[str]())
+    print("=" * 40, *(line for _, _, failed in outcomes for line in failed), sep="\n")
+    print(closing_line(counts, time.monotonic() - started))
+    return max(abs(status) for status in statuses)  # a signal's status is negative
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
