@@ -74,7 +74,7 @@ def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def remove_dumps_after(folder: str | Path, step: int) -> int:
-    """Delete the dumps of later steps, on resume; returns how many."""
+    """Delete the dumps of later steps, which a resumed run makes again; returns how many."""
     late = [path for at, path in list_dumps(folder) if at > step]
     for path in late:
         path.unlink()

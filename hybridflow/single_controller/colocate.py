@@ -29,10 +29,10 @@ class Colocated:
 
 
 def colocated(**roles: type) -> type:
-    """A worker class for a `WorkerGroup` whose processes hold one worker of each role; `args` has a tuple of arguments
+    """A worker class for a `WorkerGroup` whose processes have one worker of each role; `args` has a tuple of arguments
     for each.
 
-    Methods are called as ever, `group.run(Actor.update, ...)`. Where several roles have the method,
+    Methods are called in the usual way, `group.run(Actor.update, ...)`. Where several roles have the method,
     `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is the first role's.
     """
     made: dict[str, Any] = {"roles": roles}

@@ -56,14 +56,14 @@ class WorkerGroup:
         """Start all ranks and construct `worker_class(context, *args)` in each.
 
         Args:
-            cluster, pool: where; `len(pool)` is the world size.
+            cluster, pool: where the ranks run; `len(pool)` is the world size.
             worker_class: a plain class with `@register`-ed methods.
             role: name in errors and log files.
-            args: the same for all ranks, picklable.
+            args: picklable arguments, the same for all ranks.
             env: environment of the processes, set before the worker's module is imported.
-            log_dir: `{role}-rank{r}.log` there receives stdout and stderr of rank r.
-            name: makes the group detached: it outlives this driver, and another one can `join` it. Its pool must be
-                detached too.
+            log_dir: folder where `{role}-rank{r}.log` receives stdout and stderr of rank r.
+            name: makes the group detached: it outlives this driver, and another driver can `join` it. Its pool must be
+                detached as well.
 
         Raises:
             ResourceError: a group of this name exists.
@@ -84,7 +84,7 @@ class WorkerGroup:
 
     @classmethod
     def join(cls, cluster: Cluster, worker_class: type, name: str) -> WorkerGroup:
-        """The detached group `name`, started by another driver, to be called from this one as well.
+        """The detached group `name`, which another driver started, for calls from this one.
 
         Raises:
             ResourceError: there is no group of that name.
@@ -99,17 +99,16 @@ class WorkerGroup:
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `restart`, in the order of registration: to load a checkpoint, say, or to send weights
-        anew."""
+        """Call `hook` after each `restart`, in the order of registration: for example to load a checkpoint or to send
+        the weights again."""
         self._restart_hooks.append(hook)
 
     def restart(self) -> None:
-        """End what is left of the group and start it again in its slots; then run the hooks. For a group that lost a
-        rank or hangs.
+        """End what is left of a group that lost a rank or hangs, start it again in its slots, and run the hooks.
 
         Raises:
-            ResourceError: the group was joined by name: who started it must restart it.
-            WorkerError: as at the start.
+            ResourceError: the group was joined; only the driver that started it can restart it.
+            WorkerError: a rank did not start.
         """
         if self._pool is None:
             raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
