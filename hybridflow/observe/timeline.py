@@ -1,8 +1,8 @@
 """What the controller did when: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
 
 One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start
-and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`; the phase
-`step` is the whole step and gives no prefix. A phase that raised carries `"error"`, the name of the exception.
+and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`, except
+inside the phase `step`, which is the whole step. The record of a phase that raised has `"error"`, the exception's name.
 """
 
 from __future__ import annotations
