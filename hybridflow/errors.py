@@ -85,6 +85,10 @@ class EngineError(HybridFlowError):
         super().__init__(f"{prefix}{message}{tail}")
 
 
+class EngineSilent(EngineError):
+    """The engine could not be reached, or did not answer by the deadline: nobody knows what it is doing."""
+
+
 class EnginesLostError(EngineError):
     """No engine can answer: all have died or have no current weights. Gives the reason for each."""
 
