@@ -53,11 +53,6 @@ class Platform:
         return "p2p" if self.kind == "cuda" else "tcp"
 
     @property
-    def ray_resource(self) -> str:
-        """Resource that a worker process takes in a Ray placement group."""
-        return "GPU" if self.kind == "cuda" else "CPU"
-
-    @property
     def cache_bytes(self) -> int:
         """Size of pieces that stay in a core's cache while they are read several times; 0 where pieces do not help."""
         return 0 if self.kind == "cuda" else 1 << 20
