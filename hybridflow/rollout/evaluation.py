@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import ROUTES
+from hybridflow.batch import ROUTES, DataProto, Jagged
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts
 from hybridflow.data.tokenizer import Tokenizer

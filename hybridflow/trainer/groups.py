@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto
-from hybridflow.batch.routes import ROUTES
+from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
