@@ -89,7 +89,7 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
     same.
 
     Pieces hold B / num_ranks rows, rounded up; where that does not divide, the cheapest rows fill the short piece after
-    the whole ones. A whole piece costs at most the mean of the whole pieces plus the dearest row. Inside a piece rows
+    the whole ones. A whole piece costs at most the mean of the whole pieces plus the costliest row. Inside a piece rows
     keep their order.
     """
     weights = checked_costs(costs)
@@ -97,8 +97,8 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
     if not size:
         return np.zeros(0, np.int64)
     whole = len(weights) // size
-    dearest_first = np.argsort(-weights, kind="stable")
-    full, short = np.sort(dearest_first[: whole * size]), np.sort(dearest_first[whole * size :])
+    costliest_first = np.argsort(-weights, kind="stable")
+    full, short = np.sort(costliest_first[: whole * size]), np.sort(costliest_first[whole * size :])
     groups = balance(weights[full], whole, equal_counts=True)
     return np.concatenate([*(full[members] for members in sorted(groups, key=lambda members: int(members[0]))), short])
 

@@ -229,7 +229,7 @@ class FsdpPolicy(HoldsReference):
         return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)
 
     def settle(self) -> None:
-        """Nothing is under way between methods."""
+        """No communication is in flight between methods."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """For `Residency`; listed anew at each call, since an optimizer may be replaced and a reference appear."""
