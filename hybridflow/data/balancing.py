@@ -1,7 +1,7 @@
 """Spreading items over ranks by cost, and what a sequence costs. Pure numpy.
 
-A greedy start (longest processing time first) is improved by exchanges between a costly and a cheap rank. An exchange is
-only made when the costlier of the two gets cheaper, so the bounds of the greedy start hold for the result.
+A greedy start (longest processing time first) is improved by exchanges between a costly and a cheap rank. An exchange
+is only made when the costlier of the two gets cheaper, so the bounds of the greedy start hold for the result.
 """
 
 from __future__ import annotations
