@@ -160,9 +160,8 @@ def has_teacher(config: RunConfig) -> bool:
 
 
 def is_colocated(config: RunConfig, role: str) -> bool:
-    """Whether `critic`, `reference`, `reward_model` or `teacher` lives in the actor's processes."""
-    section: Role = getattr(config, role)
-    return section.placement == "colocated"
+    """Whether `actor`, `critic`, `reference`, `reward_model` or `teacher` lives in the actor's processes."""
+    return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
@@ -178,8 +177,7 @@ def layout_section(config: RunConfig, role: str) -> str:
 
 def role_world_size(config: RunConfig, role: str) -> int:
     """Processes of a role."""
-    section: Role = getattr(config, role)
-    return section.procs if section.placement == "own" else world_size(config)
+    return world_size(config) if is_colocated(config, role) else int(getattr(config, role).procs)
 
 
 def role_data_parallel_size(config: RunConfig, role: str) -> int:
@@ -195,6 +193,11 @@ def critic_mini_batch_size(config: RunConfig) -> int:
 def critic_samples_per_mini_batch(config: RunConfig) -> int:
     """Responses an optimizer update of the critic sees, over all its data-parallel ranks."""
     return critic_mini_batch_size(config) * config.rollout.n
+
+
+def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
+    """Responses an optimizer update of the actor or the critic sees, over all data-parallel ranks of the role."""
+    return critic_samples_per_mini_batch(config) if role == "critic" else samples_per_mini_batch(config)
 
 
 def critic_updates_per_step(config: RunConfig) -> int:

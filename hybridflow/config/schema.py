@@ -165,6 +165,7 @@ class ReferenceConfig:
     procs: int = 1  # own: processes, in all
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: int = 4096
+    offload: OffloadConfig = field(default_factory=OffloadConfig)  # own; colocated, actor.offload.weights counts
 
 
 @dataclass(frozen=True)
@@ -357,8 +358,8 @@ class TrainerConfig:
     async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
     checkpoint_timeout_s: float = 1800.0  # a save in the background must be on the disk by then
     resume: str = "auto"  # auto | disable
-    # of the policy's ranks when one is lost in the loop, which then goes on from the last checkpoint; and as often of
-    # the engines when none is left that could answer: the step goes on. 0: the job ends
+    # within an hour, when ranks are lost in the loop: of those that train, which go on from the last checkpoint; of
+    # each role that only computes, within the step; of all engines when none is left that could answer. 0: the job ends
     max_restarts: int = 1
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[str, ...] = ("console", "jsonl", "tensorboard")

@@ -5,30 +5,45 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from hybridflow.errors import CheckpointError
+from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.reshard.fsdp_layout import shard_rows
 from hybridflow.saving.checkpoint_source import CheckpointFolder
 from hybridflow.saving.files import Chunk, HfSlice, Rectangle, check_cover
 from hybridflow.saving.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
-from hybridflow.saving.saver import Job, checked_manifest, manifest_of
-
-if TYPE_CHECKING:
-    from hybridflow.fsdp.policy import FsdpPolicy
+from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of
 
 TRAINING = "training.json"
 _RANDOM = "rng_state"
 
 
+class Sharded(Holder, Protocol):
+    """A policy, as far as a checkpoint holds it."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """None before `set_optimizer`."""
+        ...
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """This rank's rows of every tensor, by Hugging Face name."""
+        ...
+
+    def reference_state(self) -> Mapping[str, torch.Tensor]:
+        """The reference's rows by the same names."""
+        ...
+
+
 class ShardedState:
     """The rectangles of one policy over its live memory."""
 
-    def __init__(self, policy: FsdpPolicy) -> None:
+    def __init__(self, policy: Sharded) -> None:
         self.contains, self._tensors = ["model"], policy.family.tensors()
         self._model = self._rectangles("", policy.parameters())
         self.tensors = list(self._model)
@@ -63,7 +78,7 @@ class ShardedState:
         return found
 
 
-def job(policy: FsdpPolicy, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
+def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
     """One save; everything but the tensors' data is taken now."""
     state = ShardedState(policy)
     training = {"updates": policy.optimizer.updates if policy.optimizer else 0}
@@ -80,7 +95,7 @@ def job(policy: FsdpPolicy, folder: Path, phase: str, step: int, exchange: Excha
 
 
 @torch.no_grad()
-def load(policy: FsdpPolicy, folder: Path) -> None:
+def load(policy: Sharded, folder: Path) -> None:
     """Restore what was saved, in place, whatever the number of ranks was then. Collective.
 
     The random state comes back where the number of ranks is the same.

@@ -1,4 +1,4 @@
-"""The Megatron policy with what the policy's worker asks of every backend (`workers.backend.Backend`)."""
+"""A Megatron model with what workers ask of every backend (`workers.backend.Backend`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from hybridflow.device.residency import Part
 from hybridflow.mcore import bootstrap, checkpoint, hf_export, parallel
+from hybridflow.mcore.model import load_weights
 from hybridflow.mcore.model_parts import model_parts
 from hybridflow.mcore.policy import Policy
+from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import Catalog, Layout, megatron_layout
 
 
@@ -19,7 +21,7 @@ class MegatronPolicy(Policy):
     """`Policy`, and its place in the process and on the disk. Every method is a collective."""
 
     def mesh_position(self) -> tuple[int, int, bool]:
-        """See `parallel.data_parallel_position`."""
+        """(data-parallel rank, size, whether this rank returns its group's results)."""
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
@@ -31,7 +33,7 @@ class MegatronPolicy(Policy):
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """For `Residency`."""
+        """How to list this rank's tensors of each part."""
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
@@ -40,13 +42,18 @@ class MegatronPolicy(Policy):
         return lambda catalog: megatron_layout(self.family, ranks, dtype, catalog)
 
     def saver(self, timeout_s: float) -> checkpoint.Saver:
-        """Saves of this policy."""
+        """Writes checkpoints of this model."""
         return checkpoint.Saver(self, timeout_s)
 
     def load(self, folder: Path) -> None:
-        """See `checkpoint.load`."""
+        """Restore a checkpoint in place."""
         checkpoint.load(self, folder)
 
     def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
-        """See `hf_export.export`."""
+        """Write a Hugging Face folder."""
         hf_export.export(self, folder, hf_config, tokenizer)
+
+    def load_from(self, source: WeightSource) -> None:
+        """Replace all weights; an optimizer must be set anew afterwards."""
+        load_weights(self.stages, self.family, source)
+        self.optimizer = None

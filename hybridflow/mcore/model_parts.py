@@ -27,8 +27,9 @@ def _held(policy: Policy) -> list[torch.Tensor]:
 
 
 def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
-    """Megatron's flat buffers; without the distributed optimizer there is none for parameters."""
-    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    """Megatron's flat buffers; without the distributed optimizer none holds parameters."""
+    chunks = policy.chunks if policy.trains else ()
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [data for data in (getattr(buffer, name) for buffer in buffers) if data is not None]
 
 

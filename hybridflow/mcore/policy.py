@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ class Policy(HoldsReference):
         logits_chunk_tokens: int = 1024,
         on_nonfinite: str = "stop",
         lora: AdapterMap | None = None,
+        trains: bool = True,
     ) -> None:
         """Build the stage and fill it from `source`. Process groups exist already (`parallel.initialize`).
 
@@ -65,6 +67,7 @@ class Policy(HoldsReference):
                 not at all.
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train in place of the weights.
+            trains: without, there are no gradient buffers, and no optimizer can be set.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
         self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
@@ -74,7 +77,8 @@ class Policy(HoldsReference):
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
         self.expert_load = ExpertLoad(self.stages)
-        self.chunks = wrap_for_training(self.stages, parallel_config)
+        self.trains = trains
+        self.chunks: Sequence[Any] = wrap_for_training(self.stages, parallel_config) if trains else self.stages
         self.optimizer: Optimizer | None = None
 
     # ---- passes
@@ -163,6 +167,8 @@ class Policy(HoldsReference):
 
     def set_optimizer(self, config: OptimConfig) -> None:
         """A fresh optimizer (moments zero) over the present weights."""
+        if not self.trains:
+            raise RuntimeError("an optimizer for a model that does not train")
         self.optimizer = Optimizer(self.chunks, config, self.config, self.dtype)
 
     def _scoring(self, temperature: float, with_entropy: bool) -> Scoring:
@@ -238,6 +244,6 @@ class Policy(HoldsReference):
         """Wait for weights that the next forward pass would have gathered (`overlap_param_gather`): until then other
         ranks' shares of the weights here are those before the last update.
         """
-        if self.config.overlap_param_gather:
+        if self.config.overlap_param_gather and self.trains:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

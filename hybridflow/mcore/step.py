@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
@@ -131,7 +132,9 @@ def _predicting(
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """[n', h] states that predict this rank's response tokens, [v, h] output weight, tensor-parallel group."""
     rows = hidden[0].index_select(0, micro.predict_rows)
-    return rows, output_weight(chunks[-1].module), parallel_state.get_tensor_model_parallel_group()
+    last = chunks[-1]
+    model = last.module if isinstance(last, DistributedDataParallel) else last  # bare where nothing trains
+    return rows, output_weight(model), parallel_state.get_tensor_model_parallel_group()
 
 
 def run(

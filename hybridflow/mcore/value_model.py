@@ -11,13 +11,11 @@ import torch
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.data.micro_batches import unpack
 from hybridflow.mcore import parallel
+from hybridflow.mcore.backend import MegatronPolicy
 from hybridflow.mcore.context_parallel import gather_tokens
-from hybridflow.mcore.model import load_weights
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.step import Metrics, backward_outputs, forward_outputs
 from hybridflow.models.scalar_head import ScalarHead
-from hybridflow.models.weights import WeightSource
 
 # (values at response tokens [n] or scores [s], micro-batch) -> (loss sum, count, metric sums with counts)
 ScalarLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor, Metrics]]
@@ -36,15 +34,10 @@ def sequence_scores(micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
     return _chosen(output, micro.packed.cu_seqlens_q[1 : samples + 1].long() - 1)
 
 
-class ValueModel(Policy):
-    """Model and optimizer of one rank, as `Policy`, with a scalar in place of logits. Every method is a collective."""
+class ValueModel(MegatronPolicy):
+    """A model with a scalar in place of logits. Every method is a collective."""
 
     family: ScalarHead
-
-    def load_from(self, source: WeightSource) -> None:
-        """Replace all weights; an optimizer must be set anew afterwards."""
-        load_weights(self.stages, self.family, source)
-        self.optimizer = None
 
     def values(self, batch: DataProto, *, max_tokens: int) -> Jagged | None:
         """A value for every response token, in the order of the batch; None on ranks that are not on the last stage."""

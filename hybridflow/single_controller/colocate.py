@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridflow.dispatch import MethodSpec, WorkerContext, is_registered, method_spec
@@ -12,55 +12,65 @@ from hybridflow.dispatch import MethodSpec, WorkerContext, is_registered, method
 class Colocated:
     """One worker of each of `roles`, in their order. Make a class of it with `colocated`."""
 
-    roles: ClassVar[tuple[type, ...]] = ()
+    roles: ClassVar[Mapping[str, type]] = {}
 
     def __init__(self, context: WorkerContext, *arguments: Sequence[Any]) -> None:
         """Construct each role as `role(context, *arguments[i])`."""
-        self._workers = [role(context, *args) for role, args in zip(self.roles, arguments, strict=True)]
+        pairs = zip(self.roles.items(), arguments, strict=True)
+        self._workers = {name: role(context, *args) for (name, role), args in pairs}
 
-    def __getattr__(self, name: str) -> Any:
-        for worker in self.__dict__.get("_workers", ()):
-            if hasattr(worker, name):
-                return getattr(worker, name)
-        raise AttributeError(f"none of {', '.join(role.__name__ for role in self.roles)} has {name!r}")
+    def __getattr__(self, address: str) -> Any:
+        """`role.method`, as `address_of` writes it."""
+        role, _, method = address.partition(".")
+        try:
+            return getattr(self.__dict__["_workers"][role], method)
+        except KeyError:
+            raise AttributeError(f"{address!r} names none of the roles {', '.join(self.roles)}") from None
 
 
-def colocated(*roles: type) -> type:
+def colocated(**roles: type) -> type:
     """A worker class for a `WorkerGroup` whose processes hold one worker of each role; `args` has a tuple of arguments
     for each.
 
-    Methods are called as ever, `group.run(Actor.update, ...)`, `group.run(Reference.log_probs, ...)`; `mesh_position`
-    is the first role's.
-
-    Raises:
-        ValueError: two roles register a method of the same name.
+    Methods are called as ever, `group.run(Actor.update, ...)`. Where several roles have the method,
+    `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is the first role's.
     """
-    owner: dict[str, type] = {}
-    for role in roles:
-        for name in _registered(role):
-            if owner.setdefault(name, role) is not role:
-                raise ValueError(
-                    f"{owner[name].__name__} and {role.__name__} both have a method {name!r}; roles of one process "
-                    f"need others"
-                )
     made: dict[str, Any] = {"roles": roles}
-    if any(hasattr(role, "mesh_position") for role in roles):  # the group asks the class before it asks the workers
-        made["mesh_position"] = lambda self: self.__getattr__("mesh_position")()
-    return type("And".join(role.__name__ for role in roles), (Colocated,), made)
+    first = next(iter(roles))
+    if hasattr(roles[first], "mesh_position"):  # the group asks the class before it asks the workers
+        made["mesh_position"] = lambda self: getattr(self, f"{first}.mesh_position")()
+    return type("And".join(role.__name__ for role in roles.values()), (Colocated,), made)
 
 
 def registered(worker_class: type) -> list[str]:
-    """Names of the `@register`-ed methods of the class, or of its roles."""
-    classes = worker_class.roles if issubclass(worker_class, Colocated) else (worker_class,)
-    return [name for found in classes for name in _registered(found)]
+    """Addresses of the `@register`-ed methods of the class, or of its roles."""
+    if not issubclass(worker_class, Colocated):
+        return _registered(worker_class)
+    return [f"{name}.{method}" for name, role in worker_class.roles.items() for method in _registered(role)]
 
 
 def _registered(role: type) -> list[str]:
     return [name for name, function in inspect.getmembers(role, inspect.isfunction) if is_registered(function)]
 
 
-def owns(worker_class: type, method: Callable[..., Any]) -> bool:
-    """Whether `method` is one of the class (or of a base), or of one of its roles."""
+def address_of(worker_class: type, method: Callable[..., Any], role: str | None) -> str:
+    """The name by which a process of `worker_class` calls `method`, of `role` where several roles have it.
+
+    Raises:
+        TypeError: the class, or the role, has no such method, or several roles have it and none is named.
+    """
     spec: MethodSpec = method_spec(method)
-    classes = worker_class.roles if issubclass(worker_class, Colocated) else (worker_class,)
-    return any(vars(base).get(spec.name) is method for found in classes for base in inspect.getmro(found))
+    called = f"{getattr(method, '__qualname__', method)}"
+    if not issubclass(worker_class, Colocated):
+        if not _owns(worker_class, method, spec):
+            raise TypeError(f"{called} is not a method of {worker_class.__name__}")
+        return spec.name
+    owners = [name for name, found in worker_class.roles.items() if role in (None, name) and _owns(found, method, spec)]
+    if len(owners) != 1:
+        problem = f"belongs to {' and '.join(owners)}: say role=" if owners else "is not a method of"
+        raise TypeError(f"{called} {problem} {role or ', '.join(worker_class.roles)}")
+    return f"{owners[0]}.{spec.name}"
+
+
+def _owns(worker_class: type, method: Callable[..., Any], spec: MethodSpec) -> bool:
+    return any(vars(base).get(spec.name) is method for base in inspect.getmro(worker_class))

@@ -131,7 +131,7 @@ class Host:
 
 def short_name(method: str) -> str:
     """The method of a host that `with_short_calls` made which calls `method` without arguments."""
-    return f"run_{method}"
+    return f"run_{method.replace('.', '_')}"
 
 
 def with_short_calls(methods: Iterable[str]) -> type[Host]:

@@ -23,7 +23,7 @@ from hybridflow.dispatch import (
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.colocate import owns, registered
+from hybridflow.single_controller.colocate import address_of, registered
 from hybridflow.single_controller.future import Future
 from hybridflow.single_controller.host import HostInfo, short_name, with_short_calls
 from hybridflow.single_controller.pieces import At, Request
@@ -153,6 +153,7 @@ class WorkerGroup:
         *args: Any,
         timeout: float | None = None,
         only: Sequence[int] | None = None,
+        role: str | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call a method of the worker class on the group and wait; a method registered `blocking=False` gives a
@@ -163,13 +164,14 @@ class WorkerGroup:
             args, kwargs: as its `@register` says they are spread.
             timeout: seconds; None: `cluster.config.call_timeout_s`.
             only: the ranks that take part, as if the group had no others; None: all.
+            role: of `colocated` roles, the one that is meant; None: the only one that has the method.
 
         Raises:
             WorkerError: a rank died, raised or did not answer in time.
             SchemaError: arguments or results do not fit the declaration of the method.
             HybridFlowError: a rank raised one of our errors (same type).
         """
-        future = self.submit(method, *args, timeout=timeout, only=only, **kwargs)
+        future = self.submit(method, *args, timeout=timeout, only=only, role=role, **kwargs)
         return future.result() if method_spec(method).blocking else future
 
     def submit(
@@ -178,11 +180,11 @@ class WorkerGroup:
         *args: Any,
         timeout: float | None = None,
         only: Sequence[int] | None = None,
+        role: str | None = None,
         **kwargs: Any,
     ) -> Future:
         """Start a call and return its `Future`; `timeout` is what its `result()` waits by default."""
-        spec = method_spec(method)
-        self._require_own(method)
+        spec, address = method_spec(method), self._address(method, role)
         if self._broken is not None:
             raise self._broken
         ranks = range(self.world_size) if only is None else only
@@ -194,7 +196,7 @@ class WorkerGroup:
             plan = plan.on(ranks)
         keeps = spec.dispatch is Dispatch.DP and bool(spec.writes) and mesh is not None
         collectors = [ranks[rank] for rank in mesh.collectors] if keeps and mesh is not None else []
-        return self._launch(spec.name, plan, timeout, spec.writes if keeps else (), collectors)
+        return self._launch(address, plan, timeout, spec.writes if keeps else (), collectors)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -308,12 +310,11 @@ class WorkerGroup:
             self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
         return self._mesh
 
-    def _require_own(self, method: Callable[..., Any]) -> None:
-        if not owns(self.worker_class, method):
-            raise TypeError(
-                f"{getattr(method, '__qualname__', method)} is not a method of {self.worker_class.__name__}, which "
-                f"{self.role} runs"
-            )
+    def _address(self, method: Callable[..., Any], role: str | None) -> str:
+        try:
+            return address_of(self.worker_class, method, role)
+        except TypeError as error:
+            raise TypeError(f"{error}, which {self.role} runs") from None
 
     def _note_loss(self, error: HybridFlowError) -> None:
         """After a death or a hang the ranks no longer stand at the same point: every later call would hang too."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -32,27 +32,19 @@ from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
-from hybridflow.trainer.groups import PolicyGroup, check_steps
+from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
-from hybridflow.trainer.value_groups import CriticGroup, ReferenceGroup, RewardModelGroup, TeacherGroup
-from hybridflow.workers.policy import PolicySpec, PolicyWorker
-from hybridflow.workers.reference import ReferenceWorker
+from hybridflow.workers.model_role import MODEL_ROLES, ModelWorker
+from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
-from hybridflow.workers.teacher import TeacherWorker
-from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker, ValueSpec
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-_WORKERS: dict[str, type] = {
-    "critic": CriticWorker,
-    "reference": ReferenceWorker,
-    "reward_model": RewardModelWorker,
-    "teacher": TeacherWorker,
-}
 
 
 def train(config: RunConfig) -> None:
@@ -79,7 +71,6 @@ def train_reward(config: RunConfig) -> None:
 
 
 # ---- the jobs
-# ------------------------------------------------------------------------------------------------------------
 
 
 class _Job:
@@ -103,34 +94,37 @@ class _Job:
         with self.progress.stage("start Ray"):
             return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
 
-    def start_policy(self, cluster: Cluster, *others: str) -> WorkerGroup:
-        """The Megatron ranks, with those of the other roles (critic, reward_model) that live in the same processes."""
+    def start_roles(self, cluster: Cluster, roles: Sequence[str], trained: Sequence[str]) -> dict[str, WorkerGroup]:
+        """The ranks of each of `roles`: those that live in the policy's processes (which are `actor`'s, the first
+        role's) share a group, the others have one each. Only `trained` ones may update their weights."""
+        specs = {role: self._role_spec(role, role in trained) for role in roles}
+        shared = [role for role in roles if derived.is_colocated(self.config, role)]
+        groups = dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared])) if shared else {}
+        return groups | {role: self._start_own(cluster, specs[role]) for role in roles if role not in shared}
+
+    def _start_shared(self, cluster: Cluster, specs: Sequence[RoleSpec]) -> WorkerGroup:
         config = self.config
-        spec = PolicySpec(config, self.hf_config, self.tokenizer.path.resolve())
-        beside = {role: (self.value_spec(role),) for role in others}
-        with self.progress.stage(
-            f"start {derived.world_size(config)} {config.actor.backend} ranks ({_layout(config)})"
-        ):
+        procs, backend = derived.world_size(config), config.actor.backend
+        with self.progress.stage(f"start {procs} {backend} ranks ({_layout(config)})"):
             pool = ResourcePool.allocate(
                 cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus()
             )
-            if beside:
-                worker = colocated(PolicyWorker, *(_WORKERS[role] for role in beside))
-                return self._group(cluster, pool, worker, "actor", ((spec,), *beside.values()))
-            return self._group(cluster, pool, PolicyWorker, "actor", (spec,))
+            if len(specs) == 1:
+                return self._group(cluster, pool, PolicyWorker, "actor", specs)
+            worker = colocated(actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker))
+            return self._group(cluster, pool, worker, "actor", [(spec,) for spec in specs])
 
-    def start_role(self, cluster: Cluster, role: str) -> WorkerGroup:
-        """The critic, the reference or the reward model in processes of its own."""
-        procs = derived.role_world_size(self.config, role)
-        with self.progress.stage(f"start {procs} Megatron ranks of the {role.replace('_', ' ')}"):
+    def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
+        procs = derived.role_world_size(self.config, spec.role)
+        with self.progress.stage(f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"):
             pool = ResourcePool.allocate(cluster, 1, procs, gpus=_uses_gpus())
-            return self._group(cluster, pool, _WORKERS[role], role, (self.value_spec(role),))
+            return self._group(cluster, pool, ModelWorker, spec.role, (spec,))
 
-    def value_spec(self, role: str) -> ValueSpec:
-        """What the ranks of the critic, the reference or the reward model are told."""
-        path: str | None = getattr(self.config, role).path
-        hf_config = self.hf_config if path is None else dict(derived.hf_config(ModelConfig(path=path)))
-        return ValueSpec(self.config, hf_config, path, self.tokenizer.path.resolve())
+    def _role_spec(self, role: str, trains: bool) -> RoleSpec:
+        path = self.config.model.path if role == "actor" else getattr(self.config, role).path
+        is_policy = role == "actor" or path is None
+        hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
+        return RoleSpec(self.config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
         """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the
@@ -157,9 +151,7 @@ class _Job:
             leading.on_restart(follow)
             return leading, following
 
-    def _group(
-        self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: tuple[Any, ...]
-    ) -> WorkerGroup:
+    def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]) -> WorkerGroup:
         env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
         group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=self.session.folder / "logs")
         self.stack.callback(group.kill)
@@ -192,44 +184,30 @@ def _train(job: _Job) -> dict[str, Any]:
     cluster = job.start_cluster()
     engine_workers, other_nodes = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids, other_nodes)
-    wanted = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
-    wanted |= {"reference": derived.has_own_reference(config), "teacher": derived.has_teacher(config)}
-    beside = [role for role in wanted if wanted[role] and derived.is_colocated(config, role)]
-    policy_workers = job.start_policy(cluster, *beside)
-    policy = PolicyGroup(policy_workers, config)
-    groups = {
-        role: policy_workers if role in beside else job.start_role(cluster, role) for role in wanted if wanted[role]
-    }
-    critic = CriticGroup(groups["critic"], config) if "critic" in groups else None
-    reward_model = RewardModelGroup(groups["reward_model"], config) if "reward_model" in groups else None
-    reference = ReferenceGroup(groups["reference"], config) if "reference" in groups else None
-    teacher = TeacherGroup(groups["teacher"], config) if "teacher" in groups else None
+    trained = ("actor", "critic")
+    roles = ["actor", *(role for role, kind in MODEL_ROLES.items() if kind.is_wanted(config))]
+    workers = job.start_roles(cluster, roles, trained)
+    policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    weights = SliceSync(policy_workers, engines, config)
-    rollouts = RestartingRollouts(
-        engines, weights, config.trainer.max_restarts, session.note_engine_restart(job.progress.message)
-    )
-    trainer = RLTrainer(
-        config,
-        session,
-        policy,
-        rollouts,
-        rollouts,
-        dataset,
-        scorer,
-        validator,
-        critic,
-        reward_model,
-        reference,
-        teacher,
-    )
-    policy_workers.on_restart(trainer.go_back)
-    policy_workers.on_restart(weights.reconnect)
+    weights = SliceSync(workers["actor"], engines, config)
+    told = session.note_restart("engine_restarts", job.progress.message)
+    rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, told)
+    told = session.note_restart("restarts", job.progress.message)
+    others = {
+        role: ModelGroup(workers[role], role, config)
+        if role in trained or derived.is_colocated(config, role)
+        else FrozenGroup(workers[role], role, config, told)
+        for role in roles[1:]
+    }
+    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, others)
+    workers["actor"].on_restart(weights.reconnect)
     engine_workers.on_restart(engines.begin_again)
     engine_workers.on_restart(weights.reconnect)
+    if "reference" in workers:
+        workers["reference"].on_restart(trainer.fill_reference)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
@@ -241,7 +219,8 @@ def _train(job: _Job) -> dict[str, Any]:
     with job.progress.stage("plan the weight sync"):
         plan = weights.prepare()
     job.progress.message(plan)
-    fit_with_restarts(trainer, policy_workers, config.trainer.max_restarts, job.progress)
+    own = {role: workers[role] for role in roles if role in trained and workers[role] is not workers["actor"]}
+    fit_with_restarts(trainer, {"actor": workers["actor"], **own}, config.trainer.max_restarts, job.progress)
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -262,7 +241,7 @@ def _train(job: _Job) -> dict[str, Any]:
 
 def _sft(job: _Job) -> dict[str, Any]:
     cluster = job.start_cluster()
-    policy = PolicyGroup(job.start_policy(cluster), job.config)
+    policy = PolicyGroup(job.start_roles(cluster, ["actor"], ["actor"])["actor"], job.config)
     trainer = job.warm_start(policy, lambda: None)
     if trainer is None:
         raise ConfigError(
@@ -279,23 +258,21 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     names = (settings.chosen_key, settings.rejected_key)
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
-    cluster, is_beside = job.start_cluster(), derived.is_colocated(config, "reward_model")
-    policy_workers = (
-        job.start_policy(cluster, *(["reward_model"] if is_beside else [])) if is_beside or config.sft.steps else None
-    )
-    workers = policy_workers if is_beside and policy_workers is not None else job.start_role(cluster, "reward_model")
-    model = RewardModelGroup(workers, config)
+    needs_policy = bool(config.sft.steps) or derived.is_colocated(config, "reward_model")
+    roles = ["actor", "reward_model"] if needs_policy else ["reward_model"]
+    workers = job.start_roles(job.start_cluster(), roles, roles)
+    model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
     if job.checkpoint is not None and job.checkpoint.phase == "reward":
         trainer.resume(job.checkpoint)
     else:
-        folder = None
-        if config.sft.steps and policy_workers is not None:
-            policy = PolicyGroup(policy_workers, config)
+        if config.sft.steps:
+            policy = PolicyGroup(workers["actor"], config)
             job.warm_start(policy, lambda: None)
             folder = job.session.folder / "model" / "reward-start"
-            policy.export(folder)
-        model.start(settings.optim, folder)
+            policy.run(PolicyWorker.export, folder)
+            model.run(ModelWorker.fill, folder)
+        model.run(ModelWorker.set_optimizer, settings.optim)
     trainer.fit()
     with job.progress.stage("wait for the last checkpoint"):
         job.session.store.wait()
@@ -305,7 +282,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     exported = job.session.folder / "export"
     if config.trainer.export:
         with job.progress.stage("export to a Hugging Face folder"):
-            model.export(exported)
+            model.run(ModelWorker.export, exported)
     return {
         "seconds_sft": job.session.totals.get("seconds_sft", 0.0),
         "seconds_reward": job.session.totals.get("seconds_reward", 0.0),
@@ -323,12 +300,11 @@ def _finish(job: _Job, policy: PolicyGroup) -> str | None:
         return None
     folder = job.session.folder / "export"
     with job.progress.stage("export to a Hugging Face folder"):
-        policy.export(folder)
+        policy.run(PolicyWorker.export, folder)
     return str(folder)
 
 
 # ---- around a job
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:

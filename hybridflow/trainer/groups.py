@@ -1,4 +1,4 @@
-"""The loop's train group over worker groups: what runs where, and what crosses."""
+"""The loop's roles over worker groups: what runs where, and what crosses."""
 
 from __future__ import annotations
 
@@ -11,108 +11,137 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.batch.routes import ROUTES
 from hybridflow.config import derived
-from hybridflow.config.schema import OptimConfig, RunConfig
+from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.packing import balanced_order
-from hybridflow.device.residency import Part
-from hybridflow.dispatch import DataflowStep, check_dataflow
+from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
+from hybridflow.errors import HybridFlowError
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.losses import policy_loss_columns
+from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
-from hybridflow.workers.reference import ReferenceWorker
-from hybridflow.workers.teacher import TeacherWorker
-from hybridflow.workers.value_roles import CriticWorker, RewardModelWorker
+from hybridflow.workers.role import RoleWorker
 
 
-class PolicyGroup:
-    """`TrainGroup` over Megatron ranks."""
+class ModelGroup:
+    """`Role` over Megatron ranks, in processes of the role's own or in the policy's."""
 
-    def __init__(self, group: WorkerGroup, config: RunConfig) -> None:
-        self.group, self.config = group, config
+    def __init__(self, workers: WorkerGroup, role: str, config: RunConfig) -> None:
+        self.workers, self.role, self.config = workers, role, config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
-        self._unobserved = False
+        self._data_parallel = derived.role_data_parallel_size(config, role)
 
-    def set_optimizer(self, config: OptimConfig) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.set_optimizer, config)
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a worker method of the role. Paths arrive absolute: ranks have another working directory."""
+        resolved = (value.resolve() if isinstance(value, Path) else value for value in args)
+        return self.workers.run(method, *resolved, role=self.role)
 
-    def sft_step(self, batch: DataProto) -> Update:
-        """See TrainGroup."""
-        return merge(self.group.run(PolicyWorker.sft_step, batch))
+    def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
+        order = self._order(batch)
+        return as_batch(self.run(method, batch.reorder(order))).reorder(np.argsort(order))
 
-    def log_probs(self, batch: DataProto) -> DataProto:
-        """See TrainGroup."""
-        # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
-        if self._unobserved:
-            self.group.run(PolicyWorker.take_observations)
-        self._unobserved = True
-        return self._balanced(_log_prob_method(self.config), batch)
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
+        """Optimizer updates, merged over the data-parallel ranks."""
+        if seed is None:
+            reports = self.run(method, batch)
+        else:
+            rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
+            share = batch.select(self._reads(method)).reorder(self._order(batch))
+            reports = self.run(method, share, rows, seed)
+        return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
 
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
-        """See TrainGroup."""
-        return self._balanced(PolicyWorker.compute_ref_log_probs, batch)
-
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
-        """See TrainGroup."""
-        rows = derived.samples_per_mini_batch(self.config) // derived.data_parallel_size(self.config)
-        share = batch.select(update_step(self.config).reads).reorder(self._order(batch))
-        reports = self.group.run(PolicyWorker.update_policy, share, rows, seed)
-        observed = self._observed(batch)
-        return [merge(rank_reports, observed) for rank_reports in zip(*reports, strict=True)]
-
-    def sleep(self, parts: tuple[Part, ...]) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.sleep, parts)
-
-    def wake(self, parts: tuple[Part, ...]) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.wake, parts)
-
-    def freeze_reference(self) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.freeze_reference)
+    def memory(self) -> Mapping[str, float]:
+        """Peaks of the methods, and what lay off the device, since the last call."""
+        return memory_metrics(self.run(RoleWorker.take_observations), self.role)
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.save_checkpoint, folder.resolve(), phase, step, background)
+        """Write the state to a new folder; in the background, return when it has been copied."""
+        self.run(RoleWorker.save, folder, phase, step, background)
 
     def is_saved(self) -> bool:
-        """See TrainGroup."""
-        return all(self.group.run(PolicyWorker.is_checkpoint_written))
+        """Whether no rank is writing. CheckpointError when the last background save failed."""
+        return all(self.run(RoleWorker.is_saved))
 
-    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.load_checkpoint, folder.resolve(), optim, with_reference)
-
-    def export(self, folder: Path) -> None:
-        """See TrainGroup."""
-        self.group.run(PolicyWorker.export_hf, folder.resolve())
-
-    def _observed(self, batch: DataProto) -> dict[str, float]:
-        """Peaks of memory and the replayed routes of the step that `batch` went through. Raises when replay was not
-        live."""
-        observations, self._unobserved = self.group.run(PolicyWorker.take_observations), False
-        lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
-        replayed = replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
-        return memory_metrics(observations, "actor") | model_metrics(observations) | replayed
+    def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
+        return method_spec(method).reads
 
     def _order(self, batch: DataProto) -> np.ndarray:
         """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
         costs = self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
-        return balanced_order(costs, derived.data_parallel_size(self.config))
+        return balanced_order(costs, self._data_parallel)
 
-    def _balanced(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        """A call whose ranks get equal shares; its result in the order of `batch`."""
-        order = self._order(batch)
-        return as_batch(self.group.run(method, batch.reorder(order))).reorder(np.argsort(order))
+
+class FrozenGroup(ModelGroup):
+    """A role that does not train, in processes of its own. Its ranks start again within the step in which they are
+    lost: with its weights, which a hook of `workers` brings back where the ranks do not read them themselves, nothing
+    is missing.
+
+    Args:
+        told: about each restart, in one line.
+    """
+
+    def __init__(self, workers: WorkerGroup, role: str, config: RunConfig, told: Callable[[str], None]) -> None:
+        super().__init__(workers, role, config)
+        self._restarts, self._told = RestartLimit(config.trainer.max_restarts), told
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a worker method of the role, again when ranks are lost in it.
+
+        Raises:
+            HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts` are used up.
+        """
+        while True:
+            try:
+                return super().run(method, *args)
+            except HybridFlowError as error:
+                if self.workers.is_alive() or not self._restarts.take():
+                    raise
+                self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
+            self.workers.restart()
+
+
+class PolicyGroup(ModelGroup):
+    """The policy: adds to its updates what its ranks have noticed in the step."""
+
+    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
+        super().__init__(workers, "actor", config)
+        self._unobserved = False
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys; with router replay the experts of each token."""
+        # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
+        if self._unobserved:
+            self.run(PolicyWorker.take_observations)
+        self._unobserved = True
+        return self.compute(log_prob_method(self.config), batch)
+
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
+        """Optimizer updates; those of a step of reinforcement learning say how replay went and what memory was taken.
+
+        Raises:
+            RouterReplayError: replay was not live in the step that `batch` went through.
+        """
+        updates = super().update(method, batch, seed)
+        if seed is None:
+            return updates
+        observations, self._unobserved = self.run(PolicyWorker.take_observations), False
+        lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
+        observed = memory_metrics(observations, self.role) | model_metrics(observations)
+        observed |= replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
+        return [Update({**one.means, **observed}, one.grad_norm, one.lr, one.applied) for one in updates]
+
+    def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
+        return update_step(self.config).reads
 
 
 def update_step(config: RunConfig) -> DataflowStep:
-    """The columns that an update of the policy reads."""
+    """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
     return DataflowStep("update", ("prompt_ids", "response_ids", *policy_loss_columns(config.actor), *routes))
 
@@ -121,45 +150,37 @@ def check_steps(config: RunConfig) -> None:
     """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the
     column."""
     critic = derived.has_critic(config)
-    reference = (
-        ReferenceWorker.compute_ref_log_probs
-        if derived.has_own_reference(config)
-        else PolicyWorker.compute_ref_log_probs
-    )
+    reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
     check_dataflow(
         [
             generate_method(config),
             DataflowStep(
                 "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
             ),
-            *([RewardModelWorker.compute_scores] if derived.has_reward_model(config) else []),
-            _log_prob_method(config),
-            *([reference] if derived.needs_reference(config) else []),
-            *([TeacherWorker.compute_teacher_top] if derived.has_teacher(config) else []),
-            *([CriticWorker.compute_values] if critic else []),
+            *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
+            log_prob_method(config),
+            *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
+            *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
+            *([ModelWorker.compute_values] if critic else []),
             advantages_step(config),
-            *([CriticWorker.update_critic] if critic else []),
+            *([ModelWorker.update_critic] if critic else []),
             update_step(config),
         ],
         available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
     )
 
 
-def _log_prob_method(config: RunConfig) -> Callable[..., Any]:
+def log_prob_method(config: RunConfig) -> Callable[..., Any]:
+    """The worker method that computes old_log_probs under the router replay of the configuration."""
     if config.actor.router_replay == "r2":
         return PolicyWorker.compute_log_probs_and_routes
-    return (
-        PolicyWorker.compute_log_probs_along_routes
-        if derived.needs_engine_routes(config)
-        else PolicyWorker.compute_log_probs
-    )
+    if derived.needs_engine_routes(config):
+        return PolicyWorker.compute_log_probs_along_routes
+    return PolicyWorker.compute_log_probs
 
 
-def merge(reports: Sequence[dict[str, Any]], observed: Mapping[str, float] | None = None) -> Update:
-    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts).
-
-    `observed` holds for the whole step and is added to each of its updates.
-    """
+def merge(reports: Sequence[dict[str, Any]]) -> Update:
+    """One update's reports of all data-parallel ranks as means over tokens (or whatever each metric counts)."""
     totals: dict[str, list[float]] = {}
     for report in reports:
         for name, (total, count) in report["sums"].items():
@@ -167,5 +188,5 @@ def merge(reports: Sequence[dict[str, Any]], observed: Mapping[str, float] | Non
             seen[0] += total
             seen[1] += count
     info = reports[0]["info"]
-    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()} | dict(observed or {})
+    means = {name: total / max(count, 1.0) for name, (total, count) in totals.items()}
     return Update(means, info["grad_norm"], info["lr"], bool(info["applied"]))

@@ -23,7 +23,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
-from hybridflow.errors import HybridFlowError, LogprobMismatchError
+from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
@@ -33,53 +33,57 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
 from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.phases import Phases
-from hybridflow.trainer.protocols import Reference, RewardModel, Sleeper, Teacher, TrainGroup, Update, ValueGroup
+from hybridflow.trainer.protocols import Policy, Role, Update
 from hybridflow.trainer.session import Session
+from hybridflow.workers.model_role import ModelWorker
+from hybridflow.workers.policy import PolicyWorker
 
 
 class RLTrainer:
-    """GRPO, or with a critic PPO, over a train group, a rollout service and a weight sync."""
+    """GRPO, or with a critic PPO, over the policy, a rollout service, a weight sync and the other roles of the run."""
 
     def __init__(
         self,
         config: RunConfig,
         session: Session,
-        policy: TrainGroup,
+        policy: Policy,
         engines: RolloutService,
         weights: WeightSync,
         dataset: Prompts,
         scorer: Scorer,
         validator: Validator,
-        critic: ValueGroup | None = None,
-        reward_model: RewardModel | None = None,
-        reference: Reference | None = None,
-        teacher: Teacher | None = None,
+        others: Mapping[str, Role] | None = None,
     ) -> None:
+        """Args:
+        others: critic, reward_model, teacher and a reference in processes of its own, as far as the run has them.
+        """
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
-        self.dataset, self.scorer, self.validator = dataset, scorer, validator
-        self.critic, self.reward_model, self.reference, self.teacher = critic, reward_model, reference, teacher
+        self.dataset, self.scorer, self.validator, self.others = dataset, scorer, validator, dict(others or {})
+        self.critic, self.reward_model, self.reference, self.teacher = (
+            self.others.get(role) for role in ("critic", "reward_model", "reference", "teacher")
+        )
         self.advantages = Advantages(config)
-        roles: dict[str, Sleeper | None] = {"critic": critic, "reward_model": reward_model, "teacher": teacher}
-        self.beside = {name: role for name, role in roles.items() if role}
-        self.phases = Phases(config, policy, engines, self.beside)
+        self.phases = Phases(config, policy, engines, self.others)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
         self.step = 0
         self.left_out: set[str] = set()
 
     # ---- the loop
-    # --------------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Run all remaining steps, with validation before, during and after."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.session.progress(trainer.total_steps, "PPO" if self.critic else "GRPO", self.step) as progress:
+            if self.step == 0 and self.config.sft.steps:
+                self.session.store.wait()  # ranks that are lost from here on come back with the warm start
             self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 self.validate(progress)
             while self.step < trainer.total_steps:
                 self.step += 1
                 updates: dict[str, Sequence[Update]] = {}
+                seed = self.update_seed()
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
                     batch = self.next_prompts()
                     with phase("gen"):
@@ -92,16 +96,16 @@ class RLTrainer:
                         batch = self.with_comparisons(batch)
                         if self.critic:
                             with phase("values"):
-                                batch = batch.union(self.critic.values(batch))
+                                batch = batch.union(self.critic.compute(ModelWorker.compute_values, batch))
                         with phase("adv"):
                             batch = keep_in_store(self.advantages.add(batch))
                         self.check_log_probs(batch)
                         if self.critic:
                             with phase("update_critic"):
-                                updates["critic"] = self.critic.update(batch, seed=self.update_seed())
+                                updates["critic"] = self.critic.update(ModelWorker.update_critic, batch, seed)
                         if self.step > trainer.critic_warmup:
                             with phase("update_actor"):
-                                updates["actor"] = self.policy.update(batch, seed=self.update_seed())
+                                updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
                     with phase("update_weights"):
                         synced = self.sync_weights(progress)
                     if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
@@ -114,7 +118,6 @@ class RLTrainer:
                         self.save()
 
     # ---- parts of a step
-    # --------------------------------------------------------------------------------------------------------
 
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
@@ -126,7 +129,9 @@ class RLTrainer:
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
         batch = batch.union(self.scorer.score(batch))
-        return batch.union(self.reward_model.scores(batch)) if self.reward_model else batch
+        if self.reward_model:
+            batch = batch.union(self.reward_model.compute(ModelWorker.compute_scores, batch))
+        return batch
 
     def with_comparisons(self, batch: DataProto) -> DataProto:
         """Adds what the policy is compared with: ref_log_probs where a KL term asks for them, a teacher's most likely
@@ -134,10 +139,11 @@ class RLTrainer:
         phase = self.session.timeline.phase
         if derived.needs_reference(self.config):
             with phase("ref"):
-                batch = batch.union((self.reference or self.policy).ref_log_probs(batch))
+                holder, worker = (self.reference, ModelWorker) if self.reference else (self.policy, PolicyWorker)
+                batch = batch.union(holder.compute(worker.compute_ref_log_probs, batch))
         if self.teacher:
             with phase("teacher"):
-                batch = batch.union(self.teacher.top_log_probs(batch))
+                batch = batch.union(self.teacher.compute(ModelWorker.compute_teacher_top, batch))
         return batch
 
     def update_seed(self) -> int:
@@ -190,7 +196,7 @@ class RLTrainer:
         metrics = (
             batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
         )
-        metrics = over_roles([metrics, *(role.memory() for role in self.beside.values())])
+        metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
         metrics |= self.advantages.metrics | synced.metrics() | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
@@ -222,7 +228,6 @@ class RLTrainer:
                 )
 
     # ---- checkpoints
-    # --------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
@@ -241,23 +246,30 @@ class RLTrainer:
             CheckpointError: it is of a run without a critic, and this one has one.
         """
         swapped = derived.needs_reference(self.config) and not self.reference
-        self.policy.load(checkpoint.policy, self.config.actor.optim, with_reference=swapped)
-        if self.reference:
-            self.reference.start(Path(self.config.reference.path or self.start_folder))
+        self.policy.run(PolicyWorker.load, checkpoint.policy, self.config.actor.optim, swapped)
+        self.fill_reference()
         if self.critic:
-            self.critic.load(checkpoint.critic, self.config.critic.optim)
+            self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
         self.sampler.restore(checkpoint.state["sampler"])
         if "advantages" in checkpoint.state:
             self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
 
     def go_back(self) -> None:
-        """After the policy's ranks were started again: to the last checkpoint of this phase, or to its beginning where
-        there is none."""
+        """After the ranks that train were started again: to the last checkpoint of this phase, or to its beginning.
+
+        Raises:
+            CheckpointError: the run had a warm start, and no checkpoint holds its weights.
+        """
         self.session.store.settle()
         checkpoint = self.session.store.latest()
         if checkpoint is not None and checkpoint.phase != "rl":
             checkpoint = None
+        if checkpoint is None and self.config.sft.steps:
+            raise CheckpointError(
+                f"{self.session.folder / 'checkpoints'}: no checkpoint holds the weights of the warm start, and the "
+                "ranks have lost them; run the same command again to repeat it"
+            )
         self.session.go_back(checkpoint)
         if checkpoint is not None:
             self.resume(checkpoint)
@@ -271,15 +283,22 @@ class RLTrainer:
         """Begin the phase: the present weights are the reference (and the critic's, unless it has its own), optimizers
         are fresh."""
         if derived.needs_reference(self.config) and not self.reference:
-            self.policy.freeze_reference()
-        self.policy.set_optimizer(self.config.actor.optim)
+            self.policy.run(PolicyWorker.freeze_reference)
+        self.policy.run(PolicyWorker.set_optimizer, self.config.actor.optim)
         roles = [(self.reference, self.config.reference.path), (self.critic, self.config.critic.path)]
         if any(role and path is None for role, path in roles):
-            self.policy.export(self.start_folder)
-        if self.reference:
-            self.reference.start(Path(self.config.reference.path or self.start_folder))
+            self.policy.run(PolicyWorker.export, self.start_folder)
+        self.fill_reference()
         if self.critic:
-            self.critic.start(self.config.critic.optim, Path(self.config.critic.path or self.start_folder))
+            if self.config.critic.path is None:
+                self.critic.run(ModelWorker.fill, self.start_folder)
+            self.critic.run(ModelWorker.set_optimizer, self.config.critic.optim)
+
+    def fill_reference(self) -> None:
+        """Give a reference in processes of its own the weights of the policy as the phase began; another model has
+        its own already."""
+        if self.reference and self.config.reference.path is None:
+            self.reference.run(ModelWorker.fill, self.start_folder)
 
     @property
     def start_folder(self) -> Path:

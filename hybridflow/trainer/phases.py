@@ -1,5 +1,5 @@
-"""Who holds the devices' memory when: the policy while it trains, the engines while they generate, both while weights
-travel.
+"""Who holds the devices' memory when: the policy while it trains, the engines while they generate, both during a
+weight sync.
 
 Between the phases below the engines may answer. With nothing to offload and engines that stay, each phase is free.
 """
@@ -13,25 +13,26 @@ from dataclasses import asdict
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.residency import PARTS
 from hybridflow.rollout.protocols import RolloutService
-from hybridflow.trainer.protocols import Sleeper, TrainGroup
+from hybridflow.trainer.protocols import Role
+from hybridflow.workers.role import RoleWorker
 
 
 class Phases:
-    """The order in which memory changes hands, at one place: never both the engines' cache and the optimizer."""
+    """The order in which memory changes hands: the engines' cache and the optimizer never share the devices."""
 
     def __init__(
         self,
         config: RunConfig,
-        policy: TrainGroup,
+        policy: Role,
         engines: RolloutService,
-        beside: Mapping[str, Sleeper] | None = None,
+        others: Mapping[str, Role] | None = None,
     ) -> None:
         """Args:
-        beside: the roles besides the policy, by their section of the configuration.
+        others: the roles besides the policy, by their section of the configuration.
         """
         self.policy, self.engines = policy, engines
-        self._sleepers = [
-            group for role, group in (beside or {}).items() if any(asdict(getattr(config, role).offload).values())
+        self._offloaded = [
+            role for name, role in (others or {}).items() if any(asdict(getattr(config, name).offload).values())
         ]
         offload = config.actor.offload
         self._policy_sleeps = offload.weights or offload.gradients or offload.optimizer
@@ -45,27 +46,27 @@ class Phases:
             self.engines.sleep()
             self._engines_asleep = True
         if self._policy_sleeps:
-            self.policy.wake(("weights",))
+            self.policy.run(RoleWorker.wake, ("weights",))
         yield
         if self._policy_sleeps:
-            self.policy.sleep(("gradients", "optimizer", "reference"))
+            self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
 
     @contextmanager
     def sync(self) -> Iterator[None]:
         """Weights on both sides; then the policy leaves, and only then the engines take their cache again.
 
-        The other roles are gone by then: their methods bring in what they need and take it off again. What is awake has
-        just been started, or started again.
+        The other roles are off the device by then: their methods bring in what they need and take it off again. A role
+        that is not has just been started, or started again.
         """
-        for role in self._sleepers:
-            role.sleep(PARTS)
+        for role in self._offloaded:
+            role.run(RoleWorker.sleep, PARTS)
         if self._policy_sleeps:
-            self.policy.sleep(("gradients", "optimizer", "reference"))
+            self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
         if self._engines_asleep:
             self.engines.wake(("weights",))
         yield
         if self._policy_sleeps:
-            self.policy.sleep(("weights",))
+            self.policy.run(RoleWorker.sleep, ("weights",))
         if self._engines_asleep:
             self.engines.wake(("kv_cache",))
             self._engines_asleep = False

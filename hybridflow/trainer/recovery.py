@@ -1,63 +1,63 @@
-"""Carrying on in the same process when ranks of the policy are lost: the group starts again and the loop goes back to a
+"""Carrying on in the same process when ranks that train are lost: they start again and the loop goes back to a
 checkpoint."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.progress import Progress
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.trainer.loop import RLTrainer
 
 log = logging.getLogger(__name__)
 
 
 class Restartable(Protocol):
-    """What is asked of a worker group; its hooks (`on_restart`) bring the state back."""
+    """What is asked of a worker group."""
 
     def is_alive(self) -> bool:
         """Whether every rank still runs."""
         ...
 
     def restart(self) -> None:
-        """Start all ranks again, then run the hooks."""
+        """Start all ranks again, then run the group's hooks."""
         ...
 
 
-def fit_with_restarts(trainer: RLTrainer, group: Restartable, max_restarts: int, progress: Progress) -> None:
-    """`trainer.fit()`; when the group breaks, restart it (its hooks take the trainer back to the last checkpoint) and
-    fit again.
+def fit_with_restarts(
+    trainer: RLTrainer, groups: Mapping[str, Restartable], max_restarts: int, progress: Progress
+) -> None:
+    """`trainer.fit()`; when a group breaks, restart all, take the trainer back to the last checkpoint and fit again.
+
+    All of them, since without a checkpoint the run begins again: with the weights that ranks have when they start.
 
     Args:
         trainer: the loop.
-        group: the policy's ranks, with `trainer.go_back` among the hooks.
-        max_restarts: how many times in this process; 0 lets the first loss end the job.
+        groups: by role, the ranks that train.
+        max_restarts: how many times within an hour; 0 lets the first loss end the job.
         progress: told about each restart.
 
     Raises:
-        HybridFlowError: the error of the loop, when the group is whole (then a restart would not help) or
-        `max_restarts` are used up;
-            or what went wrong in a restart.
+        HybridFlowError: the error of the loop, when the groups are whole (then a restart would not help) or
+            `max_restarts` are used up; or what went wrong in a restart.
     """
-    left = max_restarts
+    limit = RestartLimit(max_restarts)
     while True:
         try:
             return trainer.fit()
-        except (
-            HybridFlowError
-        ) as error:  # of another type where a peer noticed first: an engine that was receiving weights, say
-            if left < 1 or group.is_alive():
+        # not WorkerError alone: a peer may have noticed first, an engine that was receiving weights, say
+        except HybridFlowError as error:
+            lost = " and ".join(role for role, group in groups.items() if not group.is_alive())
+            if not lost or not limit.take():
                 raise
-            left -= 1
-            log.warning(
-                "the policy's group broke in step %d and is started again (%d more times): %s",
-                trainer.step,
-                left,
-                error,
-            )
+            log.warning("step %d: lost ranks of %s (%d more restarts): %s", trainer.step, lost, limit.left, error)
             reason = str(error).splitlines()[0]
         progress.message(f"step {trainer.step}: {reason}")
-        with progress.stage("start the Megatron ranks again"):
-            group.restart()
+        with progress.stage(f"start the ranks of {' and '.join(groups)} again"):
+            for group in groups.values():
+                group.restart()
+        trainer.go_back()
         progress.message(f"going on after step {trainer.step}")

@@ -14,8 +14,9 @@ from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.errors import HybridFlowError
 from hybridflow.saving.store import Checkpoint
+from hybridflow.trainer.protocols import Role
 from hybridflow.trainer.session import Session
-from hybridflow.trainer.value_groups import RewardModelGroup
+from hybridflow.workers.model_role import ModelWorker
 
 _SCORED_AT_ONCE = 512  # held-out pairs
 
@@ -27,7 +28,7 @@ class RewardTrainer:
         self,
         config: RewardTrainingConfig,
         session: Session,
-        model: RewardModelGroup,
+        model: Role,
         dataset: PreferenceDataset,
         seed: int,
     ) -> None:
@@ -37,7 +38,7 @@ class RewardTrainer:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase."""
-        self.model.load(checkpoint.policy, self.config.optim)
+        self.model.run(ModelWorker.load, checkpoint.policy, self.config.optim)
         self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
 
@@ -50,7 +51,7 @@ class RewardTrainer:
         ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
-                update = self.model.pair_step(self.dataset.batch(next(self.sampler)))
+                [update] = self.model.update(ModelWorker.pair_step, self.dataset.batch(next(self.sampler)))
                 self.step += 1
                 if not update.applied:
                     raise HybridFlowError(
@@ -77,7 +78,7 @@ class RewardTrainer:
         return self.session.store.save("reward", self.step, state, self.model)
 
 
-def pair_accuracy(model: RewardModelGroup, dataset: PreferenceDataset) -> dict[str, float]:
+def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
     """Share of pairs whose chosen answer scores higher, and the mean difference."""
     differences = []
     for start in range(0, len(dataset), _SCORED_AT_ONCE):
@@ -88,6 +89,6 @@ def pair_accuracy(model: RewardModelGroup, dataset: PreferenceDataset) -> dict[s
     return {"accuracy": float((difference > 0).mean()), "margin": float(difference.mean())}
 
 
-def _scores(model: RewardModelGroup, batch: DataProto, name: str) -> np.ndarray:
+def _scores(model: Role, batch: DataProto, name: str) -> np.ndarray:
     rows = DataProto.from_columns({"prompt_ids": batch.jagged("prompt_ids"), "response_ids": batch.jagged(name)})
-    return np.asarray(model.scores(rows)["rm_scores"])
+    return np.asarray(model.compute(ModelWorker.compute_scores, rows)["rm_scores"])

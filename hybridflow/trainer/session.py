@@ -46,7 +46,6 @@ class Session:
         self.controller_share = 0.0
 
     # ---- what happened
-    # --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
@@ -75,12 +74,12 @@ class Session:
         """Keep the largest value seen."""
         self.totals[total] = max(self.totals.get(total, value), value)
 
-    def note_engine_restart(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """Counts restarts of engines in `totals["engine_restarts"]` and says why."""
+    def note_restart(self, total: str, say: Callable[[str], None]) -> Callable[[str], None]:
+        """A function that counts restarts in `totals[total]` and says why."""
 
         def note(reason: str) -> None:
-            self.totals["engine_restarts"] = self.totals.get("engine_restarts", 0.0) + 1
-            say(f"engines start again: {reason}")
+            self.totals[total] = self.totals.get(total, 0.0) + 1
+            say(reason)
 
         return note
 
@@ -90,7 +89,6 @@ class Session:
         return Progress(total, title, initial=initial, throttle_s=throttle_s, enabled=enabled)
 
     # ---- checkpoints
-    # --------------------------------------------------------------------------------------------------------
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
         """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the

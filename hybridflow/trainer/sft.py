@@ -12,21 +12,22 @@ from hybridflow.data.dataset import SftDataset
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.errors import HybridFlowError
 from hybridflow.saving.store import Checkpoint
-from hybridflow.trainer.protocols import TrainGroup
+from hybridflow.trainer.protocols import Role
 from hybridflow.trainer.session import Session
+from hybridflow.workers.policy import PolicyWorker
 
 
 class SftTrainer:
     """`config.steps` updates on demonstrations."""
 
-    def __init__(self, config: SftConfig, session: Session, policy: TrainGroup, dataset: SftDataset, seed: int) -> None:
+    def __init__(self, config: SftConfig, session: Session, policy: Role, dataset: SftDataset, seed: int) -> None:
         self.config, self.session, self.policy, self.dataset = config, session, policy, dataset
         self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
         self.step = 0
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase."""
-        self.policy.load(checkpoint.policy, self.config.optim, with_reference=False)
+        self.policy.run(PolicyWorker.load, checkpoint.policy, self.config.optim)
         self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
 
@@ -35,14 +36,14 @@ class SftTrainer:
         say)."""
         session, every = self.session, self.session.config.trainer.save_every_steps
         if self.step == 0:
-            self.policy.set_optimizer(self.config.optim)
+            self.policy.run(PolicyWorker.set_optimizer, self.config.optim)
         with (
             session.timed("seconds_sft"),
             session.progress(self.config.steps, "SFT", self.step, throttle_s=5.0) as progress,
         ):
             while self.step < self.config.steps:
                 started = time.perf_counter()
-                update = self.policy.sft_step(self.dataset.batch(next(self.sampler)))
+                [update] = self.policy.update(PolicyWorker.sft_step, self.dataset.batch(next(self.sampler)))
                 self.step += 1
                 loss = update.means.get("loss", float("nan"))
                 if session.config.actor.on_nonfinite == "stop" and not update.applied:

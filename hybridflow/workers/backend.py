@@ -1,4 +1,4 @@
-"""What a training backend offers to the policy's worker; `mcore` and `fsdp` have one implementation each, and mypy
+"""What a training backend offers to the workers; `mcore` and `fsdp` have one implementation of `Backend` each, and mypy
 holds both to it."""
 
 from __future__ import annotations
@@ -39,8 +39,41 @@ class Replay(Protocol):
         ...
 
 
-class Backend(Holder, Protocol):
-    """Model and optimizer of one rank. Every method is a collective: all ranks call it in the same order."""
+class Model(Holder, Protocol):
+    """The model of one rank of a role, with an optimizer where it trains. Every method is a collective: all ranks call
+    it in the same order."""
+
+    def mesh_position(self) -> tuple[int, int, bool]:
+        """(data-parallel rank, size, whether this rank returns its group's results)."""
+        ...
+
+    def set_optimizer(self, config: Any) -> None:
+        """A fresh optimizer over the present weights; `config` is an `OptimConfig`."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for communication that still writes to the weights."""
+        ...
+
+    def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
+        """How to list weights, gradients, optimizer state and reference now."""
+        ...
+
+    def saver(self, timeout_s: float) -> Saver:
+        """Writes checkpoints."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore a checkpoint in place. CheckpointError: it is missing, torn or of another model."""
+        ...
+
+    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
+        """Write a Hugging Face folder."""
+        ...
+
+
+class Backend(Model, Protocol):
+    """The policy's model."""
 
     @property
     def replay(self) -> Replay:
@@ -49,10 +82,6 @@ class Backend(Holder, Protocol):
 
     def describe(self) -> dict[str, str]:
         """What computes, for the run's record: `backend` and versions."""
-        ...
-
-    def mesh_position(self) -> tuple[int, int, bool]:
-        """(data-parallel rank, size, whether this rank returns its group's results)."""
         ...
 
     def log_probs(
@@ -72,10 +101,6 @@ class Backend(Holder, Protocol):
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}."""
-        ...
-
-    def set_optimizer(self, config: Any) -> None:
-        """A fresh optimizer over the present weights; `config` is an `OptimConfig`."""
         ...
 
     def freeze_reference(self) -> None:
@@ -107,26 +132,6 @@ class Backend(Holder, Protocol):
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Asks all ranks where they stand; the returned function, which one rank needs, builds the layout from that."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for communication that still writes to the weights."""
-        ...
-
-    def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """How to list weights, gradients, optimizer state and reference now."""
-        ...
-
-    def saver(self, timeout_s: float) -> Saver:
-        """Writes checkpoints."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore one, in place. CheckpointError: it is missing, torn or of something else."""
-        ...
-
-    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
-        """Write a Hugging Face folder."""
         ...
 
 

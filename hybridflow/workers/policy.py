@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch import DataProto
 from hybridflow.batch.routes import ROUTES
-from hybridflow.config.schema import OptimConfig, RunConfig
+from hybridflow.config.schema import OptimConfig
 from hybridflow.device.platform import Platform
-from hybridflow.device.residency import PARTS, Part, Residency
-from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.device.residency import PARTS
+from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import Catalog
@@ -22,74 +21,49 @@ from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, 
 from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.sync.transports import chosen, part_bytes
-from hybridflow.workers.backend import open_backend
+from hybridflow.workers.backend import Backend, open_backend
 from hybridflow.workers.losses import PolicyLoss, sft_loss
-from hybridflow.workers.memory import RoleMemory, needs
+from hybridflow.workers.memory import needs
+from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-Report = dict[str, Any]
 
+class PolicyWorker(RoleWorker):
+    """One rank of the policy. Public methods are collectives: the controller calls them on all ranks."""
 
-@dataclass(frozen=True)
-class PolicySpec:
-    """What every rank is told: the run's configuration and the resolved Hugging Face config."""
-
-    config: RunConfig
-    hf_config: Mapping[str, Any]
-    tokenizer: Path | None
-
-
-class PolicyWorker:
-    """One rank. Public methods are collectives: the controller calls them on all ranks."""
-
-    def __init__(self, context: WorkerContext, spec: PolicySpec) -> None:
-        config = spec.config
-        self.spec, self.actor = spec, config.actor
-        self.platform = Platform.detect()
-        self.platform.set_device(context.local_rank)
-        self.policy = open_backend(config, spec.hf_config, self.platform, context.local_rank)
-        residency = Residency(self.policy.memory_parts(), self.platform, self.policy.settle)
-        self.memory = RoleMemory(residency, self.platform, config.actor.offload)
-        self._saver = self.policy.saver(config.trainer.checkpoint_timeout_s)
-        self.host, self.sync = context.master_addr, config.rollout.sync
-        # of the engines
+    def __init__(self, context: WorkerContext, spec: RoleSpec) -> None:
+        config, platform = spec.config, Platform.detect()
+        platform.set_device(context.local_rank)
+        self.model: Backend = open_backend(config, spec.hf_config, platform, context.local_rank)
+        super().__init__(spec, self.model, spec.hf_config, platform)
+        self.platform, self.host, self.sync = platform, context.master_addr, config.rollout.sync
+        # what the engines compute with
         self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
         self._store: TCPStore | None = None
-        self._sender = WeightSender(context.rank, self.policy.parameters)
-
-    def mesh_position(self) -> MeshPosition:
-        """Where this rank stands for data-parallel calls."""
-        return MeshPosition(*self.policy.mesh_position())
+        self._sender = WeightSender(context.rank, self.model.parameters)
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, str]:
         """What computes here, for the run's record."""
-        return self.policy.describe()
+        return self.model.describe()
 
     # ---- training
-    # --------------------------------------------------------------------------------------------------------
-
-    @register(Dispatch.ONE_TO_ALL)
-    @needs("weights", "gradients", "optimizer")
-    def set_optimizer(self, config: OptimConfig) -> None:
-        """Start a phase with a fresh optimizer."""
-        self.policy.set_optimizer(config)
 
     @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids"))
     @needs("weights", "gradients", "optimizer")
-    def sft_step(self, batch: DataProto) -> Report:
-        """One supervised update. Returns {sums: {loss: (sum, count)}, info: {grad_norm, lr, applied}}."""
-        sums, info = self.policy.train_mini_batch(
-            _own_rows(batch),
+    def sft_step(self, batch: DataProto) -> list[Report]:
+        """One supervised update."""
+        sums, info = self.model.train_mini_batch(
+            own_rows(batch),
             sft_loss,
             columns=(),
-            max_tokens=self.actor.max_tokens_per_micro_batch,
+            max_tokens=self.config.max_tokens_per_micro_batch,
             temperature=1.0,
             with_entropy=False,
         )
-        return {"sums": sums, "info": info}
+        return [{"sums": sums, "info": info}]
 
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
@@ -100,17 +74,17 @@ class PolicyWorker:
         Reads prompt_ids, response_ids, old_log_probs, advantages, with a KL loss ref_log_probs, and replays
         routed_experts if it is there.
         """
-        with self.policy.replay.during("replay") if ROUTES in batch else nullcontext():
-            return self._update(_own_rows(batch), rows_per_update, seed)
+        with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
+            return self._update(own_rows(batch), rows_per_update, seed)
 
     def _update(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
-        loss, reports = PolicyLoss(self.actor), []
-        for mini_batch in batch.mini_batches(rows_per_update, epochs=self.actor.ppo_epochs, seed=seed):
-            sums, info = self.policy.train_mini_batch(
+        loss, reports = PolicyLoss(self.config), []
+        for mini_batch in batch.mini_batches(rows_per_update, epochs=self.config.ppo_epochs, seed=seed):
+            sums, info = self.model.train_mini_batch(
                 mini_batch,
                 loss,
                 columns=loss.columns,
-                max_tokens=self.actor.max_tokens_per_micro_batch,
+                max_tokens=self.config.max_tokens_per_micro_batch,
                 temperature=self.spec.config.rollout.sampling.temperature,
                 with_entropy=loss.with_entropy,
             )
@@ -118,7 +92,6 @@ class PolicyWorker:
         return reports
 
     # ---- log-probs
-    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys"))
     @needs("weights")
@@ -130,35 +103,35 @@ class PolicyWorker:
     @needs("weights")
     def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
         """The same, and the experts that each token went through (R2)."""
-        with self.policy.replay.during("record"):
+        with self.model.replay.during("record"):
             found = self._log_probs(batch, "old_log_probs", "entropys")
-            routes = self.policy.replay.recorded()
+            routes = self.model.replay.recorded()
         return None if found is None else found.with_columns(**{ROUTES: routes})
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids", ROUTES), writes=("old_log_probs", "entropys"))
     @needs("weights")
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
         """The same along the engine's experts (R3), or, with `actor.router_replay=compare`, compared with them."""
-        with self.policy.replay.during("compare" if self.actor.router_replay == "compare" else "replay"):
+        with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probs of the response tokens under the reference weights, which choose experts for themselves."""
-        with self.policy.as_reference():
+        with self.model.as_reference():
             return self._log_probs(batch, "ref_log_probs", None)
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "reference")
     def freeze_reference(self) -> None:
         """The present weights become the reference."""
-        self.policy.freeze_reference()
+        self.model.freeze_reference()
 
     def _log_probs(self, batch: DataProto, name: str, entropy_name: str | None) -> DataProto | None:
-        found = self.policy.log_probs(
+        found = self.model.log_probs(
             batch,
-            max_tokens=self.actor.max_tokens_per_micro_batch,
+            max_tokens=self.config.max_tokens_per_micro_batch,
             temperature=self.spec.config.rollout.sampling.temperature,
             with_entropy=entropy_name is not None,
         )
@@ -169,51 +142,36 @@ class PolicyWorker:
             columns[entropy_name] = found[1]
         return DataProto.from_columns(columns)
 
-    # ---- memory
-    # --------------------------------------------------------------------------------------------------------
-
-    @register(Dispatch.ONE_TO_ALL)
-    def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Those of `parts` that `actor.offload` names leave the device, until a method needs them or `wake`. Returns
-        the bytes freed."""
-        return self.memory.sleep(parts)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def wake(self, parts: tuple[Part, ...]) -> None:
-        """These parts come back and stay: for several methods in a row."""
-        self.memory.residency.wake(*parts)
-
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
         """Since the last call: what `RoleMemory.take` says, and {routes: `RouterReplay.take_counts`}; and of the model
         {trainable: numbers that training changes, copied: bytes of copies that a sync makes on this rank}.
         """
-        model = {"trainable": self.policy.trainable_parameters, "copied": self.policy.copied_bytes}
-        return {**self.memory.take(), "routes": self.policy.replay.take_counts(), **model}
+        model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
+        return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
 
     # ---- weights to the engines
-    # -------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.RANK_ZERO)
     def open_sync_store(self) -> tuple[str, int]:
         """Open the store at which trainer and engines agree on syncs, with the catalog of tensors in it; returns host
         and port."""
         self._store = master_store(self.host, 0, self.sync.timeout_s)
-        post_catalog(self._store, self.policy.family.tensors(), self.spec.config.model.dtype, self._quantisation)
+        post_catalog(self._store, self.model.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
         """Plan and prove how weights travel, once; every rank reads its part. The first rank returns what was found."""
-        layout, facts, wait_s = self.policy.weight_layout(), None, self.sync.timeout_s
+        layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
-            source = layout(Catalog.of(self.policy.family.tensors(), self._quantisation))
+            source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
             staging, part = (
                 self.sync.staging_bytes,
                 part_bytes(chosen(self.sync.transport, self.platform), self.platform),
             )
             facts = make_weight_plan(
-                self._store, self.policy.family, source, engines, staging, wait_s, part, self._quantisation
+                self._store, self.model.family, source, engines, staging, wait_s, part, self._quantisation
             )
         digest = session.read(session.connect(host, port, wait_s), session.PLAN_KEY, wait_s)
         self._sender.adopt(digest, host, port, wait_s)
@@ -226,38 +184,13 @@ class PolicyWorker:
         try:
             return self._sender.send(orders, go_timeout_s)
         finally:
-            self.policy.release_copies()
-
-    # ---- disk
-    # --------------------------------------------------------------------------------------------------------
+            self.model.release_copies()
 
     @register(Dispatch.ONE_TO_ALL)
     @needs(*PARTS)
-    def save_checkpoint(self, folder: Path, phase: str, step: int, background: bool) -> None:
-        """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
-        (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def is_checkpoint_written(self) -> bool:
-        """Whether this rank has nothing left to write. CheckpointError when the last background save failed."""
-        return self._saver.done()
-
-    @register(Dispatch.ONE_TO_ALL)
-    @needs(*PARTS)
-    def load_checkpoint(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
-        """Restore what `save_checkpoint` wrote in the same phase (`optim` and `with_reference` as they were then)."""
-        self.policy.set_optimizer(optim)
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
+        """Restore what `save` wrote in the same phase (`optim` and `with_reference` as they were then)."""
+        self.model.set_optimizer(optim)
         if with_reference:
-            self.policy.freeze_reference()
-        self.policy.load(folder)
-
-    @register(Dispatch.ONE_TO_ALL)
-    @needs("weights")
-    def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder."""
-        self.policy.export(folder, self.spec.hf_config, self.spec.tokenizer)
-
-
-def _own_rows(batch: DataProto) -> DataProto:
-    """Without the rows that the controller added to make the batch divisible: training on them twice would be wrong."""
-    return batch.unpad(int(batch.meta.get(PADDING_META, 0)))
+            self.model.freeze_reference()
+        self.model.load(folder)

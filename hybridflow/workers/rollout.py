@@ -145,7 +145,6 @@ class RolloutWorker:
         return with_free_end(completion.routes, tokens, layers, f"engine {self.keeper.spec.name}")
 
     # ---- memory
-    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
@@ -168,7 +167,6 @@ class RolloutWorker:
             self._asleep = (life, tuple(tag for tag in asleep if tag not in again))
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def describe_weights(self, host: str, port: int) -> EngineLayout:

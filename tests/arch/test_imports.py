@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-import grimp
 import networkx
 import pytest
 
@@ -115,13 +115,30 @@ def test_the_layer_contract_fails_on_an_upward_import(tmp_path: Path) -> None:
         assert f"{contract} BROKEN" in result.stdout
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = grimp.build_graph("hybridflow", cache_dir=None, exclude_type_checking_imports=True)
-    edges = networkx.DiGraph(
-        [(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)]
+def circles(root: Path) -> list[list[str]]:
+    """Modules of the package under `root` that import each other, also for types alone."""
+    code = (
+        "import sys, json, grimp; sys.path.insert(0, '.'); "
+        "graph = grimp.build_graph('hybridflow', cache_dir=None, exclude_type_checking_imports=False); "
+        "print(json.dumps([[a, b] for a in graph.modules for b in graph.find_modules_directly_imported_by(a)]))"
     )
-    circles = [sorted(group) for group in networkx.strongly_connected_components(edges) if len(group) > 1]
-    assert circles == []
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    edges = networkx.DiGraph(json.loads(result.stdout))
+    return [sorted(group) for group in networkx.strongly_connected_components(edges) if len(group) > 1]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(ROOT) == []
+
+
+def test_the_check_sees_a_circle_of_types_alone(tmp_path: Path) -> None:
+    (tmp_path / "hybridflow").mkdir()
+    (tmp_path / "hybridflow" / "__init__.py").write_text("")
+    (tmp_path / "hybridflow" / "a.py").write_text("import hybridflow.b")
+    (tmp_path / "hybridflow" / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hybridflow.a"
+    )
+    assert circles(tmp_path) == [["hybridflow.a", "hybridflow.b"]]
 
 
 @pytest.mark.parametrize(

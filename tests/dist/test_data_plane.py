@@ -139,13 +139,12 @@ def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(
 
 def test_two_roles_in_one_process_are_called_through_their_own_classes(cluster: Cluster, tmp_path: Path) -> None:
     pool = ResourcePool.allocate(cluster, 1, 2)
-    both = WorkerGroup(
-        cluster, pool, colocated(sw.Counter, sw.Tokens), role="both", args=((40,), (2,)), log_dir=tmp_path
-    )
+    roles = colocated(counter=sw.Counter, tokens=sw.Tokens)
+    both = WorkerGroup(cluster, pool, roles, role="both", args=((40,), (2,)), log_dir=tmp_path)
     assert both.run(sw.Counter.next) == [41, 41]
     assert both.run(sw.Tokens.generate, prompts(5))["uid"].tolist() == list(range(5))
     assert both.run(sw.Counter.next) == [42, 42]
-    with pytest.raises(TypeError, match=r"Worker\.who is not a method of CounterAndTokens, which both runs"):
+    with pytest.raises(TypeError, match=r"Worker\.who is not a method of counter, tokens, which both runs"):
         both.run(sw.Worker.who)
     both.kill()
     pool.release()

@@ -81,3 +81,14 @@ def test_without_room_nothing_is_lost_and_the_message_says_what_to_change(tmp_pa
     assert (said["goes on"], said["other"]) == ("1", "something else")
     assert rank["peaks"].keys() == {"compute_log_probs", "wrong"} and min(rank["peaks"].values()) > 100 << 20
     assert rank["again"] == {}
+
+
+def test_a_role_that_does_not_train_holds_its_weights_alone(tmp_path: Any) -> None:
+    [found] = run_ranks(1, "tests.dist.cases.roles:frozen", folder=str(tmp_path / "reference"))
+    assert found["critic"]["gradients"] > 100_000
+    for role in ("reference", "teacher"):
+        held = found[role]
+        assert held["weights"] > 100_000 and held["gradients"] == held["optimizer"] == held["reference"] == 0, role
+    assert found["freed"] > 0.9 * found["reference"]["weights"] and "weights" in found["asleep"]
+    assert found["same"] and found["filled"] and found["likeliest"]
+    assert found["refused"] == "an optimizer for a model that does not train"

@@ -103,3 +103,8 @@ def test_a_critic_goes_on_from_its_checkpoint(tmp_path):
     whole = run_ranks(4, "tests.dist.cases.scalar:save_or_load", **arguments, load=False)
     resumed = run_ranks(4, "tests.dist.cases.scalar:save_or_load", **arguments, load=True)
     assert resumed == whole
+
+
+def test_a_critics_gradient_that_is_not_finite_is_skipped_where_the_actors_is():
+    [found] = run_ranks(1, "tests.dist.cases.roles:not_finite")
+    assert found == {"applied": 0.0, "moved": [], "after": 1.0}

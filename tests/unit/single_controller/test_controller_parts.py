@@ -15,7 +15,7 @@ from hybridflow.config.schema import SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.single_controller import colocated
 from hybridflow.single_controller.cluster import _ip_key
-from hybridflow.single_controller.colocate import owns, registered
+from hybridflow.single_controller.colocate import address_of, registered
 from hybridflow.single_controller.host import UPSTREAM, Failure, Host, short_name, with_short_calls
 from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request
 from hybridflow.single_controller.stored import INLINE_BYTES, is_small
@@ -89,11 +89,12 @@ def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_ea
 
 
 def test_a_host_has_a_method_for_each_call_without_arguments() -> None:
-    made = with_short_calls(registered(colocated(Actor, Reference)))()
-    made._worker = colocated(Actor, Reference)(CONTEXT, (10,), ())
-    assert getattr(made, short_name("log_probs"))() == "reference 0"
-    assert getattr(made, short_name("fail"))() == Failure("ValueError", "no", None)
-    assert not hasattr(made, short_name("mesh_position"))  # not one that is called through `run`
+    both = colocated(actor=Actor, reference=Reference)
+    made = with_short_calls(registered(both))()
+    made._worker = both(CONTEXT, (10,), ())
+    assert getattr(made, short_name("reference.log_probs"))() == "reference 0"
+    assert getattr(made, short_name("actor.fail"))() == Failure("ValueError", "no", None)
+    assert not hasattr(made, short_name("actor.mesh_position"))  # not one that is called through `run`
 
 
 def test_a_failed_object_is_passed_on_and_an_error_comes_back_as_a_value() -> None:
@@ -127,24 +128,29 @@ def test_only_small_values_travel_inside_the_call(value: Any, small: bool) -> No
 
 
 def test_roles_of_one_process_are_called_through_their_own_classes() -> None:
-    both = colocated(Actor, Reference)
+    both = colocated(actor=Actor, reference=Reference)
     worker = host(both(CONTEXT, (10,), ()))
-    assert worker.call(Request("log_probs", (), ())) == "reference 0"
+    assert address_of(both, Reference.log_probs, None) == "reference.log_probs"
+    assert worker.call(Request("reference.log_probs", (), ())) == "reference 0"
     assert worker._worker.mesh_position() == MeshPosition(0, 1, True)
-    assert owns(both, Reference.log_probs) and owns(both, Actor.scaled) and not owns(Actor, Reference.log_probs)
+    assert address_of(Actor, Actor.scaled, None) == address_of(Actor, Actor.scaled, "actor") == "scaled"
+    with pytest.raises(TypeError, match="log_probs is not a method of Actor"):
+        address_of(Actor, Reference.log_probs, None)
     assert both.__name__ == "ActorAndReference" and hasattr(both, "mesh_position")
-    assert not hasattr(colocated(Reference), "mesh_position")
-    with pytest.raises(AttributeError, match="none of Actor, Reference has 'nothing'"):
-        _ = worker._worker.nothing
+    assert not hasattr(colocated(reference=Reference), "mesh_position")
+    with pytest.raises(AttributeError, match=r"'critic\.save' names none of the roles actor, reference"):
+        getattr(worker._worker, "critic.save")
 
 
-def test_roles_with_methods_of_one_name_are_refused() -> None:
-    class Other:
-        @register(Dispatch.ONE_TO_ALL)
-        def log_probs(self) -> None: ...
-
-    with pytest.raises(ValueError, match="Reference and Other both have a method 'log_probs'"):
-        colocated(Actor, Reference, Other)
+def test_one_class_may_serve_several_roles_and_the_call_says_which() -> None:
+    both = colocated(first=Actor, second=Actor)
+    worker = host(both(CONTEXT, (2,), (3,)))
+    assert address_of(both, Actor.fail, "second") == "second.fail"
+    assert worker.call(Request("second.fail", (), ())) == Failure("ValueError", "no", None)
+    with pytest.raises(TypeError, match="fail belongs to first and second: say role="):
+        address_of(both, Actor.fail, None)
+    with pytest.raises(TypeError, match="fail is not a method of third"):
+        address_of(both, Actor.fail, "third")
 
 
 def test_nodes_are_ordered_by_address_as_numbers() -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ class Mortal(World):
             self.moment(self.step, "handed out")
         return super().generate(prompts, sampling)
 
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
-        done = super().update(batch, seed)
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        done = super().update(method, batch, seed)
         self.moment(self.step, "trained")
         return done
 
@@ -87,7 +87,7 @@ class Mortal(World):
         (folder / "manifest.json").write_text("{}")
         self.moment(step, "policy written")
 
-    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
         super().load(folder, optim, with_reference)
         self.engine_version = int((folder / "weights").read_text())
 

@@ -83,9 +83,9 @@ def test_an_estimator_of_a_file_gives_the_advantages_of_a_run(tmp_path: Path, en
     config, seen = replace(config, algorithm=algorithm), []
 
     class Noting(World):
-        def update(self, batch, seed):  # type: ignore[no-untyped-def]
+        def update(self, method, batch, seed=None):  # type: ignore[no-untyped-def]
             seen.append(batch)
-            return super().update(batch, seed)
+            return super().update(method, batch, seed)
 
     trainer_of(config, Noting()).fit()
     [batch] = seen

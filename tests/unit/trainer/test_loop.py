@@ -122,14 +122,13 @@ class Breaking(World):
     def __init__(self, breaks_at: Sequence[int]) -> None:
         super().__init__()
         self.breaks_at, self.updates, self.alive = list(breaks_at), 0, True
-        self.hooks: list[Callable[[], None]] = []
 
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1
         if self.updates in self.breaks_at:
             self.alive = False
             raise WorkerError("the worker process died", role="actor", rank=1, node="here", method="update_policy")
-        return super().update(batch, seed)
+        return super().update(method, batch, seed)
 
     def is_alive(self) -> bool:
         return self.alive
@@ -137,15 +136,12 @@ class Breaking(World):
     def restart(self) -> None:
         self.calls.append("restart")
         self.alive = True
-        for hook in self.hooks:
-            hook()
 
 
 def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:
     trainer = trainer_of(config_of(folder, kl=0.1, **settings), world)
-    world.hooks.append(trainer.go_back)
     trainer.start_from_present_weights()
-    fit_with_restarts(trainer, world, max_restarts, Progress(0, "", enabled=False))
+    fit_with_restarts(trainer, {"actor": world}, max_restarts, Progress(0, "", enabled=False))
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,9 @@ class Noted:
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
+
+    def run(self, method: Callable[..., Any], parts: tuple[str, ...]) -> None:
+        getattr(self, method.__name__)(parts)
 
     def sleep(self, parts: tuple[str, ...] = ()) -> None:
         self.calls.append(" ".join([self.name, "sleep", *parts]))

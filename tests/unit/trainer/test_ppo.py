@@ -4,9 +4,10 @@ checkpoint keeps."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import (
     AlgorithmConfig,
+    CriticConfig,
     OptimConfig,
     ReferenceConfig,
     RewardConfig,
@@ -28,6 +30,7 @@ from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
+from hybridflow.workers.model_role import ModelWorker
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 NAMES = (
@@ -43,17 +46,19 @@ NAMES = (
 )
 
 
-class Sleeper:
-    """A role without memory of its own."""
+class FakeRole:
+    """Calls methods of its own by the names of the worker's; no offload is configured, so that `sleep` is none."""
 
-    def sleep(self, parts: tuple[str, ...]) -> None:
-        raise AssertionError("no offload is configured")
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
+    compute = run
 
     def memory(self) -> dict[str, float]:
         return {"perf/max_memory_allocated_gb": 3.0, f"perf/offloaded_gb/{type(self).__name__}": 0.5}
 
 
-class Critic(Sleeper):
+class Critic(FakeRole):
     """Notes its calls in the world's list; its value of a token is the token's number in the row."""
 
     def __init__(self, world: World, applied: bool = True) -> None:
@@ -61,15 +66,19 @@ class Critic(Sleeper):
         self.seen: list[DataProto] = []
         self.writes = True
 
-    def start(self, optim: OptimConfig, folder: Path) -> None:
+    def fill(self, folder: Path) -> None:
         self.world.calls.append(f"start critic from {folder.name}")
 
-    def values(self, batch: DataProto) -> DataProto:
+    def set_optimizer(self, optim: OptimConfig) -> None:
+        assert optim == CriticConfig().optim
+
+    def compute_values(self, batch: DataProto) -> DataProto:
         self.world.calls.append("values")
         responses = batch.jagged("response_ids")
         return DataProto.from_columns({"values": Jagged(responses.values.astype(np.float32) / 10, responses.offsets)})
 
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        assert method is ModelWorker.update_critic and seed is not None
         self.world.calls.append("update_critic")
         self.seen.append(batch)
         return [Update({"loss": 0.25, "critic/vf_clipfrac": 0.0, "critic/vpred_mean": 0.1}, 2.0, 1e-4, self.applied)]
@@ -91,10 +100,10 @@ class Critic(Sleeper):
         self.world.calls.append("export critic")
 
 
-class Model(Sleeper):
+class Model(FakeRole):
     """Scores by row number."""
 
-    def scores(self, batch: DataProto) -> DataProto:
+    def compute_scores(self, batch: DataProto) -> DataProto:
         return DataProto.from_columns({"rm_scores": np.arange(len(batch), dtype=np.float32)})
 
 
@@ -103,10 +112,10 @@ class PpoWorld(World):
         self.calls.append("export")
 
 
-class Teacher(Sleeper):
+class Teacher(FakeRole):
     """Two tokens with a quarter of the probability each."""
 
-    def top_log_probs(self, batch: DataProto) -> DataProto:
+    def compute_teacher_top(self, batch: DataProto) -> DataProto:
         responses = batch.jagged("response_ids")
         log_probs = np.full((len(responses.values), 2), np.log(0.25), np.float32)
         ids = np.zeros_like(log_probs, np.int64)
@@ -127,7 +136,7 @@ def ppo_of(folder: Path, world: World, critic: Critic, **settings: int) -> RLTra
     )
     plain = trainer_of(config, world)
     arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
-    return RLTrainer(config, plain.session, *arguments, critic, Model())
+    return RLTrainer(config, plain.session, *arguments, {"critic": critic, "reward_model": Model()})
 
 
 def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_path: Path) -> None:
@@ -183,17 +192,8 @@ def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
     world = PpoWorld()
     critic = Critic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=1)
-    arguments = (
-        trainer.policy,
-        trainer.engines,
-        trainer.weights,
-        trainer.dataset,
-        trainer.scorer,
-        trainer.validator,
-        critic,
-        Model(),
-    )
-    RLTrainer(trainer.config, trainer.session, *arguments, teacher=Teacher()).fit()
+    arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator)
+    RLTrainer(trainer.config, trainer.session, *arguments, {**trainer.others, "teacher": Teacher()}).fit()
     [batch] = critic.seen
     assert batch.jagged("teacher_top_log_probs").values.shape == (batch.lengths("response_ids").sum(), 2)
     [record] = records(trainer, "train")
@@ -225,16 +225,16 @@ def test_a_resume_brings_the_critic_and_the_kl_coefficient_back(tmp_path: Path) 
     assert second.advantages.control.value == 0.125 and second.step == 2
 
 
-class Frozen:
+class Frozen(FakeRole):
     """A reference in processes of its own."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def start(self, folder: Path) -> None:
+    def fill(self, folder: Path) -> None:
         self.world.calls.append(f"start reference from {folder.name}")
 
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         self.world.calls.append("own reference")
         return batch.select(["old_log_probs"]).rename({"old_log_probs": "ref_log_probs"})
 
@@ -247,18 +247,18 @@ def test_a_reference_of_its_own_takes_the_policy_as_it_begins_or_stays_a_teacher
     config = replace(config_of(tmp_path, kl=0.1, total_steps=1), reference=ReferenceConfig(placement="own", path=path))
     plain = trainer_of(config, world)
     arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
-    trainer = RLTrainer(config, plain.session, *arguments, reference=Frozen(world))
+    trainer = RLTrainer(config, plain.session, *arguments, {"reference": Frozen(world)})
     trainer.start_from_present_weights()
-    filled = ["export", "start reference from start"] if path is None else ["start reference from teacher"]
+    filled = ["export", "start reference from start"] if path is None else []  # a teacher has its weights already
     assert world.calls == ["set_optimizer", *filled]  # no weights are swapped, none are kept twice
     trainer.fit()
     trainer.session.store.wait()
-    assert "own reference" in world.calls and "ref_log_probs" not in world.calls
+    assert "own reference" in world.calls and "compute_ref_log_probs" not in world.calls
     latest = trainer.session.store.latest()
     assert latest is not None
     world.calls.clear()
     trainer.resume(latest)
-    assert world.calls == ["load reference=False", filled[-1]]
+    assert world.calls == ["load reference=False", *filled[-1:]]
 
 
 def test_a_checkpoint_counts_when_the_critic_too_is_on_the_disk(tmp_path: Path) -> None:

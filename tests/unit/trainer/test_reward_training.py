@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
+from hybridflow.workers.model_role import ModelWorker
 
 PAIRS = 10
 
@@ -41,11 +43,17 @@ class Model:
         self.applied = applied
         self.seen: list[list[int]] = []
 
-    def pair_step(self, batch: DataProto) -> Update:
-        self.seen.append(batch.jagged("prompt_ids").values.tolist())
-        return Update({"loss": 0.5, "reward/accuracy": 0.75, "reward/margin": 1.0}, 1.5, 1e-3, self.applied)
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
 
-    def scores(self, batch: DataProto) -> DataProto:
+    compute = run
+
+    def update(self, method: Callable[..., Any], batch: DataProto) -> list[Update]:
+        assert method is ModelWorker.pair_step
+        self.seen.append(batch.jagged("prompt_ids").values.tolist())
+        return [Update({"loss": 0.5, "reward/accuracy": 0.75, "reward/margin": 1.0}, 1.5, 1e-3, self.applied)]
+
+    def compute_scores(self, batch: DataProto) -> DataProto:
         prompts = np.array([batch["prompt_ids"].row(i)[0] for i in range(len(batch))])
         scores = np.where(prompts == 3, -1.0, 1.0) * batch.lengths("response_ids")
         return DataProto.from_columns({"rm_scores": scores.astype(np.float32)})

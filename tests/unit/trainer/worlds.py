@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,7 @@ from hybridflow.rollout.protocols import SyncReport
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
-
-
-def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:
-    world = World()
-    trainer_of(config_of(tmp_path, total_steps=2), world).fit()
-    step = ["generate", "log_probs", "update"]
-    assert world.calls == ["sync 0", "answer", *step, "sync 1", *step, "sync 2", "answer", "save"]
-    assert len(set(world.seeds)) == 2  # mini-batches are drawn differently every step
-
+from hybridflow.workers.policy import PolicyWorker
 
 ROWS, PROMPTS, N = 10, 4, 2
 
@@ -49,7 +41,15 @@ class World:
         self.fail_save = False
         self.stale: dict[str, str] = {}
 
-    # the policy
+    # the policy: its methods by the names of the worker's
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
+    compute = run
+
+    def memory(self) -> Mapping[str, float]:
+        return {}
+
     def set_optimizer(self, config: OptimConfig) -> None:
         self.calls.append("set_optimizer")
 
@@ -62,11 +62,12 @@ class World:
         old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
         return DataProto.from_columns({"old_log_probs": old, "entropys": old})
 
-    def ref_log_probs(self, batch: DataProto) -> DataProto:
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         self.calls.append("ref_log_probs")
         return self.log_probs(batch).rename({"old_log_probs": "ref_log_probs"}).select(["ref_log_probs"])
 
-    def update(self, batch: DataProto, seed: int) -> Sequence[Update]:
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        assert method is PolicyWorker.update_policy and seed is not None
         self.calls.append("update")
         self.seeds.append(seed)
         assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
@@ -85,7 +86,7 @@ class World:
     def is_saved(self) -> bool:
         return True
 
-    def load(self, folder: Path, optim: OptimConfig, with_reference: bool) -> None:
+    def load(self, folder: Path, optim: OptimConfig, with_reference: bool = False) -> None:
         assert folder.is_dir()
         self.calls.append(f"load reference={with_reference}")
 

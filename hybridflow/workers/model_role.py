@@ -1,0 +1,169 @@
+"""The roles beside the policy: critic, reference, reward model and teacher, in processes of their own or in the
+policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.dispatch import Dispatch, WorkerContext, register
+from hybridflow.models import Family, family_of
+from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
+from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
+from hybridflow.workers.losses import PairLoss, ValueLoss
+from hybridflow.workers.memory import needs
+from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """What tells a role from the others: whether a job of reinforcement learning has it, and the head of its model (a
+    scalar for each token or for a sequence; None: the vocabulary's)."""
+
+    is_wanted: Callable[[RunConfig], bool]
+    head: str | None = None
+
+
+# in the order in which they are started
+MODEL_ROLES = {
+    "critic": ModelRole(derived.has_critic, TOKENS),
+    "reward_model": ModelRole(derived.has_reward_model, SEQUENCE),
+    "reference": ModelRole(derived.has_own_reference),
+    "teacher": ModelRole(derived.has_teacher),
+}
+
+
+class ModelWorker(RoleWorker):
+    """One Megatron rank of one of `MODEL_ROLES`. Public methods are collectives."""
+
+    def __init__(self, context: WorkerContext, spec: RoleSpec) -> None:
+        from hybridflow.mcore import parallel
+        from hybridflow.mcore.backend import MegatronPolicy
+        from hybridflow.mcore.value_model import ValueModel
+
+        config, platform = spec.config, Platform.detect()
+        layout = derived.role_layout(config, spec.role)
+        platform.set_device(context.local_rank)
+        if not parallel.is_initialized():  # by a role of the same process
+            parallel.initialize(layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
+        head = MODEL_ROLES[spec.role].head
+        family = role_family(spec.hf_config, head)
+        model = ValueModel if head else MegatronPolicy
+        self.model: Any = model(
+            family,
+            layout,
+            config.model.dtype,
+            _source(family, spec.path, config.seed),
+            on_nonfinite=config.actor.on_nonfinite,
+            trains=spec.trains,
+        )
+        super().__init__(spec, self.model, family.hf, platform)
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
+    def fill(self, folder: Path) -> None:
+        """Take the weights of a Hugging Face folder, with a fresh head if the role needs one and the folder has none;
+        an optimizer must be set anew afterwards."""
+        self.model.load_from(_source(self.model.family, str(folder), self.spec.config.seed))
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("values",))
+    @needs("weights")
+    def compute_values(self, batch: DataProto) -> DataProto | None:
+        """Critic: the value of the state each response token was sampled in."""
+        found = self.model.values(batch, max_tokens=self.config.max_tokens_per_micro_batch)
+        return None if found is None else DataProto.from_columns({"values": found})
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("rm_scores",))
+    @needs("weights")
+    def compute_scores(self, batch: DataProto) -> DataProto | None:
+        """Reward model: [B] the score of prompt and response together, read at the last token."""
+        found = self.model.scores(batch, max_tokens=self.config.max_tokens_per_micro_batch)
+        return None if found is None else DataProto.from_columns({"rm_scores": found})
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
+    @needs("weights")
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
+        """Reference: log-probs of the response tokens."""
+        found = self.model.log_probs(
+            batch,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            temperature=self.spec.config.rollout.sampling.temperature,
+            with_entropy=False,
+        )
+        return None if found is None else DataProto.from_columns({"ref_log_probs": found[0]})
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
+    @needs("weights")
+    def compute_teacher_top(self, batch: DataProto) -> DataProto | None:
+        """Teacher: the `teacher.top_k` most likely tokens at every response token, jagged [t, k], likeliest first:
+        log-probs over the whole vocabulary at the policy's sampling temperature, and token ids."""
+        found = self.model.top_log_probs(
+            batch,
+            k=self.config.top_k,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            temperature=self.spec.config.rollout.sampling.temperature,
+        )
+        if found is None:
+            return None
+        return DataProto.from_columns({"teacher_top_log_probs": found[0], "teacher_top_ids": found[1]})
+
+    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", "values", "returns"))
+    @needs("weights", "gradients", "optimizer")
+    def update_critic(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
+        """Critic: epochs of regression over this rank's share, `rows_per_update` of its rows an optimizer update. One
+        report an update."""
+        config, reports = self.config, []
+        loss = ValueLoss(config)
+        for mini_batch in own_rows(batch).mini_batches(rows_per_update, epochs=config.ppo_epochs, seed=seed):
+            sums, info = self.model.train_values(
+                mini_batch, loss, columns=loss.columns, max_tokens=config.max_tokens_per_micro_batch
+            )
+            reports.append({"sums": sums, "info": info})
+        return reports
+
+    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "chosen_ids", "rejected_ids"))
+    @needs("weights", "gradients", "optimizer")
+    def pair_step(self, batch: DataProto) -> list[Report]:
+        """Reward model: one update on pairs [B] of answers to one prompt each."""
+        rows = interleave_pairs(own_rows(batch))
+        sums, info = self.model.train_pairs(rows, PairLoss(), max_tokens=self.config.max_tokens_per_micro_batch)
+        return [{"sums": sums, "info": info}]
+
+
+def interleave_pairs(batch: DataProto) -> DataProto:
+    """Pairs [B] as rows [2 B]: chosen, rejected, chosen, ..., each behind its prompt, as `ValueModel.train_pairs` takes
+    them."""
+    prompts = batch.select(["prompt_ids"])
+    chosen, rejected = (
+        prompts.with_columns(response_ids=batch.jagged(name)) for name in ("chosen_ids", "rejected_ids")
+    )
+    rows = DataProto.concat([chosen, rejected])
+    count = len(batch)
+    return rows.rows([i // 2 + (i % 2) * count for i in range(2 * count)])
+
+
+def role_family(hf_config: Mapping[str, Any], head: str | None) -> Family:
+    """The map of a role's model, from its own config.json or, under a scalar head, that of a causal model."""
+    if head is None:
+        return family_of(hf_config)
+    architecture = str((hf_config.get("architectures") or [""])[0])
+    bias = architecture.endswith(TOKENS) and bool(hf_config.get("token_classification_bias", True))
+    return ScalarHead(family_of(hf_config), head, bias)
+
+
+def _source(family: Family, path: str | None, seed: int) -> WeightSource:
+    """The weights of a folder, else random ones; with a fresh head where the model has a scalar head and they have
+    none."""
+    scalar = family if isinstance(family, ScalarHead) else None
+    if path is not None:
+        folder = SafetensorsFolder(path)
+        return FreshHead(folder, scalar, seed) if scalar and WEIGHT not in folder.files else folder
+    shapes = (scalar.backbone if scalar else family).tensors()
+    random = RandomWeights(shapes, seed, float(family.hf.get("initializer_range", 0.02)))
+    return FreshHead(random, scalar, seed) if scalar else random

@@ -1,0 +1,113 @@
+"""What the ranks of every role with a model have in common: its memory, its optimizer, its checkpoints, its export.
+
+Worker modules load `hybridflow.mcore` where a rank needs it, not when they are imported: the driver imports them to
+name their methods, and would spend 3 s on a Megatron that it never uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch import DataProto
+from hybridflow.config import derived
+from hybridflow.config.schema import OptimConfig, RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.device.residency import PARTS, Part, Residency
+from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, register
+from hybridflow.workers.backend import Model
+from hybridflow.workers.memory import RoleMemory, needs
+
+Report = dict[str, Any]  # of one optimizer update: {sums: {metric: (sum, count)}, info: {grad_norm, lr, applied}}
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What every rank of a role is told.
+
+    Args:
+        config: of the run.
+        role: its section there: actor, critic, reference, reward_model or teacher.
+        hf_config: the Hugging Face config of the role's model.
+        path: the Hugging Face folder that its weights come from; None: random weights.
+        tokenizer: the folder that an export takes the tokenizer from.
+        trains: whether the role ever updates its weights. Without, it has neither gradients nor checkpoints.
+    """
+
+    config: RunConfig
+    role: str
+    hf_config: Mapping[str, Any]
+    path: str | None
+    tokenizer: Path | None
+    trains: bool = True
+
+
+class RoleWorker:
+    """One rank of a role. Public methods are collectives: the controller calls them on all ranks."""
+
+    def __init__(self, spec: RoleSpec, model: Model, hf_config: Mapping[str, Any], platform: Platform) -> None:
+        """`hf_config` goes into an export."""
+        self.spec, self.model, self._hf_config = spec, model, hf_config
+        self.config = getattr(spec.config, spec.role)
+        residency = Residency(model.memory_parts(), platform, model.settle, spec.role)
+        layout = derived.layout_section(spec.config, spec.role)
+        self.memory = RoleMemory(residency, platform, self.config.offload, layout)
+        self._saver = model.saver(spec.config.trainer.checkpoint_timeout_s) if spec.trains else None
+
+    def mesh_position(self) -> MeshPosition:
+        """Where this rank stands for data-parallel calls."""
+        return MeshPosition(*self.model.mesh_position())
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs("weights", "gradients", "optimizer")
+    def set_optimizer(self, config: OptimConfig) -> None:
+        """Start a phase with a fresh optimizer over the present weights."""
+        self.model.set_optimizer(config)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Those of `parts` that the role's `offload` names leave the device, until a method needs them or `wake`.
+        Returns the bytes freed."""
+        return self.memory.sleep(parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self, parts: tuple[Part, ...]) -> None:
+        """These parts come back and stay: for several methods in a row."""
+        self.memory.residency.wake(*parts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_observations(self) -> dict[str, Any]:
+        """What `RoleMemory.take` says since the last call."""
+        return self.memory.take()
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
+    def save(self, folder: Path, phase: str, step: int, background: bool) -> None:
+        """Write model, reference, optimizer and random state; in the background, return when they have been copied."""
+        assert self._saver is not None, f"{self.spec.role} does not train"
+        (self._saver.start if background else self._saver.save)(folder, phase=phase, step=step)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def is_saved(self) -> bool:
+        """Whether this rank has nothing left to write. CheckpointError when the last background save failed."""
+        return self._saver is None or self._saver.done()
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs(*PARTS)
+    def load(self, folder: Path, optim: OptimConfig) -> None:
+        """Restore what `save` wrote in the same phase, with the optimizer of that phase."""
+        self.model.set_optimizer(optim)
+        self.model.load(folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    @needs("weights")
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        self.model.export(folder, self._hf_config, self.spec.tokenizer)
+
+
+def own_rows(batch: DataProto) -> DataProto:
+    """Without the rows that the controller added to make the batch divisible: training on them twice would be wrong."""
+    return batch.unpad(int(batch.meta.get(PADDING_META, 0)))

@@ -1,0 +1,204 @@
+"""Ranks that are lost: those that train take the loop back to a checkpoint, the others start again within the step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import ReferenceConfig, RunConfig, SftConfig, TrainerConfig
+from hybridflow.errors import CheckpointError, HybridFlowError, SchemaError, WorkerError
+from hybridflow.observe.progress import Progress
+from hybridflow.trainer.groups import FrozenGroup
+from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.recovery import fit_with_restarts
+from hybridflow.workers.model_role import ModelWorker
+from tests.models import TINY
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
+
+
+def lost(role: str) -> WorkerError:
+    return WorkerError("the worker process died", role=role, rank=0, node="here", method="update")
+
+
+class Ranks:
+    """A group of ranks that is alive or not."""
+
+    def __init__(self) -> None:
+        self.alive, self.restarts = True, 0
+        self.hooks: list[Callable[[], Any]] = []
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def restart(self) -> None:
+        self.alive, self.restarts = True, self.restarts + 1
+        for hook in self.hooks:
+            hook()
+
+
+class Fragile(World):
+    """A world whose policy is lost in its first update, and whose checkpoints take a while to be whole."""
+
+    def __init__(self, writes: bool = True) -> None:
+        super().__init__()
+        self.ranks, self.writes = Ranks(), writes
+
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        if self.calls.count("update") == 0 and not self.ranks.restarts:
+            self.ranks.alive = False
+            raise lost("actor")
+        return super().update(method, batch, seed)
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        self.calls.append("save")
+        folder.mkdir()
+
+        def write() -> None:
+            time.sleep(0.5)
+            if folder.is_dir():  # nobody has given up on it
+                (folder / "manifest.json").write_text("{}")
+
+        if self.writes:
+            threading.Thread(target=write, daemon=True).start()
+
+
+def after_a_warm_start(folder: Path, world: Fragile) -> RLTrainer:
+    trainer = trainer_of(replace(config_of(folder, kl=0.1, total_steps=2), sft=SftConfig(steps=1)), world)
+    trainer.start_from_present_weights()
+    trainer.save()
+    world.calls.clear()
+    return trainer
+
+
+def test_a_policy_lost_in_the_first_step_comes_back_with_the_warm_start(tmp_path: Path) -> None:
+    world = Fragile()
+    trainer = after_a_warm_start(tmp_path, world)
+    fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
+    assert world.ranks.restarts == 1
+    # the weights that restarted ranks begin with are those before the warm start: they must never count
+    assert "load reference=True" in world.calls and "freeze_reference" not in world.calls
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2]
+
+
+def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Path) -> None:
+    world = Fragile()
+    trainer = after_a_warm_start(tmp_path, world)
+    trainer.session.store.wait()
+    (trainer.session.folder / "checkpoints" / "latest.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint holds the weights of the warm start"):
+        fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
+    assert "freeze_reference" not in world.calls
+
+
+class OwnCritic:
+    """A critic in processes of its own, lost in the second step's update."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.ranks, self.updates = world, Ranks(), 0
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.world.calls.append(f"critic {method.__name__}")
+
+    def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        old = batch.jagged("old_log_probs")
+        return DataProto.from_columns({"values": old})
+
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        self.updates += 1
+        if self.updates == 2:
+            self.ranks.alive = False
+            raise lost("critic")
+        return [Update({"loss": 0.1}, 1.0, 1e-3, True)]
+
+    def memory(self) -> dict[str, float]:
+        return {}
+
+    def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+
+    def is_saved(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("every", "back"), [(1, ["load reference=False", "critic load"]), (0, ["set_optimizer"])])
+def test_a_lost_critic_takes_the_policy_back_with_it(tmp_path: Path, every: int, back: list[str]) -> None:
+    config = config_of(tmp_path, total_steps=3, save_every_steps=every)
+    config = replace(config, algorithm=replace(config.algorithm, adv_estimator="gae"))
+    world = World()
+    world.export = lambda folder: None  # type: ignore[attr-defined]
+    critic, policy = OwnCritic(world), Ranks()
+    plain = trainer_of(config, world)
+    arguments = (plain.policy, plain.engines, plain.weights, plain.dataset, plain.scorer, plain.validator)
+    trainer = RLTrainer(config, plain.session, *arguments, {"critic": critic})
+    trainer.start_from_present_weights()
+    policy.hooks.append(lambda: world.calls.append("policy restarted"))
+    critic.ranks.hooks.append(lambda: world.calls.append("critic restarted"))
+    fit_with_restarts(trainer, {"actor": policy, "critic": critic.ranks}, 1, Progress(0, "", enabled=False))
+    # both begin anew: neither the one's weights nor the other's are those of the checkpoint, or of the beginning
+    at = world.calls.index("policy restarted")
+    assert world.calls[at : at + 2 + len(back)] == ["policy restarted", "critic restarted", *back]
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
+    assert trainer.session.totals["restarts"] == 1
+
+
+class Workers(Ranks):
+    """The worker group of a role that only computes; its ranks are lost in some of the calls."""
+
+    def __init__(self, lost_in: Sequence[int]) -> None:
+        super().__init__()
+        self.lost_in, self.calls = list(lost_in), 0
+
+    def run(self, method: Callable[..., Any], *args: Any, role: str) -> Any:
+        self.calls += 1
+        if self.calls in self.lost_in:
+            self.alive = False
+            raise lost(role)
+        if method is ModelWorker.fill:
+            raise SchemaError("an error of ranks that live")
+        return args[0].select(["uid"])
+
+
+def frozen(workers: Any, told: list[str], allowed: int = 1) -> FrozenGroup:
+    config = RunConfig(
+        model=replace(RunConfig().model, hf_config=TINY),
+        reference=ReferenceConfig(placement="own"),
+        trainer=TrainerConfig(max_restarts=allowed),
+    )
+    return FrozenGroup(workers, "reference", config, told.append)
+
+
+def rows() -> DataProto:
+    lengths = [np.arange(1 + i % 3) for i in range(6)]
+    columns = {name: Jagged.from_rows(lengths, np.int64) for name in ("prompt_ids", "response_ids")}
+    return DataProto.from_columns({"uid": np.arange(6), **columns})
+
+
+def test_a_role_that_only_computes_starts_again_within_the_step() -> None:
+    workers, told, filled = Workers([1]), list[str](), list[int]()
+    workers.hooks.append(lambda: filled.append(workers.calls))
+    found = frozen(workers, told).compute(ModelWorker.compute_ref_log_probs, rows())
+    assert found["uid"].tolist() == list(range(6))
+    assert (workers.calls, workers.restarts, filled) == (2, 1, [1])
+    assert told[0].startswith("the ranks of the reference start again: the worker process died")
+
+
+def test_its_restarts_are_limited_and_an_error_of_living_ranks_is_none() -> None:
+    for allowed in (0, 2):
+        workers = Workers([1, 2, 3])
+        with pytest.raises(WorkerError, match="died"):
+            frozen(workers, [], allowed).compute(ModelWorker.compute_ref_log_probs, rows())
+        assert workers.restarts == allowed
+    workers = Workers([])
+    with pytest.raises(HybridFlowError, match="ranks that live"):
+        frozen(workers, []).run(ModelWorker.fill, Path("start"))
+    assert workers.restarts == 0
