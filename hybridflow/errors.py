@@ -85,6 +85,10 @@ class EngineError(HybridFlowError):
         super().__init__(f"{prefix}{message}{tail}")
 
 
+class EngineSilent(EngineError):
+    """The engine could not be reached, or did not answer by the deadline: nobody knows what it is doing."""
+
+
 class EnginesLostError(EngineError):
     """No engine is left that could answer: all have died or are without weights. Says why of each."""
 

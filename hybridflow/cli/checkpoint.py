@@ -15,7 +15,7 @@ examples:
   hybridflow checkpoint inspect runs/tiny-moe-grpo                          the latest checkpoint of a run
   hybridflow checkpoint verify runs/tiny-moe-grpo/checkpoints/global_step_150
   hybridflow checkpoint export runs/tiny-moe-grpo exported --dtype bfloat16  a Hugging Face folder; no GPU, one process
-  hybridflow checkpoint export runs/lora adapter --adapter         its low-rank adapters alone, for PEFT and SGLang
+  hybridflow checkpoint export runs/lora adapter --adapter         its low-rank adapters alone, for PEFT and engines
   hybridflow checkpoint import downloads/Qwen3-30B-A3B models/start          checked weights for model.path
 
 CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.

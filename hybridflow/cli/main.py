@@ -30,7 +30,7 @@ OPTIONS = (
 )
 
 TOP = """\
-Reinforcement learning of large language models: Megatron trains, SGLang generates, Ray starts the processes.
+Reinforcement learning of large language models: Megatron trains, engines generate, Ray starts the processes.
 
 examples:
   hybridflow train                                             list the recipes

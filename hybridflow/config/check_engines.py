@@ -1,4 +1,4 @@
-"""The shape of one engine against itself and against the model's sizes. Pure, no torch."""
+"""The shape of one engine of the built-in kind against itself and against the model's sizes. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
             )
     yield from _node_problems(config)
     if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
+        # sglang/srt/layers/quantization/fp8.py:326
         yield (
-            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: SGLang's fp8 layers take "
-            f"no other activations "
-            "(sglang/srt/layers/quantization/fp8.py:326)"
+            f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: the engine's fp8 layers "
+            f"take no other activations"
         )
     if rollout.pipeline > 1 and rollout.sync.pause != "abort":
+        # sglang/srt/managers/scheduler_pp_mixin.py:129
         yield (
-            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: SGLang's "
-            f"pipeline loop does "
-            "not look at a pause (sglang/srt/managers/scheduler_pp_mixin.py:129), so requests that only wait would go "
-            "on amid new weights"
+            f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: the "
+            f"engine's pipeline loop does not look at a pause, so requests that only wait would go on amid new weights"
         )
 
 

@@ -31,10 +31,11 @@ class Registry(Generic[T]):
         package: dotted name of the package whose modules are the built-in entries; modules that begin with an
             underscore and `base` are not entries.
         key: the configuration key that names an entry, for messages.
+        packages: entries are packages within `package`, not modules.
     """
 
-    def __init__(self, kind: str, package: str, key: str) -> None:
-        self.kind, self.package, self.key = kind, package, key
+    def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
+        self.kind, self.package, self.key, self._packages = kind, package, key, packages
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
@@ -46,7 +47,12 @@ class Registry(Generic[T]):
         """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
         found = importlib.util.find_spec(self.package)
         assert found is not None and found.submodule_search_locations is not None, self.package
-        stems = {path.stem for folder in found.submodule_search_locations for path in Path(folder).glob("*.py")}
+        files = [
+            path
+            for folder in found.submodule_search_locations
+            for path in Path(folder).glob("*/__init__.py" if self._packages else "*.py")
+        ]
+        stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = {stem for stem in stems if not stem.startswith("_") and stem != "base"}
         return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
 

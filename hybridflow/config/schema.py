@@ -277,8 +277,9 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """SGLang engines and how they sample."""
+    """The engines and how they sample."""
 
+    engine: str = "sglang"  # kind of engine: a package of hybridflow.engines, or path/to/file.py:name
     num_engines: int = 1
     tensor: int = 1  # tensor parallel size of one engine
     pipeline: int = 1  # pipeline stages of one engine; it has tensor x pipeline ranks
@@ -306,7 +307,7 @@ class RolloutConfig:
     sleep_while_training: bool = (
         False  # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     )
-    # more SGLang server arguments, e.g. {chunked_prefill_size: 2048}
+    # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)
     extra_args: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,6 +1,6 @@
-"""Rollout engines: launch, HTTP client, weight groups and the CPU platform plugin. The only room that may import
-sglang.
+"""Rollout engines: what one is (`base`), its restarts (`supervisor`), several nodes (`nodes`); one package for each
+kind.
 
-Importing this package imports neither sglang nor torch: SGLang itself imports it (entry points) very early in each of
-its processes.
+Importing this package imports neither torch nor a kind's library: SGLang itself imports it (entry points) very early in
+each of its processes.
 """

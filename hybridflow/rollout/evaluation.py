@@ -57,7 +57,7 @@ class Validator:
         if self.dataset is None:
             return {"val/accuracy": float("nan")}
         batch = self.dataset.batch(np.arange(len(self.dataset)))
-        batch = batch.union(engines.generate(batch, self.config.rollout.val_sampling))
+        batch = batch.union(engines.generate(batch, training=False))
         batch = batch.union(self.scorer.score(batch))
         dump_batch(self.folder, step, batch, self.scorer.tokenizer)
         metrics = {

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridflow.batch import DataProto
-from hybridflow.config.schema import SamplingConfig
 
 
 class RolloutService(Protocol):
     """Engines that answer prompts."""
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version; routed_experts when they
-        are replayed."""
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
+        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version.
+
+        Args:
+            training: sample as `rollout.sampling` says, with routed_experts when they are replayed; else as
+                `rollout.val_sampling` says.
+        """
         ...
 
     def sleep(self) -> None:
@@ -23,7 +26,7 @@ class RolloutService(Protocol):
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take that of `weights` or `kv_cache` again; weights come with the next sync."""
+        """Take the memory of `weights` or `kv_cache` again; weights come with the next sync."""
         ...
 
 

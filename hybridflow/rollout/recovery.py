@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hybridflow.batch import DataProto
-from hybridflow.config.schema import SamplingConfig
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
@@ -47,9 +46,8 @@ class RestartingRollouts:
         self._restarts = RestartLimit(max_restarts)
         self._version = -1
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """See RolloutService. Every prompt is answered with the weights of the last sync, however often engines are
-        lost over it.
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
+        """Answer every prompt with the weights of the last sync, however often engines are lost over it.
 
         Raises:
             HybridFlowError: of the loss, when `max_restarts` are used up; or of what went wrong in a restart: the
@@ -58,7 +56,7 @@ class RestartingRollouts:
         """
         while True:
             try:
-                return self.engines.generate(prompts, sampling)
+                return self.engines.generate(prompts, training=training)
             except (EnginesLostError, WorkerError) as error:
                 if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
                     raise

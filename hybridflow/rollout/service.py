@@ -10,10 +10,9 @@ from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.schema import RunConfig, SamplingConfig
-from hybridflow.engines.sglang.client import EngineSilent
-from hybridflow.engines.sglang.keeper import EngineState
-from hybridflow.errors import EngineError, EnginesLostError
+from hybridflow.config.schema import RunConfig
+from hybridflow.engines.supervisor import UP, EngineState
+from hybridflow.errors import EngineError, EngineSilent, EnginesLostError
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
@@ -27,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGroup:
-    """`RolloutService` over SGLang engines, one worker beside each.
+    """`RolloutService` over the workers of the engines.
 
     Args:
-        group: those workers (`RolloutWorker`).
+        group: one worker for each engine (`RolloutWorker`).
         stop_ids: tokens that end a response.
         others: of engines over several nodes, the workers on the nodes but the first (`RolloutNodeWorker`).
     """
@@ -53,20 +52,21 @@ class EngineGroup:
             self._ready.result()
             self._ready = None
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        """See RolloutService. Only engines that took the last weights get rows; when one dies over them, the others
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
+        """Answer the prompts. Only engines that took the last weights get rows; when one is lost over them, the others
         answer all again.
 
         Raises:
             EnginesLostError: there are no others. The lost ones are being started again, and hold no weights.
             EngineError: an engine refused, and lives.
         """
-        limit, timeout = self.config.data.max_response_length, self.config.rollout.request_timeout_s + 30
+        rollout, limit = self.config.rollout, self.config.data.max_response_length
+        sampling, timeout = rollout.sampling if training else rollout.val_sampling, rollout.request_timeout_s + 30
         while True:
             healthy = [number for number in range(self.group.world_size) if number not in self.stale]
             arguments = (prompts, sampling, limit, self.stop_ids)
-            # only of samples that are trained on: routes are large, and validation has no use for them
-            method = generate_method(self.config, training=sampling == self.config.rollout.sampling)
+            # validation has no use for routes, which are large
+            method = generate_method(self.config) if training else RolloutWorker.generate
             try:
                 return as_batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
             except EngineError as error:
@@ -82,15 +82,15 @@ class EngineGroup:
                 _log.warning("an engine was lost while it generated; the others answer its prompts: %s", error)
 
     def _lost(self, error: EngineError) -> dict[int, str]:
-        """Engines that are not up, after an error of one; one that hangs is given up."""
+        """Engines that cannot answer, after an error of one; one that hangs is given up."""
         silent, settled = isinstance(error, EngineSilent), time.monotonic() + _SETTLE_S
         while True:
             # the others may still answer their share
             states = self.states(busy_s=self.config.rollout.request_timeout_s)
             lost = {
-                n: f"{state.name} is {state.state}: {state.reason}"
+                n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
                 for n, state in enumerate(states)
-                if state.state != "up"
+                if not state.has_weights
             }
             if lost.keys() - self.stale.keys() or not silent:
                 return lost
@@ -154,13 +154,9 @@ class EngineGroup:
         self.group.run(RolloutWorker.stop, timeout=30)
 
 
-def generate_method(config: RunConfig, training: bool = True) -> Callable[..., Any]:
-    """The worker method that answers prompts; the engines' expert routes come with training samples alone."""
-    return (
-        RolloutWorker.generate_with_routes
-        if training and derived.needs_engine_routes(config)
-        else RolloutWorker.generate
-    )
+def generate_method(config: RunConfig) -> Callable[..., Any]:
+    """The worker method that answers prompts for training, with the engines' expert routes where they are needed."""
+    return RolloutWorker.generate_with_routes if derived.needs_engine_routes(config) else RolloutWorker.generate
 
 
 def as_batch(value: Any) -> DataProto:

@@ -1,8 +1,8 @@
 """A weight sync over all engines: who takes part, what is tried again, and who is left out until the next time.
 
-Each engine is a transaction of its own (`engines.sglang.weight_transaction`), driven by its worker while the policy's
-ranks send. An engine whose transaction fails stays paused and gets no requests; the others go on. A dead one is started
-again by its worker and takes a later order.
+Each engine is a transaction of its own (`Engine.receive`), driven by its worker while the policy's ranks send. An
+engine whose transaction fails stays paused and gets no requests; the others go on. One that has ended is started again
+by its worker and takes a later order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from contextlib import suppress
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
-from hybridflow.engines.sglang.weight_transaction import answer_deadline, refuse
 from hybridflow.errors import HybridFlowError, WeightSyncError
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.sync.schedule import PlanFacts
-from hybridflow.sync.session import Order, Outcome
+from hybridflow.sync.session import Order, Outcome, answer_deadline, refuse
 from hybridflow.sync.transports import chosen
 from hybridflow.sync.transports.base import Endpoint
 from hybridflow.workers.policy import PolicyWorker
@@ -39,7 +38,7 @@ class SliceSync:
         self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
         self._run = secrets.token_hex(4)  # sessions of a resumed job must not meet files of an earlier one
         self._sessions = [0] * config.rollout.num_engines
-        self._lives = [0] * config.rollout.num_engines
+        self._restarts = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
         self._transport = chosen(self.sync_config.transport, Platform.detect())
         self._attempts = 0
@@ -91,8 +90,8 @@ class SliceSync:
         states = self.engines.states()
         stale = {number: f"{s.name} is {s.state}: {s.reason}" for number, s in enumerate(states) if s.state != "up"}
         for number, state in enumerate(states):
-            if state.life != self._lives[number]:  # the session's other end died with the engine's processes
-                self._lives[number] = state.life
+            if state.restarts != self._restarts[number]:  # the session's other end died with the engine's processes
+                self._restarts[number] = state.restarts
                 self._sessions[number] += 1
         pending, nbytes = [number for number in range(len(states)) if number not in stale], 0
         for _ in range(1 + self.sync_config.max_retries):

@@ -222,8 +222,8 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     source = SafetensorsFolder(folder)
-    chosen = dtype or str(hf_config.get("torch_dtype") or hf_config.get("dtype") or "bfloat16")
-    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, set(source.files))
+    chosen = dtype or str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, source.names())
 
 
 def _write(

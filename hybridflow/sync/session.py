@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 CATALOG_KEY, PLAN_KEY = "catalog", "plan"
 COMMIT, ABORT = "commit", "abort"
+REPORT_GRACE_S = 5.0  # a rank reports before its engine answers; a report later than this will not come
 _GO, _NOTHING = "go", "nothing"
 
 
@@ -265,3 +267,16 @@ def read_reports(store: Store, prefix: str, ranks: Collection[int], timeout_s: f
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)
     return {rank: RankReport(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+
+def answer_deadline(timeout_s: float) -> float:
+    """Seconds that a control call to an engine may take: one wait to meet, one for a message, and time to report
+    either."""
+    return 2 * timeout_s + REPORT_GRACE_S
+
+
+def refuse(order: Order, reason: str) -> Outcome:
+    """The outcome of an order to an engine that cannot take one; its senders are told."""
+    with suppress(RuntimeError, WeightSyncError):
+        Board.open(order).call_off(reason)
+    return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")

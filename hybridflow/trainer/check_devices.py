@@ -37,18 +37,16 @@ def _check_fp8(platform: Platform) -> None:
         "transfer on any machine"
     )
     if platform.kind == "cpu":
+        # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
         raise ConfigError(
             f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and this is a CPU: an "
-            f"SGLang engine loads fp8 "
-            f"weights there, but computes with them in Triton, which has no driver for CPUs "
-            f"(sglang/srt/layers/quantization/fp8_utils.py:1809), or with AMX and its own kernels (fp8.py:827); "
-            f"{instead}"
+            f"engine loads fp8 weights there, but computes with them in Triton, which has no driver for CPUs, or with "
+            f"AMX and its own kernels; {instead}"
         )
     if (found := platform.capability()) < FP8_CAPABILITY:
+        # sglang/srt/layers/quantization/fp8_utils.py:2798
         raise ConfigError(
             f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and these have "
-            f"{found[0]}.{found[1]}: there "
-            f"SGLang rearranges fp8 weights for Marlin after each load "
-            f"(sglang/srt/layers/quantization/fp8_utils.py:2798), and slices "
+            f"{found[0]}.{found[1]}: there the engine rearranges fp8 weights for Marlin after each load, and slices "
             f"would land in the wrong form; {instead}"
         )

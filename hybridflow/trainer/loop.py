@@ -87,7 +87,7 @@ class RLTrainer:
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
                     batch = self.next_prompts()
                     with phase("gen"):
-                        batch = batch.union(self.engines.generate(batch, self.config.rollout.sampling))
+                        batch = batch.union(self.engines.generate(batch, training=True))
                     with phase("reward"):
                         batch = self.with_scores(batch)
                     with self.phases.training():

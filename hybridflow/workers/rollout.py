@@ -1,5 +1,4 @@
-"""The rollout worker: one process beside each SGLang engine, which it starts, watches, and speaks to over loopback
-HTTP."""
+"""The rollout worker: one process for each engine, which it starts, watches, and asks for tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ from hybridflow.batch.routes import ROUTES, unknown, with_free_end
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.engines.sglang.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.sglang.keeper import UP, EngineKeeper, EngineState
-from hybridflow.engines.sglang.nodes import FirstNode
-from hybridflow.engines.sglang.server import EngineSpec
-from hybridflow.engines.sglang.weight_transaction import answer_deadline, describe, receive, refuse
+from hybridflow.engines.base import Completion, Engine
+from hybridflow.engines.nodes import FirstNode
+from hybridflow.engines.spec import EngineSpec
+from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
 from hybridflow.errors import EngineError, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
-from hybridflow.sync.session import Order, Outcome
+from hybridflow.sync.session import Order, Outcome, refuse
 
 WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reason", "weight_version")
 
@@ -45,7 +43,8 @@ def engine_spec(
         max_total_tokens=config.max_total_tokens,
         mem_fraction_static=config.mem_fraction_static,
         # requests paused in place keep the cache from being emptied, and prefixes of old weights would go on being used
-        extra_args={**({"disable_radix_cache": True} if config.sync.pause == "in_place" else {}), **config.extra_args},
+        cache_prefixes=config.sync.pause != "in_place",
+        extra_args=dict(config.extra_args),
         start_timeout_s=config.start_timeout_s,
         request_timeout_s=config.request_timeout_s,
         seed=seed + number,
@@ -75,12 +74,15 @@ class RolloutWorker:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")
             nodes = FirstNode(spec, context.node)
         self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-        self._asleep: tuple[int, tuple[str, ...]] = (-1, ())  # the engine's life, and what of its memory is given away
+        # the number of the engine's start, and what of its memory has been given away since
+        self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
         self._sync_store, self._plan = ("", 0), ""
         self._described: EngineLayout | None = None
-        self._served_life = -1  # the engine's life that holds whole weights; -1: none does
+        self._served_start = -1  # the number of the engine's start that holds whole weights; -1: none does
         log_path = context.log_path.with_name(f"{spec.name}.log")
-        self.keeper = EngineKeeper(spec, log_path, self._check_layout, config.max_restarts, nodes)
+        self.supervisor = EngineSupervisor(
+            config.engine, spec, log_path, self._check_layout, config.max_restarts, nodes
+        )
 
     def mesh_position(self) -> MeshPosition:
         """Engines are data-parallel: each takes a share of the prompts."""
@@ -90,14 +92,13 @@ class RolloutWorker:
     def node_store(self) -> tuple[str, int]:
         """Where the other nodes of this engine learn when to start (`RolloutNodeWorker.follow`). Only with several
         nodes an engine."""
-        assert self.keeper.nodes is not None
-        return self.keeper.nodes.address
+        assert self.supervisor.nodes is not None
+        return self.supervisor.nodes.address
 
     @register(Dispatch.ONE_TO_ALL)
-    def wait_ready(self) -> str:
-        """Wait until the engine serves; returns its address."""
-        self.keeper.wait_ready()
-        return self.keeper.server.url
+    def wait_ready(self) -> None:
+        """Wait until the engine answers."""
+        self.supervisor.engine.wait_ready()
 
     @register(Dispatch.DP, reads=("prompt_ids",), writes=WRITES)
     def generate(
@@ -129,20 +130,19 @@ class RolloutWorker:
         stop_token_ids: Sequence[int],
         with_routes: bool = False,
     ) -> list[Completion]:
-        state = self.keeper.state()
-        if state.state != UP or state.life != self._served_life:
+        state, engine = self.supervisor.state(), self.supervisor.engine
+        if state.state != UP or state.restarts != self._served_start:
             reason = state.reason or "its last weight sync failed"
-            raise EngineError(f"cannot answer: {reason}", engine=state.name, log_tail=self.keeper.server.log_tail())
+            raise EngineError(f"cannot answer: {reason}", engine=state.name, log_tail=engine.log_tail())
         prompts = batch.jagged("prompt_ids")
-        params = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
         rows = [prompts.row(i).tolist() for i in range(len(prompts))]
-        return self.keeper.client.generate(rows, params, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
+        return engine.generate(rows, sampling, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
         if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
             return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
-        return with_free_end(completion.routes, tokens, layers, f"engine {self.keeper.spec.name}")
+        return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
 
     # ---- memory
 
@@ -150,21 +150,20 @@ class RolloutWorker:
     def sleep(self) -> None:
         """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them. A dead
         engine has none."""
-        state, tags = self.keeper.state(), ("kv_cache", "weights")
+        state = self.supervisor.state()
         if state.state == UP:
-            self.keeper.client.flush_cache()
-            self.keeper.client.release_memory(tags)
-            self._asleep = (state.life, tags)
+            self.supervisor.engine.sleep()
+            self._asleep = (state.restarts, ("kv_cache", "weights"))
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, tags: Sequence[str]) -> None:
         """Take the memory of these parts again. Weights are then empty until the next sync. An engine started since is
         awake."""
-        state, (life, asleep) = self.keeper.state(), self._asleep
+        state, (start, asleep) = self.supervisor.state(), self._asleep
         again = [tag for tag in tags if tag in asleep]
-        if state.state == UP and state.life == life and again:
-            self.keeper.client.resume_memory(again)
-            self._asleep = (life, tuple(tag for tag in asleep if tag not in again))
+        if state.state == UP and state.restarts == start and again:
+            self.supervisor.engine.wake(again)
+            self._asleep = (start, tuple(tag for tag in asleep if tag not in again))
 
     # ---- weights
 
@@ -172,7 +171,7 @@ class RolloutWorker:
     def describe_weights(self, host: str, port: int) -> EngineLayout:
         """Have the engine's ranks trace where their weights lie. For an engine without requests."""
         self._sync_store = (host, port)
-        self._described = self._describe(self.keeper.client)
+        self._described = self._describe(self.supervisor.engine)
         return self._described
 
     @register(Dispatch.ONE_TO_ALL)
@@ -183,56 +182,49 @@ class RolloutWorker:
     @register(Dispatch.ALL_TO_ALL)
     def receive_weights(self, order: Order) -> Outcome:
         """One attempt of a sync. An engine that is lost in it is started again in the background."""
-        state = self.keeper.state()
-        self._served_life = -1
+        state = self.supervisor.state()
+        self._served_start = -1
         if state.state != UP:
             return refuse(order, f"{state.name} is not up: {state.reason}")
-        outcome = receive(self._patient(self.keeper.client), order, self._plan, self.config.pipeline)
+        outcome = self.supervisor.engine.receive(order, self._plan)
         if outcome.fate == "served":
-            self._served_life = state.life
+            self._served_start = state.restarts
         if outcome.fate == "lost":
-            self.keeper.restart(outcome.error)
+            self.supervisor.restart(outcome.error)
         return outcome
 
     @register(Dispatch.ONE_TO_ALL)
     def engine_state(self, wait_s: float = 0.0) -> EngineState:
-        """How the engine stands, after waiting up to `wait_s` for a restart under way. A dead engine is started
-        again."""
-        self.keeper.state()
-        return self.keeper.wait_restarted(wait_s)
+        """The engine's state, after waiting up to `wait_s` for a restart in progress. An engine that has ended is
+        started again."""
+        self.supervisor.state()
+        state = self.supervisor.wait_restarted(wait_s)
+        return replace(state, has_weights=state.state == UP and state.restarts == self._served_start)
 
     @register(Dispatch.ONE_TO_ALL)
     def replace_engine(self, reason: str) -> None:
-        """Give up an engine that hangs: it is ended and started again in the background."""
-        self.keeper.restart(reason)
+        """Give up an engine that hangs: it is stopped and started again in the background."""
+        self.supervisor.restart(reason)
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Of all parameters of the engine."""
-        return self.keeper.client.weights_checksum()
+        """Over all parameters of the engine."""
+        return self.supervisor.engine.weights_checksum()
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
-        """End the engine and all its processes."""
-        self.keeper.stop()
+        """Stop the engine and all its processes."""
+        self.supervisor.stop()
 
-    def _describe(self, client: EngineClient) -> EngineLayout:
-        host, port = self._sync_store
-        spec, config = self.keeper.spec, self.config
-        return describe(
-            self._patient(client), spec.name, spec.ranks, host, port, config.sync.timeout_s, config.pipeline
-        )
+    def _describe(self, engine: Engine) -> EngineLayout:
+        return engine.describe(*self._sync_store, self.config.sync.timeout_s)
 
-    def _check_layout(self, client: EngineClient) -> None:
-        """What a restarted engine must pass: the plan is made for where the weights lay before."""
-        if self._described is not None and self._describe(client) != self._described:
+    def _check_layout(self, engine: Engine) -> None:
+        """Refuse an engine that was started again and holds its weights elsewhere than the plan says."""
+        if self._described is not None and self._describe(engine) != self._described:
             raise WeightSyncError(
-                f"{self.keeper.spec.name} holds its weights otherwise than before its restart; start the run again"
+                f"{engine.spec.name} holds its weights otherwise than before its restart; start the run again"
             )
-
-    def _patient(self, client: EngineClient) -> EngineClient:
-        """The same engine, with the deadline of a sync's control calls."""
-        return client.with_timeout(answer_deadline(self.config.sync.timeout_s))
 
 
 def _columns(completions: list[Completion]) -> DataProto:

@@ -1,4 +1,4 @@
-"""The worker on every other node of an engine that has several; `RolloutWorker` on the first node leads."""
+"""The worker on every node but the first of an engine that has several; `RolloutWorker` is on the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridflow.config.schema import RolloutConfig
 from hybridflow.dispatch import Dispatch, WorkerContext, register
-from hybridflow.engines.sglang.nodes import OtherNode
+from hybridflow.engines.nodes import OtherNode
 from hybridflow.workers.rollout import engine_spec
 
 
@@ -26,6 +26,7 @@ class RolloutNodeWorker:
         with_routes: bool = False,
     ) -> None:
         """Nothing starts before `follow`. The arguments are `RolloutWorker`'s."""
+        self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
         self._spec = replace(
             engine_spec(config, self.engine, model_folder, dtype, seed, with_routes), node_rank=node + 1
@@ -38,7 +39,7 @@ class RolloutNodeWorker:
         """Start and end this node's server as the engine's first node says; of all engines' addresses (`node_store`)
         this one's counts."""
         self.stop()
-        self._node = OtherNode(self._spec, self._log_path, *first_nodes[self.engine])
+        self._node = OtherNode(self._kind, self._spec, self._log_path, *first_nodes[self.engine])
 
     @register(Dispatch.ONE_TO_ALL)
     def is_following(self) -> bool:

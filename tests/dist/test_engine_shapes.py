@@ -20,9 +20,12 @@ import requests
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang import guard
-from hybridflow.engines.sglang.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.sglang.server import EngineServer, EngineSpec
+from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.ranks import free_port
 from tests.dist.harness.sync_world import SyncWorld
@@ -75,7 +78,7 @@ def check(server: EngineServer, model: Path) -> None:
     """Prompt and generated log-probs are transformers', with an empty and with a filled prefix cache."""
     client = EngineClient(server.url, server.admin_key, 60.0)
     for _ in range(2):
-        completions = client.generate(PROMPTS, SamplingParams(), 12)
+        completions = client.generate(PROMPTS, SamplingConfig(), 12)
         assert {len(c.token_ids) for c in completions} == {12}
         assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= 1e-5
 
@@ -199,12 +202,12 @@ def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
         assert world.difference(0, 1) <= 1e-5
         assert (tmp_path / "engine-0.log").is_file() and (tmp_path / "engine-0.node1.log").is_file()
         (node,) = [other._node for other in world.others]
-        assert node is not None
+        assert node is not None and node.server is not None
         if killed:
-            _kill_and_wait(world, node.pid)
+            _kill_and_wait(world, node.server.pid)
         assert world.sync.sync(world.train(2)).stale == {}
         assert world.difference(0, 2) <= 1e-5
-        sessions = [world.workers[0].keeper.server.pid, node.pid]
+        sessions = [world.workers[0].supervisor.engine.pid, node.server.pid]
     finally:
         world.close()
     assert [guard.session_members(pid) for pid in sessions] == [[], []]
@@ -215,7 +218,7 @@ def _kill_and_wait(world: SyncWorld, session: int) -> None:
     for pid in guard.session_members(session):
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while world.engines.states()[0].life == 0:
+    while world.engines.states()[0].restarts == 0:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert world.engines.states(wait_s=300.0)[0].state == "up"

@@ -22,10 +22,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.batch.routes import ROUTES, with_free_end
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang import guard
-from hybridflow.engines.sglang.client import Completion, EngineClient, SamplingParams
-from hybridflow.engines.sglang.server import EngineServer, EngineSpec
+from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.server import EngineServer
 from hybridflow.engines.sglang.weight_control import Control
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.ranks import run_ranks
 
@@ -111,9 +114,9 @@ def worst_difference(
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(0.7, 0.8, 12), SamplingParams(temperature=0.0)],
+    [SamplingConfig(), SamplingConfig(temperature=0.7), SamplingConfig(0.7, 0.8, 12), SamplingConfig(temperature=0.0)],
 )
-def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Path], sampling: SamplingParams) -> None:
+def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Path], sampling: SamplingConfig) -> None:
     for completions in pair.each(lambda client: client.generate(PROMPTS, sampling, 12)):
         assert {c.finish_reason for c in completions} == {"length"} and {len(c.token_ids) for c in completions} == {12}
         assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= 1e-5
@@ -121,7 +124,7 @@ def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Pa
 
 def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, models: list[Path]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
-    for completions in pair.each(lambda client: client.generate(PROMPTS, SamplingParams(), 12, with_routes=True)):
+    for completions in pair.each(lambda client: client.generate(PROMPTS, SamplingConfig(), 12, with_routes=True)):
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             tokens = [*prompt, *completion.token_ids]
             with torch.no_grad():
@@ -135,7 +138,7 @@ def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models
     """Megatron with the engine's weights, and with those weights rounded to bfloat16, along its own routes and along
     the engine's."""
     prompts = PROMPTS * 4
-    completions = pair.clients[0].generate(prompts, SamplingParams(), 40, with_routes=True)
+    completions = pair.clients[0].generate(prompts, SamplingConfig(), 40, with_routes=True)
     rows = [
         with_free_end(c.routes, len(p) + len(c.token_ids), LAYERS, "engine")
         for p, c in zip(prompts, completions, strict=True)
@@ -167,28 +170,28 @@ def test_memory_calls_are_answered(pair: Pair) -> None:
     client.release_memory()
     client.resume_memory(["weights"])
     client.resume_memory(["kv_cache"])
-    assert len(client.generate([[1, 2]], SamplingParams(), 2)[0].token_ids) == 2
+    assert len(client.generate([[1, 2]], SamplingConfig(), 2)[0].token_ids) == 2
 
 
 def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pair) -> None:
-    first, second = pair.each(lambda client: client.generate(PROMPTS, SamplingParams(temperature=0.0), 8))
+    first, second = pair.each(lambda client: client.generate(PROMPTS, SamplingConfig(temperature=0.0), 8))
     server = pair.servers[0]
     cut = EngineClient(server.url, server.admin_key, 60.0, batch_size=4).generate(
-        PROMPTS, SamplingParams(temperature=0.0), 8
+        PROMPTS, SamplingConfig(temperature=0.0), 8
     )
     assert [c.token_ids for c in first] == [c.token_ids for c in second] == [c.token_ids for c in cut]
 
 
 def test_a_stop_token_ends_and_is_part_of_the_response(pair: Pair) -> None:
-    (free,) = pair.clients[0].generate([[5, 6]], SamplingParams(temperature=0.0), 6)
+    (free,) = pair.clients[0].generate([[5, 6]], SamplingConfig(temperature=0.0), 6)
     stop = free.token_ids[2]
-    (stopped,) = pair.clients[0].generate([[5, 6]], SamplingParams(temperature=0.0), 6, [stop])
+    (stopped,) = pair.clients[0].generate([[5, 6]], SamplingConfig(temperature=0.0), 6, [stop])
     assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
 
 
 def test_a_prompt_longer_than_the_model_is_refused(pair: Pair) -> None:
     with pytest.raises(EngineError, match="engine engine-0: /generate answered 400"):
-        pair.clients[0].generate([[1] * 2000], SamplingParams(), 4)
+        pair.clients[0].generate([[1] * 2000], SamplingConfig(), 4)
 
 
 def test_everything_listens_on_loopback(pair: Pair) -> None:
@@ -243,7 +246,8 @@ def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Pa
 
 START_AND_WAIT = """
 import sys, time
-from hybridflow.engines.sglang.server import EngineServer, EngineSpec
+from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.spec import EngineSpec
 server = EngineServer(EngineSpec(name="orphan", model_path=sys.argv[1]), sys.argv[2])
 server.start()
 print(server.pid, flush=True)
@@ -282,12 +286,12 @@ def test_a_message_that_nobody_can_answer_does_not_end_the_engine(pair: Pair) ->
     pair.clients[0].begin_weight_update()
     pair.clients[0].call_ranks(Control("describe", "127.0.0.1", 1, 0.5, "described", 0, 1))
     pair.clients[0].end_weight_update()
-    (completion,) = pair.clients[0].generate([[1, 2]], SamplingParams(), 2)
+    (completion,) = pair.clients[0].generate([[1, 2]], SamplingConfig(), 2)
     assert len(completion.token_ids) == 2
 
 
 def test_pause_abort_ends_requests(pair: Pair) -> None:
-    running = pair.pool.submit(pair.clients[0].generate, PROMPTS[:4], SamplingParams(), 600)
+    running = pair.pool.submit(pair.clients[0].generate, PROMPTS[:4], SamplingConfig(), 600)
     time.sleep(0.4)
     pair.clients[0].pause("abort")
     assert {c.finish_reason for c in running.result()} == {"abort"}
@@ -308,4 +312,4 @@ def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
             server.check_alive()
             time.sleep(0.1)
     with pytest.raises(EngineError, match="no connection"):
-        pair.clients[1].generate([[1]], SamplingParams(), 1)
+        pair.clients[1].generate([[1]], SamplingConfig(), 1)

@@ -22,8 +22,8 @@ import pytest
 from hybridflow.engines.sglang import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
+from hybridflow.rollout import service
 from hybridflow.rollout.protocols import SyncReport
-from hybridflow.trainer import groups
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 from tests.models import SYNC_MOE
 
@@ -84,9 +84,9 @@ def heal(world: SyncWorld, seed: int, wait_s: float = 150.0) -> None:
 
 
 def versions(world: SyncWorld, number: int) -> set[str]:
-    from hybridflow.engines.sglang.client import SamplingParams
+    from hybridflow.config.schema import SamplingConfig
 
-    (completion,) = world.client(number).generate([[1, 2, 3]], SamplingParams(), 4)
+    (completion,) = world.client(number).generate([[1, 2, 3]], SamplingConfig(), 4)
     return {span.version for span in completion.weight_versions}
 
 
@@ -117,12 +117,12 @@ def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
 
 
 def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: SyncWorld) -> None:
-    from hybridflow.engines.sglang.client import SamplingParams
+    from hybridflow.config.schema import SamplingConfig
 
     synced(world, 5)
     before, done = world.version, []
     asking = threading.Thread(
-        target=lambda: done.extend(world.client(1, 60.0).generate([[5, 6, 7]] * 8, SamplingParams(), 150))
+        target=lambda: done.extend(world.client(1, 60.0).generate([[5, 6, 7]] * 8, SamplingConfig(), 150))
     )
     asking.start()
     time.sleep(0.4)
@@ -242,7 +242,7 @@ def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(worl
     assert world.difference(0, 21) <= CLOSE and versions(world, 0) == {str(world.version)}
     assert not world.answers(1)
     with pytest.raises(EngineError, match="engine-1: cannot answer: its last weight sync failed"):
-        world.workers[1].keeper.state()
+        world.workers[1].supervisor.state()
         world.group.run(type(world.workers[1]).generate, _prompts(), world.configs[0].sampling, 4, [], only=[1])
     heal(world, 22)
 
@@ -307,23 +307,23 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     assert synced(world, 32).stale["engine-1"].startswith("engine-1 is starting")  # training goes on meanwhile
     assert world.difference(0, 32) <= CLOSE
     heal(world, 33)
-    assert world.engines.states()[1].life == 1
+    assert world.engines.states()[1].restarts == 1
 
 
 def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(world: SyncWorld) -> None:
     """Its plan is older than its process. Also: rows go to healthy engines alone, and come back in order."""
     heal(world, 40)
-    life = world.engines.states()[0].life
-    server = world.workers[0].keeper.server
+    life = world.engines.states()[0].restarts
+    server = world.workers[0].supervisor.engine
     os.kill(_scheduler(world, 0), signal.SIGKILL)
     _wait_dead(server)
-    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    batch = world.engines.generate(_prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {0}
     report = synced(world, 41)
     assert list(report.stale) == ["engine-0"] and world.difference(1, 41) <= CLOSE
     heal(world, 42)
-    assert world.engines.states()[0].life == life + 1
-    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    assert world.engines.states()[0].restarts == life + 1
+    batch = world.engines.generate(_prompts(), training=True)
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
 
 
@@ -332,15 +332,15 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the
     next weights."""
     heal(world, 45)
-    monkeypatch.setattr(groups, "_SETTLE_S", 1.0)
-    life = world.engines.states()[1].life
-    world.workers[1].keeper.client.request_timeout_s = 3.0
+    monkeypatch.setattr(service, "_SETTLE_S", 1.0)
+    life = world.engines.states()[1].restarts
+    world.workers[1].supervisor.engine.client.request_timeout_s = 3.0
     os.kill(_scheduler(world, 1), signal.SIGSTOP)
-    batch = world.engines.generate(_prompts(), world.configs[0].sampling)
+    batch = world.engines.generate(_prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
     assert "/generate not answered within 3 s" in world.engines.stale[1]
     heal(world, 46)
-    assert world.engines.states()[1].life == life + 1
+    assert world.engines.states()[1].restarts == life + 1
 
 
 def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
@@ -389,7 +389,7 @@ def _prompts() -> Any:
 
 def _scheduler(world: SyncWorld, number: int) -> int:
     """Pid of the engine's last tensor-parallel rank."""
-    members = guard.session_members(world.workers[number].keeper.server.pid)
+    members = guard.session_members(world.workers[number].supervisor.engine.pid)
     return max(pid for pid in members if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
 
 

@@ -12,59 +12,19 @@ import base64
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import requests
 
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.engines.sglang.weight_control import LOADER, Control, payload
-from hybridflow.errors import EngineError
+from hybridflow.errors import EngineError, EngineSilent
 
 PauseMode = Literal["abort", "retract", "in_place"]
 FINISH_REASONS = ("stop", "length", "abort")
-
-
-class EngineSilent(EngineError):
-    """The engine could not be reached, or did not answer by the deadline: nobody knows what it is doing."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 is off."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-
-
-@dataclass(frozen=True)
-class WeightSpan:
-    """Tokens `start` (inclusive) to `end` (exclusive) of a response were made by the weights of `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One response.
-
-    Args:
-        token_ids: generated tokens, the stop token included when there was one.
-        log_probs: one per token; see the module's docstring for what SGLang means by it.
-        finish_reason: stop | length | abort.
-        weight_versions: which weights made which tokens, in order.
-        routes: [prompt + response tokens - 1, layers x experts a token] int32, the experts each token went through,
-            when asked for. None as well when the engine has nothing to tell (a request aborted before it ran).
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    weight_versions: tuple[WeightSpan, ...]
-    routes: np.ndarray | None = None
 
 
 class EngineClient:
@@ -100,7 +60,7 @@ class EngineClient:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
+        sampling: SamplingConfig,
         max_new_tokens: int,
         stop_token_ids: Sequence[int] = (),
         *,

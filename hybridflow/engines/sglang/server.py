@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import requests
 
 from hybridflow.engines.sglang import guard
 from hybridflow.engines.sglang.weight_control import LOADER
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.process.rendezvous import master_store
 
@@ -42,62 +43,6 @@ INHERITED_BY_RANKS = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What one engine serves and with which resources.
-
-    Args:
-        name: used in messages and for its log.
-        model_path: Hugging Face folder; without weight files the weights start random and must be sent before use.
-        tensor, pipeline: sizes; their product is the number of ranks, one process each.
-        expert: into how many groups the tensor-parallel ranks divide the experts; 1: each expert is cut over all of
-            them.
-        data_attention: how many copies of the attention the tensor-parallel ranks hold; 1: one, cut over all of them.
-        nnodes, node_rank, dist_init_addr: an engine over several nodes is one server a node, equal but for `node_rank`;
-            the ranks meet at `dist_init_addr` ("host:port"), where the server with node_rank 0 listens; port 0 takes a
-            free one, which `EngineServer.spec` names after the start. Only that server answers requests.
-        dtype: float32 | bfloat16.
-        max_running_requests: sequences decoded together.
-        max_total_tokens: size of the KV cache.
-        mem_fraction_static: share of device memory SGLang may plan with.
-        extra_args: SGLang server arguments by name (`-` or `_`), overriding ours: True is a bare flag, False or None
-            removes it, a list becomes several values, a mapping JSON.
-        start_timeout_s: default deadline of `wait_ready`.
-        request_timeout_s: for the caller's `EngineClient`.
-        seed: SGLang's own random seed. Sampling is not reproducible with it on CPU.
-        device: cpu | cuda.
-        return_routed_experts: keep each token's experts, for `EngineClient.generate(with_routes=True)`; costs host
-            memory of max_total_tokens x layers x experts a token x 4 bytes.
-        memory_saver: be able to give device memory back (`EngineClient.release_memory`); only on cuda, where it works.
-    """
-
-    name: str
-    model_path: str
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    data_attention: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    dist_init_addr: str = ""
-    dtype: str = "float32"
-    max_running_requests: int = 64
-    max_total_tokens: int = 16384
-    mem_fraction_static: float = 0.1
-    extra_args: dict[str, Any] = field(default_factory=dict)
-    start_timeout_s: float = 300.0
-    request_timeout_s: float = 300.0
-    seed: int = 1
-    device: str = "cpu"
-    return_routed_experts: bool = False
-    memory_saver: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """Processes that hold weights, on all nodes together."""
-        return self.tensor * self.pipeline
 
 
 def has_weights(model_path: str) -> bool:
@@ -129,6 +74,8 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     }
     if spec.device == "cpu":
         arguments["device"] = "cpu"
+    if not spec.cache_prefixes:
+        arguments["disable-radix-cache"] = True
     if spec.return_routed_experts:
         arguments["enable-return-routed-experts"] = True
     if spec.memory_saver and spec.device == "cuda":
@@ -273,11 +220,6 @@ def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
     raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} in {attempts} attempts")
 
 
-def log_of_life(log_path: Path, life: int) -> Path:
-    """Where an engine logs that was started `life` times before: `NAME.log`, then `NAME.1.log` and so on beside it."""
-    return log_path.with_stem(f"{log_path.stem}.{life}") if life else log_path
-
-
 class EngineServer:
     """One running engine. `start` returns at once; call it for all engines, then `wait_ready` for each.
 
@@ -288,7 +230,7 @@ class EngineServer:
             gone.
     """
 
-    def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] | None = None) -> None:
+    def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] = lambda: None) -> None:
         self.spec, self.log_path, self._check = spec, Path(log_path), check
         self.admin_key = secrets.token_hex(16)
         self.port = 0
@@ -407,8 +349,7 @@ class EngineServer:
         status = self._guard.poll()
         if status is not None:
             raise EngineError(f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail())
-        if self._check is not None:
-            self._check()
+        self._check()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of the log without the key, empty when there is none."""

@@ -13,25 +13,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import cast
 
-from hybridflow.engines.sglang.client import EngineClient, EngineSilent, PauseMode
+from hybridflow.engines.sglang.client import EngineClient, PauseMode
 from hybridflow.engines.sglang.weight_control import DESCRIBE, RECEIVE, Control
-from hybridflow.errors import EngineError, WeightSyncError
+from hybridflow.engines.spec import EngineSpec
+from hybridflow.errors import EngineError, EngineSilent, WeightSyncError
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout
-from hybridflow.sync.session import Board, Order, Outcome, RankReport
-
-REPORT_GRACE_S = 5.0  # a rank reports before SGLang answers; a report later than this will not come
+from hybridflow.sync.session import REPORT_GRACE_S, Board, Order, Outcome, RankReport, answer_deadline
 
 
 class _Unusable(WeightSyncError):
     """The engine can take no further order: ranks are dead or nobody knows what they are doing, or its session stays
     open."""
-
-
-def answer_deadline(timeout_s: float) -> float:
-    """Seconds that a control call to an engine may take: one wait to meet, one for a message, and time to report
-    either."""
-    return 2 * timeout_s + REPORT_GRACE_S
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
@@ -40,9 +33,7 @@ def _report_deadline(timeout_s: float, stages: int) -> float:
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
-def describe(
-    client: EngineClient, name: str, ranks: int, host: str, port: int, timeout_s: float, stages: int = 1
-) -> EngineLayout:
+def describe(client: EngineClient, spec: EngineSpec, host: str, port: int, timeout_s: float) -> EngineLayout:
     """Have all ranks of an engine trace and post their layouts. For an engine that has no requests.
 
     Raises:
@@ -50,13 +41,13 @@ def describe(
         EngineError: the engine does not answer.
     """
     store = session.connect(host, port, timeout_s)
-    control = Control(DESCRIBE, host, port, timeout_s, f"described/{name}/{time.time_ns()}", 0, ranks)
+    control = Control(DESCRIBE, host, port, timeout_s, f"described/{spec.name}/{time.time_ns()}", 0, spec.ranks)
     client.begin_weight_update()
     client.call_ranks(control, flush_cache=False)
-    reports = session.read_reports(store, control.report, range(ranks), _report_deadline(timeout_s, stages))
+    reports = session.read_reports(store, control.report, range(spec.ranks), _report_deadline(timeout_s, spec.pipeline))
     client.end_weight_update()
-    _check_reports(name, range(ranks), reports, "")
-    return EngineLayout(name, tuple(reports[rank].layout for rank in range(ranks)))
+    _check_reports(spec.name, range(spec.ranks), reports, "")
+    return EngineLayout(spec.name, tuple(reports[rank].layout for rank in range(spec.ranks)))
 
 
 def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
@@ -85,13 +76,6 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
     board.clear()
     nbytes = sum(report.nbytes for report in reports.values())
     return Outcome(order.engine, order.number, "served", "", nbytes, time.perf_counter() - started)
-
-
-def refuse(order: Order, reason: str) -> Outcome:
-    """The outcome of an order to an engine that cannot take one; its senders are told."""
-    with suppress(RuntimeError, WeightSyncError):
-        Board.open(order).call_off(reason)
-    return Outcome(order.engine, order.number, "refused", f"{order.describe()}: {reason}")
 
 
 def _compare(board: Board, plan: str) -> None:

@@ -20,9 +20,9 @@ import requests
 import torch
 from safetensors.torch import save_file
 
-from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SyncConfig
-from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
-from hybridflow.engines.sglang.client import EngineClient, SamplingParams
+from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig, SyncConfig
+from hybridflow.dispatch import WorkerContext
+from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import EngineServer
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
@@ -38,34 +38,11 @@ from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 from tests.dist.harness.ranks import free_port
 from tests.dist.harness.sync_senders import tensors_of
+from tests.dist.harness.threads import Threads
 
 HOST = "127.0.0.1"
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
 SYNC = SyncConfig(transport="tcp", staging_bytes=512 << 10, timeout_s=4.0, max_retries=0)
-
-
-class Threads:
-    """A worker group whose ranks are objects of this process: the same dispatch, carried out by threads."""
-
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self.workers, self.world_size = list(workers), len(workers)
-        self.pool = ThreadPoolExecutor(8)
-
-    def submit(
-        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
-    ) -> Future[Any]:
-        ranks = range(self.world_size) if only is None else only
-        mesh = Mesh(tuple(worker.mesh_position() for worker in self.workers)).of(ranks)
-        plan = plan_call(method_spec(method), len(ranks), mesh, args, {}).on(ranks)
-        running = {rank: self.pool.submit(method, self.workers[rank], *call.args) for rank, call in plan.calls.items()}
-        return self.pool.submit(
-            lambda: plan.collect({rank: future.result(timeout) for rank, future in running.items()})
-        )
-
-    def run(
-        self, method: Callable[..., Any], *args: Any, timeout: float | None = None, only: Sequence[int] | None = None
-    ) -> Any:
-        return self.submit(method, *args, timeout=timeout, only=only).result()
 
 
 class Senders:
@@ -210,7 +187,7 @@ class SyncWorld:
         ]
         if quantisation:
             for worker in self.workers:
-                worker.keeper.wait_ready = partial(_wait_loaded, worker.keeper.server)  # type: ignore[method-assign]
+                worker.supervisor.engine.wait_ready = partial(_wait_loaded, worker.supervisor.engine)  # type: ignore[method-assign]
         self.others = [
             RolloutNodeWorker(c, config, engine_folder, dtype, 1) for c, config in self._other_nodes(contexts)
         ]
@@ -279,13 +256,13 @@ class SyncWorld:
     # --------------------------------------------------------------------------------------------------------
 
     def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
-        return self.workers[number].keeper.client.with_timeout(timeout_s)
+        return self.workers[number].supervisor.engine.client.with_timeout(timeout_s)
 
     def difference(self, number: int, weights: int | Path, prompts: Sequence[list[int]] = PROMPTS) -> float:
         """Largest |log-prob of the engine - transformers' under the weights of a seed or folder| over greedy tokens."""
         from transformers import AutoModelForCausalLM
 
-        completions = self.client(number).generate(prompts, SamplingParams(temperature=0.0), 8)
+        completions = self.client(number).generate(prompts, SamplingConfig(temperature=0.0), 8)
         folder = weights if isinstance(weights, Path) else self.exported(weights)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         worst = 0.0
@@ -298,7 +275,7 @@ class SyncWorld:
 
     def answers(self, number: int, wait_s: float = 1.5) -> bool:
         """Whether the engine, asked directly, produces a token: a paused one does not."""
-        server = self.workers[number].keeper.server
+        server = self.workers[number].supervisor.engine
         body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
         try:
             return requests.post(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engines.sglang.client import EngineClient, EngineSilent, SamplingParams, WeightSpan
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import WeightSpan
+from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.weight_control import Control
-from hybridflow.errors import EngineError
+from hybridflow.errors import EngineError, EngineSilent
 from tests.unit.engines.stub import KEY, Stub, answer_of
 
 
@@ -35,7 +37,7 @@ def client(stub: Stub) -> EngineClient:
 
 
 def generate(client: EngineClient, count: int = 1) -> Any:
-    return client.generate([[1, 2]] * count, SamplingParams(), 4)
+    return client.generate([[1, 2]] * count, SamplingConfig(), 4)
 
 
 def test_answers_become_completions_in_order(stub: Stub, client: EngineClient) -> None:
@@ -63,7 +65,7 @@ def test_no_prompts_is_no_request(stub: Stub, client: EngineClient) -> None:
 
 def test_empty_prompt_is_refused_before_the_engine_sees_it(stub: Stub, client: EngineClient) -> None:
     with pytest.raises(EngineError, match="prompt 1 has no tokens"):
-        client.generate([[1], []], SamplingParams(), 4)
+        client.generate([[1], []], SamplingConfig(), 4)
     assert stub.asked == []
 
 

@@ -14,13 +14,13 @@ import pytest
 from hybridflow.engines.sglang import guard
 from hybridflow.engines.sglang.server import (
     EngineServer,
-    EngineSpec,
     command_line,
     core_binding,
     environment,
     reserve_port,
     server_arguments,
 )
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from hybridflow.batch.routes import FREE, num_experts, with_free_end
 from hybridflow.config import derived
-from hybridflow.engines.sglang.client import EngineClient, SamplingParams
-from hybridflow.engines.sglang.server import EngineSpec, server_arguments
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.server import server_arguments
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, RouterReplayError
 from hybridflow.trainer.groups import check_steps
 from hybridflow.trainer.observations import memory_metrics, over_roles, replay_metrics
@@ -54,8 +56,8 @@ def test_the_client_asks_for_routes_only_when_told_to(stub: Any) -> None:
     routes = np.arange(4 * 6, dtype=np.int32)
     stub.answers_with("/generate", [answer_of([5, 6], routed_experts=base64.b64encode(routes.tobytes()).decode())])
     client = EngineClient(stub.url, "key of the stub", 5.0, name="e")
-    [plain] = client.generate([[1, 2, 3]], SamplingParams(), 4)
-    [routed] = client.generate([[1, 2, 3]], SamplingParams(), 4, with_routes=True)
+    [plain] = client.generate([[1, 2, 3]], SamplingConfig(), 4)
+    [routed] = client.generate([[1, 2, 3]], SamplingConfig(), 4, with_routes=True)
     assert (
         plain.routes is None and routed.routes is not None and routed.routes.tolist() == routes.reshape(4, 6).tolist()
     )
@@ -67,7 +69,7 @@ def test_an_answer_without_usable_routes_is_an_error(stub: Any, encoded: str | N
     stub.answers_with("/generate", [answer_of([5, 6], **({} if encoded is None else {"routed_experts": encoded}))])
     with pytest.raises(EngineError, match="engine e: /generate answered something unexpected"):
         EngineClient(stub.url, "key of the stub", 5.0, name="e").generate(
-            [[1, 2, 3]], SamplingParams(), 4, with_routes=True
+            [[1, 2, 3]], SamplingConfig(), 4, with_routes=True
         )
 
 

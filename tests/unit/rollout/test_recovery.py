@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridflow.batch import DataProto
-from hybridflow.config.schema import RunConfig, SamplingConfig
+from hybridflow.config.schema import RunConfig
 from hybridflow.errors import EngineError, EnginesLostError, HybridFlowError, WeightSyncError, WorkerError
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.rollout.recovery import RestartingRollouts
@@ -36,7 +36,7 @@ class World:
             self.alive = not (isinstance(error, WorkerError) and error.role == "rollout")
             raise error
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
         self.calls.append("generate")
         self._next()
         return ANSWERS
@@ -69,7 +69,7 @@ def rollouts_of(world: Any, max_restarts: int = 1) -> RestartingRollouts:
 def test_while_all_is_well_it_is_not_there() -> None:
     world = World()
     rollouts = rollouts_of(world, 0)
-    assert rollouts.generate(PROMPTS, SamplingConfig()) is ANSWERS
+    assert rollouts.generate(PROMPTS, training=True) is ANSWERS
     rollouts.sleep()
     rollouts.wake(["weights"])
     assert world.calls == ["sync 7", "generate", "sleep", "wake ['weights']"] and world.said == []
@@ -77,14 +77,14 @@ def test_while_all_is_well_it_is_not_there() -> None:
 
 def test_a_lost_engine_gets_the_weights_it_had_and_the_prompts_again() -> None:
     world = World(None, LOST)
-    assert rollouts_of(world).generate(PROMPTS, SamplingConfig()) is ANSWERS
+    assert rollouts_of(world).generate(PROMPTS, training=True) is ANSWERS
     assert world.calls == ["sync 7", "generate", "sync 7", "generate"]
     assert world.said == ["no engine is left that could answer: engine-0 is starting: ended with status 137"]
 
 
 def test_a_lost_worker_starts_again_before_the_weights_go_out() -> None:
     world = World(None, DEAD)
-    assert rollouts_of(world).generate(PROMPTS, SamplingConfig()) is ANSWERS
+    assert rollouts_of(world).generate(PROMPTS, training=True) is ANSWERS
     assert world.calls == ["sync 7", "generate", "restart", "sync 7", "generate"]
 
 
@@ -98,14 +98,14 @@ def test_a_worker_lost_in_a_sync_costs_that_sync_alone() -> None:
 def test_restarts_are_counted(allowed: int) -> None:
     world = World(None, *[error for _ in range(5) for error in (LOST, None)])
     with pytest.raises(EnginesLostError):
-        rollouts_of(world, allowed).generate(PROMPTS, SamplingConfig())
+        rollouts_of(world, allowed).generate(PROMPTS, training=True)
     assert world.calls.count("generate") == 1 + allowed == len(world.said) + 1
 
 
 def test_a_restart_that_fails_ends_it() -> None:
     world = World(None, LOST, WeightSyncError("no engine could take it"))
     with pytest.raises(WeightSyncError):
-        rollouts_of(world, 5).generate(PROMPTS, SamplingConfig())
+        rollouts_of(world, 5).generate(PROMPTS, training=True)
     assert world.calls.count("generate") == 1
 
 
@@ -117,7 +117,7 @@ def test_other_errors_are_none_of_its_business(error: HybridFlowError) -> None:
         world = World(None, error)
         rollouts = rollouts_of(world, 5)
         with pytest.raises(type(error)):
-            rollouts.generate(PROMPTS, SamplingConfig()) if call == "generate" else rollouts.sync(8)
+            rollouts.generate(PROMPTS, training=True) if call == "generate" else rollouts.sync(8)
         assert len(world.calls) == 2 and world.said == []
 
 

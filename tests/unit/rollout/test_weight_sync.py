@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
 from hybridflow.device.platform import Platform
-from hybridflow.engines.sglang.keeper import EngineState
+from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WeightSyncError, WorkerError
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.sync.schedule import EngineLayout, PlanFacts
@@ -34,7 +34,7 @@ class Ends:
         self.fates, self.state_names, self.sender_dies = list(fates), list(states), sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
-        self.waited, self.senders_fail, self.lives = 0.0, False, [0, 0]
+        self.waited, self.senders_fail, self.restarts = 0.0, False, [0, 0]
 
     @property
     def group(self) -> Ends:
@@ -45,7 +45,9 @@ class Ends:
         if wait_s:
             self.state_names = ["up" if name == "starting" else name for name in self.state_names]
         named = enumerate(self.state_names)
-        return [EngineState(f"engine-{n}", name, self.lives[n], "" if name == "up" else "it died") for n, name in named]
+        return [
+            EngineState(f"engine-{n}", name, self.restarts[n], "" if name == "up" else "it died") for n, name in named
+        ]
 
     def quarantine(self, stale: dict[int, str]) -> None:
         self.stale = dict(stale)
@@ -161,7 +163,7 @@ def test_an_engine_that_was_started_again_gets_a_new_session() -> None:
     ends = Ends([{0: "served", 1: "served"}] * 2)
     sync = sync_of(ends)
     sync.sync(1)
-    ends.lives[1] = 1  # died and came back between the syncs: nothing failed
+    ends.restarts[1] = 1  # died and came back between the syncs: nothing failed
     sync.sync(2)
     first, second = ([order.endpoint.session for order in orders] for orders in ends.orders)
     assert first[0] == second[0] and first[1] != second[1]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import DataProto
-from hybridflow.config.schema import DataConfig, OptimConfig, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig
+from hybridflow.config.schema import DataConfig, OptimConfig, RolloutConfig, RunConfig, TrainerConfig
 from hybridflow.data.custom import open_prompts
 from hybridflow.data.prepare.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -63,8 +63,8 @@ class Mortal(World):
         if self.kill == (step, name):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        if sampling.temperature > 0:
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
+        if training:
             note = {
                 "life": self.life,
                 "step": self.step,
@@ -73,7 +73,7 @@ class Mortal(World):
             with self.ledger.open("a") as file:
                 file.write(json.dumps(note) + "\n")
             self.moment(self.step, "handed out")
-        return super().generate(prompts, sampling)
+        return super().generate(prompts, training=training)
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         done = super().update(method, batch, seed)

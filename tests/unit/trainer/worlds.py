@@ -15,7 +15,6 @@ from hybridflow.config.schema import (
     OptimConfig,
     RolloutConfig,
     RunConfig,
-    SamplingConfig,
     TrainerConfig,
 )
 from hybridflow.observe.jsonl import read_jsonl
@@ -91,8 +90,8 @@ class World:
         self.calls.append(f"load reference={with_reference}")
 
     # the engines
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-        self.calls.append("answer" if sampling.temperature == 0 else "generate")
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
+        self.calls.append("generate" if training else "answer")
         rows = [np.arange(2 + i % 3) for i in range(len(prompts))]
         responses = Jagged.from_rows(rows, np.int64)
         log_probs = Jagged(np.full(len(responses.values), -1.0 + self.difference, np.float32), responses.offsets)

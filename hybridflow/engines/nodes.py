@@ -1,0 +1,126 @@
+"""One engine over several nodes: the worker on its first node says when the engine starts and where its servers meet;
+the others follow.
+
+Each node has a server of its own (`EngineSpec.node_rank`). The first node's worker keeps a store, as long as it runs:
+
+    start/N         where the servers of the engine's N-th start meet ("host:port")
+    lost/N/NODE     why the server of another node has ended
+    end             nobody need follow any longer
+
+The first node alone decides about starts, so an engine is always started again as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.engines.base import ENGINES, Engine
+from hybridflow.engines.spec import EngineSpec, log_of_start
+from hybridflow.errors import EngineError
+from hybridflow.process.rendezvous import client_store, master_store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_POLL_S = 0.2
+_log = logging.getLogger(__name__)
+
+
+class FirstNode:
+    """The store that the other nodes of an engine follow.
+
+    Args:
+        spec: of the first node's server.
+        host: an address of this machine that the other nodes reach; loopback when there is one machine.
+    """
+
+    def __init__(self, spec: EngineSpec, host: str) -> None:
+        self.spec = spec
+        self._store = master_store(host, 0, spec.start_timeout_s)
+        self.address: tuple[str, int] = (host, self._store.port)
+
+    def begin(self, start: int, meet_at: str) -> None:
+        """Have the other nodes stop their servers and start new ones that meet at `meet_at`."""
+        self._store.set(f"start/{start}", meet_at)
+
+    def check(self, start: int) -> None:
+        """Raise EngineError, which names the node and the reason, when a server of another node has ended."""
+        for node in range(1, self.spec.nnodes):
+            key = f"lost/{start}/{node}"
+            if self._store.check([key]):
+                raise EngineError(
+                    f"its server on node {node} has ended: {self._store.get(key).decode()}", engine=self.spec.name
+                )
+
+    def end(self) -> None:
+        """Have the other nodes stop their servers for good."""
+        self._store.set("end", "1")
+
+
+class OtherNode:
+    """The server of another node of an engine, which a thread starts, replaces and stops as the first node says.
+
+    Args:
+        kind: name in `ENGINES`.
+        spec: with this node's `node_rank`.
+        log_path: of the first start; restarts log beside it (`log_of_start`).
+        host, port: `FirstNode.address`.
+
+    Raises:
+        EngineError: nobody answers there within the spec's `start_timeout_s`.
+    """
+
+    def __init__(self, kind: str, spec: EngineSpec, log_path: Path, host: str, port: int) -> None:
+        self._kind, self.spec, self.log_path = kind, spec, log_path
+        try:
+            self._store: TCPStore = client_store(host, port, spec.start_timeout_s)
+        except RuntimeError as error:  # torch's DistError and its children
+            raise EngineError(
+                f"node {spec.node_rank} cannot reach the first one at {host}:{port}: {error}", engine=spec.name
+            ) from error
+        self.server: Engine | None = None
+        self._number, self._reported = -1, -1
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"follow-{spec.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the server and follow no longer."""
+        self._stopping.set()
+        self._thread.join(self.spec.start_timeout_s)
+
+    def _follow(self) -> None:
+        try:
+            while not self._stopping.wait(_POLL_S) and not self._store.check(["end"]):
+                newest = self._number
+                while self._store.check([f"start/{newest + 1}"]):
+                    newest += 1
+                try:
+                    if newest > self._number:
+                        self._number = newest
+                        self._start(self._store.get(f"start/{newest}").decode())
+                    elif self.server is not None:
+                        self.server.check_alive()
+                except (EngineError, OSError) as error:
+                    self._report(str(error).split("\n", 1)[0])
+        except RuntimeError as error:  # torch's DistError: the first node's worker has ended, and the engine with it
+            _log.warning("%s, node %d: no answer of the first node: %s", self.spec.name, self.spec.node_rank, error)
+        finally:
+            if self.server is not None:
+                self.server.stop()
+
+    def _start(self, meet_at: str) -> None:
+        if self.server is not None:
+            self.server.stop()
+        spec = replace(self.spec, dist_init_addr=meet_at)
+        self.server = ENGINES.get(self._kind)(spec, log_of_start(self.log_path, self._number), lambda: None)
+        self.server.start()
+
+    def _report(self, reason: str) -> None:
+        if self._reported < self._number:  # once a start
+            self._reported = self._number
+            self._store.set(f"lost/{self._number}/{self.spec.node_rank}", reason)

@@ -1,0 +1,121 @@
+"""One engine over its restarts: an engine that has ended or does not answer is stopped and started again in the
+background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.engines.base import ENGINES, Engine
+from hybridflow.engines.nodes import FirstNode
+from hybridflow.engines.spec import EngineSpec, log_of_start
+from hybridflow.errors import EngineError, HybridFlowError
+from hybridflow.process.restart_limit import RestartLimit
+
+UP, STARTING, FAILED = "up", "starting", "failed"
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The state of an engine. Weights sent before the last of its `restarts` are lost."""
+
+    name: str
+    state: str  # up | starting | failed
+    restarts: int
+    reason: str = ""  # why it is not up, or was not before its last restart
+    has_weights: bool = False  # whether it can answer prompts; filled in by its worker
+
+
+class EngineSupervisor:
+    """Starts an engine, watches it and replaces it. Its methods are called from one thread.
+
+    Args:
+        kind: name in `ENGINES`.
+        spec: what to serve.
+        log_path: of the first start; restarts log beside it (`log_of_start`).
+        prepare: called with each engine that was started again before it counts as up; raises one of our errors to fail
+            it.
+        max_restarts: how many times within an hour; then the engine is given up.
+        nodes: of an engine over several nodes: tells the others to start when this one does, and whether they run.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        spec: EngineSpec,
+        log_path: Path,
+        prepare: Callable[[Engine], None],
+        max_restarts: int,
+        nodes: FirstNode | None = None,
+    ) -> None:
+        self._kind, self.spec, self.log_path, self._prepare, self.nodes = kind, spec, log_path, prepare, nodes
+        self.restarts, self._limit = 0, RestartLimit(max_restarts)
+        self._failure, self._reason = "", ""
+        self._thread: threading.Thread | None = None
+        self.engine = self._start()
+
+    def state(self) -> EngineState:
+        """The engine's state now; an engine that has ended is started again."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+        if self._thread is None and not self._failure:
+            try:
+                self.engine.check_alive()
+            except EngineError as error:
+                self.restart(str(error).split("\n", 1)[0])
+        kind = FAILED if self._failure else STARTING if self._thread is not None else UP
+        return EngineState(self.spec.name, kind, self.restarts, self._failure or self._reason)
+
+    def restart(self, reason: str) -> None:
+        """Stop what is left of the engine and start it again in the background; `state` tells when it is up."""
+        if self._thread is not None or self._failure:
+            return
+        if not self._limit.take():
+            most = self._limit.most
+            self._failure = f"given up: rollout.max_restarts={most} allows no more restarts in this hour: {reason}"
+            return
+        self.restarts, self._reason = self.restarts + 1, reason
+        self._thread = threading.Thread(target=self._replace, name=f"restart-{self.spec.name}", daemon=True)
+        self._thread.start()
+
+    def wait_restarted(self, timeout_s: float) -> EngineState:
+        """Wait for a restart in progress, if there is one."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self.state()
+
+    def stop(self) -> None:
+        """Stop the engine for good."""
+        self._failure = self._failure or "stopped"
+        if self.nodes is not None:
+            self.nodes.end()
+        self.engine.stop()
+        if self._thread is not None:
+            self._thread.join(self.spec.start_timeout_s)
+            self.engine.stop()
+
+    def _start(self) -> Engine:
+        nodes, number = self.nodes, self.restarts
+
+        def check() -> None:
+            if nodes is not None:
+                nodes.check(number)
+
+        engine = ENGINES.get(self._kind)(self.spec, log_of_start(self.log_path, number), check)
+        engine.start()
+        if nodes is not None:
+            nodes.begin(number, engine.spec.dist_init_addr)
+        return engine
+
+    def _replace(self) -> None:
+        try:
+            self.engine.stop()
+            if self._failure:
+                return
+            self.engine = self._start()
+            self.engine.wait_ready()
+            self._prepare(self.engine)
+        except (HybridFlowError, OSError) as error:
+            self._failure = self._failure or f"could not be started again: {error}"

@@ -1,0 +1,69 @@
+"""Only its own room knows a kind of engine: elsewhere no name and no string says it, comments and docstrings apart."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hybridflow"
+KIND = "sglang"
+ALLOWED = {  # file: how often its strings say it
+    "config/schema.py": 1,  # the default of rollout.engine
+    "observe/environment.py": 1,  # whose version a run folder records
+}
+
+
+def mentions(source: str) -> list[str]:
+    """Identifiers, imported modules and strings that name the kind, each with its line."""
+    tree = ast.parse(source)
+    documentation = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in documentation:
+            continue
+        words = [
+            value
+            for field in ("id", "attr", "name", "asname", "arg", "module", "value")
+            if isinstance(value := getattr(node, field, None), str)
+        ]
+        found += [f"{getattr(node, 'lineno', 0)}: {word}" for word in words if KIND in word.lower()]
+    return found
+
+
+def test_a_kind_of_engine_is_named_in_its_own_room_alone() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if file.startswith(f"engines/{KIND}/"):
+            continue
+        here = mentions(path.read_text(encoding="utf-8"))
+        if len(here) != ALLOWED.get(file, 0):
+            found[file] = here
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import sglang",
+        "from hybridflow.engines.sglang import client",
+        "from hybridflow.engines import sglang as engine",
+        "def start_sglang(): ...",
+        "x = f'{kind} of SGLang'",
+        "class A:\n    sglang_args: int = 0",
+        "f(sglang=1)",
+        "x.sglang",
+    ],
+)
+def test_the_check_sees_every_mention(line: str) -> None:
+    assert mentions(line)
+    assert not mentions(f'"""SGLang."""\n# {line.splitlines()[0]}')

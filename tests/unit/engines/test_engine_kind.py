@@ -1,0 +1,135 @@
+"""A kind of engine from a file outside of the package: worker, service, sync and restarts work with it as they are."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig
+from hybridflow.dispatch import WorkerContext
+from hybridflow.engines.base import ENGINES
+from hybridflow.errors import ConfigError, EngineError, EnginesLostError
+from hybridflow.rollout.service import EngineGroup
+from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.sync.schedule import PlanFacts
+from hybridflow.sync.session import Order, Outcome
+from hybridflow.workers.rollout import RolloutWorker
+from tests.dist.harness.threads import Threads
+
+KIND = f"{Path(__file__).parent / 'counting_engine.py'}:counting"
+PLAN = PlanFacts("d" * 64, 10, 0, (), (100, 100), ((0,), (0,)), ((0,), (1,)), (50, 60), (3, 4))
+PROMPTS = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1, 2], [30], [7, 7, 7], [50]], np.int64)})
+
+
+class Policy:
+    """Trainer ranks that hold a plan and send nothing."""
+
+    def run(self, method: Any, *args: Any, timeout: float | None = None) -> Any:
+        return {"open_sync_store": ("127.0.0.1", 1), "plan_weights": [PLAN]}[method.__name__]
+
+    def submit(self, method: Any, orders: list[Order], *args: Any, timeout: float) -> Any:
+        class Sent:
+            def result(self) -> list[list[Outcome]]:
+                return [[Outcome(order.engine, order.number, "served", rank=0) for order in orders]]
+
+        return Sent()
+
+
+class World:
+    """Two engines of the kind, their workers, and the driver's service and sync over them."""
+
+    def __init__(self, folder: Path, max_restarts: int) -> None:
+        self.model = folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps({"model_type": "none"}))
+        rollout = RolloutConfig(engine=KIND, num_engines=2, max_restarts=max_restarts, sampling=SamplingConfig(0.7))
+        config = RunConfig(output_dir=str(folder), rollout=rollout, data=DataConfig(max_response_length=3))
+        contexts = [WorkerContext(rank, 2, rank, "here", 0, "here", folder / "log") for rank in range(2)]
+        self.workers = [RolloutWorker(context, rollout, self.model, "float32", 1) for context in contexts]
+        group: Any = Threads(self.workers)
+        policy: Any = Policy()
+        self.service = EngineGroup(group, config, [])
+        self.service.wait_ready()
+        self.sync = SliceSync(policy, self.service, config)
+        self.sync.prepare()
+
+    def engine(self, number: int) -> Any:
+        return self.workers[number].supervisor.engine
+
+    def settled(self) -> list[str]:
+        """The states once no engine is starting any more."""
+        deadline = time.monotonic() + 10.0
+        while any(state.state == "starting" for state in self.service.states()):
+            assert time.monotonic() < deadline
+        return [state.state for state in self.service.states()]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    built = World(tmp_path, max_restarts=1)
+    yield built
+    built.service.stop()
+
+
+def test_it_answers_in_order_with_the_settings_of_training_or_validation(world: World) -> None:
+    assert world.sync.sync(5).nbytes == 16
+    batch = world.service.generate(PROMPTS, training=True)
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [[3, 4, 5], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
+    assert set(batch.jagged("response_versions").values.tolist()) == {5}
+    world.service.generate(PROMPTS, training=False)
+    calls = ["generate at temperature 0.7", "generate at temperature 0.0"]
+    assert [world.engine(number).calls for number in (0, 1)] == [calls, calls]
+
+
+def test_it_gives_its_memory_away_and_takes_it_again(world: World) -> None:
+    world.service.sleep()
+    world.service.wake(["weights"])
+    assert world.engine(0).calls == ["sleep", "wake ['weights']"]
+
+
+def test_one_that_ended_is_replaced_and_takes_the_next_weights(world: World) -> None:
+    world.sync.sync(1)
+    world.engine(0).kill()
+    assert len(world.service.generate(PROMPTS, training=True)) == 4 and set(world.service.stale) == {0}
+    assert world.settled() == ["up", "up"]
+    assert world.sync.sync(2).stale == {} and world.engine(0).version == 2
+    assert world.engine(0).log_path.name == "engine-0.1.log"
+
+
+def test_one_that_ends_more_often_within_an_hour_than_allowed_is_given_up(world: World) -> None:
+    for version in (1, 2):
+        world.sync.sync(version)
+        world.engine(0).kill()
+        states = world.settled()
+    assert states == ["failed", "up"]
+    reason = world.service.states()[0].reason
+    assert "rollout.max_restarts=1 allows no more restarts in this hour" in reason and "ended" in reason
+    assert len(world.service.generate(PROMPTS, training=True)) == 4
+
+
+def test_a_restart_that_fails_is_told(world: World) -> None:
+    world.sync.sync(1)
+    (world.model / "broken").touch()
+    for number in (0, 1):
+        world.engine(number).kill()
+    with pytest.raises(EnginesLostError, match=r"(?s)engine-0 is \w+: .*engine-1 is \w+: "):
+        world.service.generate(PROMPTS, training=True)
+    assert world.settled() == ["failed", "failed"]
+    assert "could not be started again: engine engine-0: ended" in world.service.states()[0].reason
+
+
+def test_one_without_weights_answers_nobody(world: World) -> None:
+    with pytest.raises(EngineError, match="engine-0: cannot answer: its last weight sync failed"):
+        world.workers[0].generate(PROMPTS, SamplingConfig(), 3, [])
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine=sglan: .*did you mean 'sglang'"):
+        ENGINES.get("sglan")
