@@ -1,5 +1,5 @@
-"""What the README promises of the recipes, at their full length: they learn, a killed demo learns as much as another, and
-a second one starts quickly. Minutes to half an hour each, so none is part of `make test`."""
+"""What the README promises of the recipes at their full length: they learn, a killed demo learns as much as any other,
+and a second one starts quickly. Each takes minutes to half an hour, so none is part of `make test`."""
 
 from __future__ import annotations
 
