@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridflow.config.load import load_config
-from hybridflow.config.schema import SamplingConfig
+from hybridflow.config.schema import RewardConfig, SamplingConfig
 from tests.models import LLAMA
 from tests.unit.trainer.worlds import World, config_of, trainer_of
 
@@ -56,6 +56,24 @@ def policy_loss(file: str, folder: Path) -> None:
     assert metrics["actor/weight"].tolist() == [1.0, 1.0]
 
 
+def reward(file: str, folder: Path) -> None:
+    from hybridflow.rewards.manager import RewardManager
+
+    manager = RewardManager(RewardConfig(verifiers=(f"{file}:upper",), kwargs={"partial": 0.1}))
+    found = manager.score(["mine", "mine"], ["YES", "yes"], ["yes", "yes"])
+    assert [result.score for result in found] == [1.0, 0.1] and found[0].extra == {"length": 3}
+
+
+def tracker(file: str, folder: Path) -> None:
+    from hybridflow.observe.tracker import Tracker
+
+    with Tracker(folder, (f"{file}:lines",)) as own:
+        own.log(1, {"a": 0.5})
+        own.log(2, {"a": 0.6})
+        own.truncate_after("train", 1)
+    assert (folder / "lines.txt").read_text() == "('train', 1, {'a': 0.5})"
+
+
 def family(file: str, folder: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -85,6 +103,8 @@ def engine(file: str, folder: Path) -> None:
 RUNS: dict[str, Callable[[str, Path], None]] = {
     "An advantage estimator": estimator,
     "A policy loss": policy_loss,
+    "A reward": reward,
+    "A tracker": tracker,
     "A model family": family,
     "An engine kind": engine,
 }
