@@ -57,7 +57,7 @@ class Optimizer:
         prime_adam_state(self.inner)
 
     def zero_grad(self) -> None:
-        """Forget the gradients; called before each mini-batch."""
+        """Before each mini-batch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
@@ -75,7 +75,7 @@ class Optimizer:
         return bool(found), norm, rate
 
     def learning_rate(self) -> float:
-        """The learning rate of the first parameter group."""
+        """Of the first parameter group."""
         return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else self.config.lr
 
 
