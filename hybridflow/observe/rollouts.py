@@ -40,6 +40,7 @@ ROLLOUT_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     ),
     "logprob_diff_mean": (pa.float32(), "mean over tokens of |rollout - trainer| log-probability"),
     "logprob_diff_max": (pa.float32(), "largest |rollout - trainer| log-probability of a token"),
+    "reward_extra": (pa.string(), "JSON of what the reward returned beside the score"),
     "extra_info": (pa.string(), "JSON of the dataset row's extra_info"),
 }
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")

@@ -25,7 +25,7 @@ RESERVED = frozenset({"step", "phase", "wall_time", "warning"})
 # What the console line shows, in this order; a phase with none of them shows everything.
 CONSOLE_KEYS = (
     "critic/score/mean",
-    "val/accuracy",
+    "val/score",
     "sft/loss",
     "reward/loss",
     "reward/accuracy",

@@ -142,7 +142,7 @@ class Session:
         """Write a small file of the run folder, whole or not at all."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
         return path
 
