@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from hybridflow.errors import DataError
 
+_MARK = b"PAR1"
 _BATCH_ROWS = 4096  # rows turned into Python objects at a time
 
 
@@ -83,6 +84,17 @@ def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: not a readable parquet file ({error}); it may be truncated: write it again"
-        ) from error
+        raise DataError(f"{path}: not a readable parquet file: {_why_unreadable(Path(path), error)}") from error
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """A parquet file begins and ends with its mark; what begins otherwise is a file of another kind."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(16)
+    except OSError:
+        return str(error)
+    if start and not start.startswith(_MARK):
+        kind = "JSON lines" if start.lstrip().startswith(b"{") else "another format"
+        return f"it begins with {start!r}, so it is {kind}; convert it, for example with pandas' DataFrame.to_parquet"
+    return f"it is empty or truncated, write it again ({error})"
