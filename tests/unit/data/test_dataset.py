@@ -305,8 +305,8 @@ def test_weights_and_curriculum_come_from_extra_info(tmp_path, tokenizer):
     [
         (b'{"prompt": "a"}\n', "it begins with .*JSON lines; convert it"),
         (b"prompt,answer\n1,2\n", "another format"),
-        (b"PAR1 and then nothing", "empty or truncated, write it again"),
-        (b"", "empty or truncated"),
+        (b"PAR1 and then nothing", "footer|magic|file size"),
+        (b"", "file size"),
     ],
 )
 def test_a_file_of_another_kind_is_not_called_truncated(tmp_path, content, said):
