@@ -2,7 +2,8 @@
 
 Models without a prefix are compared with transformers. A prefix names the tests that use the others: `MAP_` for the map
 between Hugging Face and Megatron, `FAMILIES` for planning, tracing and streaming (one model of each family), `ENGINE_`
-for SGLang, `STREAM_` for the transports, `SYNC_` for whole weight syncs, `FP8_` for engines in fp8.
+for SGLang, `STREAM_` for the transports, `SYNC_` for whole weight syncs, `FIELD_` for the sweep over configs,
+`FP8_` for engines in fp8.
 """
 
 from __future__ import annotations
@@ -346,4 +347,35 @@ FP8_MOE: HfConfig = {
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
+}
+
+# ---- every field of a config, followed or refused: required fields and small sizes alone
+
+_FIELD_SIZES: HfConfig = {
+    "vocab_size": 51,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+}
+_FIELD_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_FIELD_SPARSE = {"moe_intermediate_size": 24}
+FIELD_MODELS: dict[str, HfConfig] = {
+    "llama": _FIELD_SIZES,
+    "qwen2": _FIELD_SIZES,
+    "qwen3": {**_FIELD_SIZES, "head_dim": 8},
+    "qwen3_moe": {**_FIELD_SIZES, **_FIELD_SPARSE, "num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {**_FIELD_SIZES, "head_dim": 8, "num_local_experts": 4},
+    "glm4_moe": {**_FIELD_SIZES, **_FIELD_SPARSE, **_FIELD_GROUPS},
+    "deepseek_v3": {
+        **_FIELD_SIZES,
+        **_FIELD_SPARSE,
+        **_FIELD_GROUPS,
+        "num_key_value_heads": 4,
+        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        **{"n_group": 4, "topk_group": 2},
+    },
 }

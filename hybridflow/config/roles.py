@@ -37,9 +37,6 @@ def problems(config: RunConfig, job: str) -> list[str]:
 
 def _steering(config: RunConfig) -> Iterator[str]:
     algorithm, trainer = config.algorithm, config.trainer
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            yield f"algorithm.{name}={getattr(algorithm, name)} must lie between 0 and 1"
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         yield (
             f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or "

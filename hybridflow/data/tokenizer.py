@@ -4,7 +4,6 @@ only."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
+# names of the files that hold a vocabulary
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
 
 class Tokenizer:
@@ -91,7 +92,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a Hugging Face tokenizer folder. Never downloads and never runs code from the folder.
 
     Raises:
-        DataError: the folder is missing, holds no readable tokenizer, or the tokenizer has no end-of-sequence token.
+        DataError: the folder is missing, holds no tokenizer or none that can be read, or the tokenizer has no
+            end-of-sequence token.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -99,15 +101,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer "
             f"(nothing is downloaded)"
         )
-    # Read when huggingface_hub is first imported; `local_files_only` below holds in any case.
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    # transformers makes an empty tokenizer of a folder that has none but a model's config.json
+    if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        raise DataError(
+            f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); copy the "
+            f"model's there, or give their folder in model.tokenizer"
+        )
     from transformers import AutoTokenizer
 
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # depending on what is broken: OSError, ValueError, KeyError, or the bare Exception of the Rust side
+    except Exception as error:  # OSError, ValueError, KeyError, or the bare Exception of the Rust side
         raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
     if hf.eos_token_id is None:
         raise DataError(f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json")

@@ -22,6 +22,7 @@ from hybridflow.config.schema import ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.parallel import coordinates
+from hybridflow.mcore.rotary import set_attention_factor, use_frequencies
 from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
@@ -90,7 +91,9 @@ def transformer_config(
     }
     settings |= family.megatron_config()
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    return kind(**settings)
+    config = kind(**settings)
+    set_attention_factor(config, family.rotary)
+    return config
 
 
 def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> list[GPTModel]:
@@ -115,6 +118,10 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         vp_stage=stage,
         **family.gpt_model_kwargs(),
     )
+    if family.rotary.kind != "default":
+        use_frequencies(model, config, family.rotary)
+    if family.latent_norm_eps is not None:
+        _set_latent_norm_eps(model, family.latent_norm_eps)
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
@@ -122,6 +129,13 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
         # weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
+
+
+def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
+    """The norms of latents are part of the up projections: `norm_eps` is ours, `eps` Transformer Engine's."""
+    for name, module in model.named_modules():
+        if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
+            setattr(module, "norm_eps" if hasattr(module, "norm_eps") else "eps", eps)
 
 
 def _hidden_states(

@@ -55,7 +55,7 @@ class GroupedAttention:
     qk_norm: bool = False
 
     def tensors(self, source: str) -> Shapes:
-        """See `Block`."""
+        """The norm, the four projections, and biases and head norms where the family has them."""
         q, kv, attention = self.heads * self.head_dim, self.groups * self.head_dim, f"{source}self_attn."
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
         for name, rows in (("q", q), ("k", kv), ("v", kv)):
@@ -68,7 +68,7 @@ class GroupedAttention:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """See `Block`."""
+        """Queries, keys and values fused and cut by rows; the output projection cut by columns."""
         hf, mine, out = f"{source}self_attn.", f"{target}self_attention.", self.heads * self.head_dim
         tensors = [
             whole(f"{mine}linear_qkv.layer_norm_weight", f"{source}input_layernorm.weight", (self.hidden,)),
@@ -89,7 +89,7 @@ class GroupedAttention:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """See `Block`."""
+        """Heads over tensor parallelism; the KV groups too, or the other way round."""
         divisions: list[Division] = [("num_attention_heads", self.heads, TENSOR, at.tp_size)]
         if self.groups >= at.tp_size:
             divisions.append(("num_key_value_heads", self.groups, TENSOR, at.tp_size))
@@ -145,18 +145,18 @@ class DenseMlp:
     names: MlpNames = MlpNames()
 
     def tensors(self, source: str) -> Shapes:
-        """See `Block`."""
+        """The norm and three matrices."""
         norm = {f"{source}post_attention_layernorm.weight": (self.hidden,)}
         return norm | gated_tensors(f"{source}{self.prefix}", self.hidden, self.ffn, self.names)
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """See `Block`."""
+        """Gate over up cut by rows, down by columns."""
         fc1, fc2, hf = f"{target}mlp.linear_fc1.", f"{target}mlp.linear_fc2.weight", f"{source}{self.prefix}"
         norm = whole(f"{fc1}layer_norm_weight", f"{source}post_attention_layernorm.weight", (self.hidden,))
         return [norm, *gated_local(f"{fc1}weight", fc2, hf, self.hidden, self.ffn, self.names, at.tp_rank, at.tp_size)]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """See `Block`."""
+        """The intermediate size over tensor parallelism."""
         return [("intermediate_size", self.ffn, TENSOR, at.tp_size)]
 
 
@@ -181,7 +181,7 @@ class Experts:
     grouped: bool = True
 
     def tensors(self, source: str) -> Shapes:
-        """See `Block`."""
+        """The norm, the router with its bias, routed and shared experts."""
         hf = f"{source}{self.prefix}"
         shapes: Shapes = {
             f"{source}post_attention_layernorm.weight": (self.hidden,),
@@ -196,7 +196,7 @@ class Experts:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """See `Block`."""
+        """The whole router, and this rank's share of the experts."""
         hf, mlp = f"{source}{self.prefix}", f"{target}mlp."
         tensors = [
             whole(f"{target}pre_mlp_layernorm.weight", f"{source}post_attention_layernorm.weight", (self.hidden,)),
@@ -217,7 +217,7 @@ class Experts:
         return tensors
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """See `Block`."""
+        """Experts and their intermediate sizes over the three kinds of parallelism."""
         divisions: list[Division] = [
             ("moe_intermediate_size", self.ffn, "the expert tensor parallel size", at.etp_size),
             ("num_experts", self.num_experts, EXPERT, at.ep_size),

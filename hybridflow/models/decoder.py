@@ -8,45 +8,67 @@ from typing import Any
 
 from hybridflow.errors import ModelError
 from hybridflow.models.blocks import TENSOR, Block, Division, Shapes
+from hybridflow.models.fields import Fields
 from hybridflow.models.layout import Coordinates, LocalTensor, split, vocabulary, whole
+from hybridflow.models.rotary import Rotary
 
 PIPELINE = "actor.parallel.pipeline"
 
 
 class Decoder:
-    """Base of the families: subclasses say which block stands in which layer (`attention`, `mlp`) and what Megatron
-    must be told.
+    """Base of the families: subclasses declare their fields and say which block stands in which layer.
 
     Args:
         hf: the contents of config.json.
         mtp: whether the multi-token-prediction heads that the config announces are part of the checkpoint. transformers
             leaves them out of what it saves, published checkpoints have them.
+
+    Raises:
+        ModelError: config.json lacks a field, or has a value that the family does not support.
+
+    Attributes:
+        fields: what becomes of each field of config.json; `values` are the used ones.
+        positions, theta, partial: transformers' defaults of max_position_embeddings, rope_theta and
+            partial_rotary_factor; None: the family always rotates heads whole.
+        latent_norm_eps: eps of the norms of latent attention, where it is not rms_norm_eps.
     """
 
-    required: tuple[str, ...] = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    fields: Fields
     architecture = ""
+    positions = 32768
+    theta = 10000.0
+    partial: float | None = None
+    latent_norm_eps: float | None = None
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
-        missing = [key for key in self.required if hf.get(key) is None]
-        if missing:
-            raise ModelError(f"the HF config of model_type {hf.get('model_type')} lacks {', '.join(missing)}")
         self.hf = hf
-        self.num_layers = int(hf["num_hidden_layers"])
-        self.hidden = int(hf["hidden_size"])
-        self.heads = int(hf["num_attention_heads"])
-        self.groups = int(hf.get("num_key_value_heads") or self.heads)
-        self.head_dim = int(hf.get("head_dim") or self.hidden // self.heads)
-        self.vocab_size = int(hf["vocab_size"])
-        self.tied = bool(hf.get("tie_word_embeddings", False))
+        self.values = values = self.fields.read(hf)
+        self.num_layers = int(values["num_hidden_layers"])
+        self.hidden = int(values["hidden_size"])
+        self.heads = int(values["num_attention_heads"])
+        self.groups = int(values["num_key_value_heads"] or self.heads)
+        self.head_dim = int(values.get("head_dim") or self.hidden // self.heads)
+        self.vocab_size = int(values["vocab_size"])
+        self.tied = bool(values["tie_word_embeddings"])
         self.num_mtp = int(hf.get("num_nextn_predict_layers") or 0) if mtp else 0
         if mtp and self.tied:
             raise ModelError(
                 "tie_word_embeddings together with multi-token-prediction heads has no parameter map; set one of them "
                 "off"
             )
+        if self.heads % self.groups:
+            raise ModelError(
+                f"num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.groups} (transformers' "
+                f"default for {hf['model_type']} where config.json has none); set num_key_value_heads"
+            )
+        self.rotary = Rotary.of(hf, self.rotary_width, theta=self.theta, positions=self.positions, partial=self.partial)
 
     # ---- what a family says
-    # --------------------------------------------------------------------------------------------------------
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that have a rotary embedding, before `partial_rotary_factor`."""
+        return self.head_dim
 
     def attention(self, layer: int) -> Block:
         """The attention of a layer, with the norm in front of it."""
@@ -59,15 +81,16 @@ class Decoder:
     def megatron_config(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's TransformerConfig (MLATransformerConfig where `multi_latent_attention` is
         among them)."""
+        ffn = self.values.get("intermediate_size")
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
             "num_query_groups": self.groups,
             "kv_channels": self.head_dim,
-            "ffn_hidden_size": int(self.hf.get("intermediate_size") or self.hf["moe_intermediate_size"]),
+            "ffn_hidden_size": int(self.values["moe_intermediate_size"] if ffn is None else ffn),
             "normalization": "RMSNorm",
-            "layernorm_epsilon": float(self.hf.get("rms_norm_eps", 1e-6)),
+            "layernorm_epsilon": float(self.values["rms_norm_eps"]),
             "gated_linear_unit": True,
             "add_bias_linear": False,
             "qk_layernorm": False,
@@ -78,20 +101,12 @@ class Decoder:
         """Keyword arguments of GPTModel."""
         return {
             "position_embedding_type": "rope",
-            "rotary_base": int(self.rope("rope_theta", 10000.0)),
+            "rotary_base": self.rotary.theta,
             "share_embeddings_and_output_weights": self.tied,
-            "max_sequence_length": int(self.hf.get("max_position_embeddings", 32768)),
+            "max_sequence_length": int(self.hf.get("max_position_embeddings") or self.positions),
         }
 
-    def rope(self, key: str, default: Any = None) -> Any:
-        """A rotary setting, from where transformers 4 (top level, `rope_scaling`) or 5 (`rope_parameters`) keeps it."""
-        for place in (self.hf, self.hf.get("rope_parameters") or {}, self.hf.get("rope_scaling") or {}):
-            if place.get(key) is not None:
-                return place[key]
-        return default
-
     # ---- the checkpoint
-    # --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every HF tensor with its shape, in checkpoint order; `aliases` are not among them."""
@@ -123,7 +138,6 @@ class Decoder:
         return {**self.attention(layer).tensors(prefix), **self.mlp(layer).tensors(prefix)}
 
     # ---- the cut
-    # --------------------------------------------------------------------------------------------------------
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """The parameters of the (virtual) stage at `at`.

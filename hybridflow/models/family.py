@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Protocol
 
 import torch
 
+from hybridflow.config.registry import Registry
 from hybridflow.errors import ModelError
 from hybridflow.models.layout import Coordinates, LocalTensor
+from hybridflow.models.rotary import Rotary
 
 
 class Family(Protocol):
@@ -20,6 +21,12 @@ class Family(Protocol):
     architecture: str
     num_layers: int
     vocab_size: int
+    rotary: Rotary
+
+    @property
+    def latent_norm_eps(self) -> float | None:
+        """Eps of the norms of latent attention, where it is not that of the other norms."""
+        ...
 
     def megatron_config(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's TransformerConfig that follow from the HF config."""
@@ -38,17 +45,9 @@ class Family(Protocol):
         ...
 
 
-# model_type -> (module, class); loaded when asked for
-_FAMILIES = {
-    "llama": ("llama", "Llama"),
-    "qwen2": ("qwen2", "Qwen2"),
-    "qwen3": ("qwen3", "Qwen3"),
-    "qwen3_moe": ("qwen3", "Qwen3"),
-    "mixtral": ("mixtral", "Mixtral"),
-    "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
-    "kimi_k2": ("deepseek_v3", "DeepseekV3"),
-    "glm4_moe": ("glm4_moe", "Glm4Moe"),
-}
+FAMILIES: Registry[Callable[[Mapping[str, Any], bool], Family]] = Registry(
+    "model family", "hybridflow.models.families", "model.family"
+)
 
 
 def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
@@ -59,17 +58,29 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
             neither imported nor exported, as transformers does it.
 
     Raises:
-        ModelError: `model_type` is missing or not supported, or the config lacks something.
+        ModelError: `model_type` is missing or not supported, the config lacks something, or has a value that is not
+            supported.
     """
-    model_type = hf_config.get("model_type")
-    if model_type not in _FAMILIES:
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in FAMILIES.names():
         raise ModelError(
-            f"model_type {model_type!r} has no parameter map; supported: {', '.join(sorted(_FAMILIES))}. "
-            "Set it in model.hf_config or config.json."
+            f"model_type {model_type!r} has no parameter map; supported: {', '.join(FAMILIES.names())}. "
+            f"Set it in model.hf_config or config.json, or give your own map: model.family=path/to/file.py:{model_type}"
         )
-    module, name = _FAMILIES[str(model_type)]
-    family: Family = getattr(importlib.import_module(f"hybridflow.models.{module}"), name)(hf_config, mtp)
-    return family
+    return FAMILIES.get(model_type)(hf_config, mtp)
+
+
+def use_family(name: str | None) -> None:
+    """Let `family_of` find the family of a user's file in this process.
+
+    Args:
+        name: `model.family`, "path/to/file.py:MODEL_TYPE"; the file calls `FAMILIES.register(MODEL_TYPE, ...)`.
+
+    Raises:
+        ConfigError: the file cannot be imported or registers no such family.
+    """
+    if name is not None:
+        FAMILIES.register(name.rpartition(":")[2], FAMILIES.get(name))
 
 
 def num_parameters(family: Family) -> int:

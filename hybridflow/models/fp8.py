@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint are kept in block-wise fp8, and the scales beside them: the form that DeepSeek-V3 was
-published in.
+"""Block-wise fp8, the form that DeepSeek-V3 was published in: which tensors of a checkpoint have it, and their
+scales.
 
 `X.weight` is float8_e4m3fn `[o, i]`, `X.weight_scale_inv` float32 `[ceil(o / rows), ceil(i / columns)]`; a weight is
 its fp8 value times the scale of its block. The linears of attention, MLP and experts are quantised; embeddings, norms,
@@ -13,12 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hybridflow.errors import ModelError
 
 FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
 _QUANTISED_PARTS = (".self_attn.", ".mlp.", ".block_sparse_moe.")
 _ROUTER = ".gate.weight"
+_BLOCK_WISE: Mapping[str, str] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,50 @@ class BlockQuantisation:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation:
-        """What the contents of a config.json say; blocks of 128 x 128 where they say nothing.
+        """The form that engines keep weights in: what a config.json says; blocks of 128 x 128 where it says nothing.
 
         Raises:
             ModelError: another quantisation, static activation scales, or scales that are rounded to powers of two.
         """
         said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
-        accepted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-        for key, value in accepted.items():
-            if said.get(key) not in (None, value):
-                raise ModelError(
-                    f"quantization_config.{key} is {said[key]!r}, which weights are not brought into; block-wise fp8 "
-                    f"has {value!r} there"
-                )
+        _refuse_others(said, {**_BLOCK_WISE, "scale_fmt": "float"}, "weights are not brought into")
         return cls(tuple(said.get("weight_block_size") or (128, 128)), tuple(said.get("modules_to_not_convert") or ()))
+
+    @classmethod
+    def of_checkpoint(cls, hf_config: Mapping[str, Any]) -> BlockQuantisation | None:
+        """The form that a Hugging Face folder's weights are in; None: they are not quantised.
+
+        Raises:
+            ModelError: the folder has another quantisation than block-wise fp8.
+        """
+        said: Mapping[str, Any] = hf_config.get("quantization_config") or {}
+        if not said:
+            return None
+        _refuse_others({"quant_method": "none", **said}, _BLOCK_WISE, "weights cannot be read from")
+        if not said.get("weight_block_size"):
+            raise ModelError(
+                "quantization_config has no weight_block_size: only fp8 weights with a scale for each block can be "
+                "read; give a folder in bfloat16 or in block-wise fp8"
+            )
+        return cls(tuple(said["weight_block_size"]))
+
+    def dequantise(self, values: torch.Tensor, scales: torch.Tensor, start: Sequence[int]) -> torch.Tensor:
+        """[o, i] fp32 weights of a region.
+
+        Args:
+            values: [o, i] fp8 of the region that begins at row and column `start` of the tensor.
+            scales: of the blocks that the region touches (`blocks_of`).
+        """
+        for dim, (size, first) in enumerate(zip(self.block, start, strict=True)):
+            at = (torch.arange(first, first + values.shape[dim]) // size) - first // size
+            scales = scales.index_select(dim, at)
+        return values.float() * scales
+
+    def blocks_of(self, start: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(start, shape) of the scales that belong to a region of a weight."""
+        first = tuple(low // size for low, size in zip(start, self.block, strict=True))
+        ends = (-(-(low + n) // size) for low, n, size in zip(start, shape, self.block, strict=True))
+        return first, tuple(end - low for end, low in zip(ends, first, strict=True))
 
     def covers(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the HF tensor is quantised."""
@@ -93,3 +126,11 @@ class BlockQuantisation:
             "weight_block_size": list(self.block),
             **skipped,
         }
+
+
+def _refuse_others(said: Mapping[str, Any], accepted: Mapping[str, str], what: str) -> None:
+    for key, value in accepted.items():
+        if said.get(key) not in (None, value):
+            raise ModelError(
+                f"quantization_config.{key} is {said[key]!r}, which {what}; block-wise fp8 has {value!r} there"
+            )

@@ -28,7 +28,7 @@ class LatentAttention:
     v_dim: int
 
     def tensors(self, source: str) -> Shapes:
-        """See `Block`."""
+        """The norm, down and up projections of the latents with their norms, the output projection."""
         hf, q = f"{source}self_attn.", self.heads * (self.nope_dim + self.rope_dim)
         shapes: Shapes = {f"{source}input_layernorm.weight": (self.hidden,)}
         if self.q_rank is None:
@@ -44,7 +44,7 @@ class LatentAttention:
         return shapes
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
-        """See `Block`."""
+        """Down projections whole, up projections cut by heads."""
         hf, mine, shapes = f"{source}self_attn.", f"{target}self_attention.", self.tensors(source)
 
         def full(name: str, tensor: str) -> LocalTensor:
@@ -69,5 +69,5 @@ class LatentAttention:
         ]
 
     def divisions(self, at: Coordinates) -> list[Division]:
-        """See `Block`."""
+        """Heads over tensor parallelism."""
         return [("num_attention_heads", self.heads, TENSOR, at.tp_size)]

@@ -34,6 +34,7 @@ class ScalarHead:
     def __init__(self, backbone: Family, task: str, bias: bool = False) -> None:
         self.backbone, self.bias = backbone, bias
         self.num_layers, self.vocab_size = backbone.num_layers, backbone.vocab_size
+        self.rotary, self.latent_norm_eps = backbone.rotary, backbone.latent_norm_eps
         self.hidden = int(backbone.hf["hidden_size"])
         self.architecture = backbone.architecture.removesuffix("ForCausalLM") + task
         self.hf: Mapping[str, Any] = {
@@ -45,15 +46,15 @@ class ScalarHead:
         }
 
     def megatron_config(self) -> dict[str, Any]:
-        """See `Family`."""
+        """As the backbone has it."""
         return self.backbone.megatron_config()
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
-        """See `Family`. The embedding is shared with no output layer, whatever the backbone does."""
+        """The embedding is shared with no output layer, whatever the backbone does."""
         return self.backbone.gpt_model_kwargs() | {"share_embeddings_and_output_weights": False}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """See `Family`."""
+        """The backbone's without its output layer, and the head."""
         shapes = {name: shape for name, shape in self.backbone.tensors().items() if name != _OUTPUT}
         shapes[WEIGHT] = (1, self.hidden)
         if self.bias:
@@ -61,7 +62,7 @@ class ScalarHead:
         return shapes
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
-        """See `Family`. Every tensor-parallel rank of the last stage holds the whole head."""
+        """Every tensor-parallel rank of the last stage holds the whole head."""
         tensors = [local for local in self.backbone.local_tensors(at) if local.name != "output_layer.weight"]
         if at.is_last_stage:
             tensors.append(whole("output_layer.weight", WEIGHT, (1, self.hidden)))
@@ -81,5 +82,5 @@ class FreshHead:
         self.head = RandomWeights({WEIGHT: (1, family.hidden), BIAS: (1,)}, seed, 1.0 / (family.hidden + 1))
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """See `WeightSource.read`."""
+        """From the head by its names, else from the backbone."""
         return (self.head if name in (WEIGHT, BIAS) else self.backbone).read(name, start, shape)

@@ -9,54 +9,60 @@ from typing import Any
 from hybridflow.errors import ModelError
 from hybridflow.models.blocks import Experts
 
-
-def sigmoid_experts(hf: Mapping[str, Any], hidden: int) -> Experts:
-    """The block of a sparse layer."""
-    ffn = int(hf["moe_intermediate_size"])
-    shared = int(hf.get("n_shared_experts") or 0)
-    return Experts(hidden, ffn, int(hf["n_routed_experts"]), shared_ffn=shared * ffn, expert_bias=True)
+# Megatron's sigmoid router renormalises the chosen scores always
+ROUTER_FIXED: Mapping[str, tuple[Any, ...]] = {"norm_topk_prob": (True,)}
+ROUTER_UNUSED = frozenset({"output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"})
 
 
-def sigmoid_router_config(hf: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def sigmoid_experts(values: Mapping[str, Any]) -> Experts:
+    """The block of a sparse layer; `values` are the family's (`Fields.read`)."""
+    ffn = int(values["moe_intermediate_size"])
+    shared_ffn = int(values["n_shared_experts"]) * ffn
+    experts = int(values["n_routed_experts"])
+    return Experts(int(values["hidden_size"]), ffn, experts, shared_ffn=shared_ffn, expert_bias=True)
+
+
+def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of TransformerConfig.
 
     Raises:
-        ModelError: probabilities are not renormalised, which Megatron's sigmoid router always does; or groups of
-        experts are chosen by
+        ModelError: the experts do not divide into groups from which so many can be chosen, or groups are chosen by
             another number than their best two, which is what published models and engines do.
     """
-    if not hf.get("norm_topk_prob", True):
+    dense, ffn = int(values["first_k_dense_replace"]), int(values["moe_intermediate_size"])
+    groups, chosen, topk = (int(values[name]) for name in ("n_group", "topk_group", "num_experts_per_tok"))
+    experts = int(values["n_routed_experts"])
+    if experts % groups or experts < 2 * groups or chosen > groups or topk > experts // groups * chosen:
         raise ModelError(
-            "norm_topk_prob false is not supported: Megatron's sigmoid router renormalises the chosen scores"
+            f"num_experts_per_tok={topk} of n_routed_experts={experts} cannot be chosen from topk_group={chosen} of "
+            f"n_group={groups} groups; groups are equal, of at least two experts, and hold as many as are chosen"
         )
-    dense, ffn = int(hf.get("first_k_dense_replace") or 0), int(hf["moe_intermediate_size"])
-    groups, topk = int(hf.get("n_group") or 1), int(hf["num_experts_per_tok"])
+    if topk == 1:  # moe_utils.py:721 renormalises several only
+        raise ModelError("num_experts_per_tok=1 is not supported: Megatron's sigmoid router does not renormalise one")
     # Megatron scores a group by its best topk // topk_group experts (moe_utils.py:554), transformers and SGLang by its
     # best two
-    if groups > 1 and topk // int(hf["topk_group"]) != 2:
+    if groups > 1 and topk // chosen != 2:
         raise ModelError(
-            f"num_experts_per_tok {topk} with topk_group {hf['topk_group']} is not supported: Megatron scores a group "
-            f"of experts by its "
-            "best num_experts_per_tok // topk_group, Hugging Face by its best two; choose num_experts_per_tok = 2 * "
-            "topk_group"
+            f"num_experts_per_tok={topk} with topk_group={chosen} of n_group={groups} is not supported: Megatron "
+            f"scores a group of experts by its best num_experts_per_tok // topk_group, Hugging Face by its best two; "
+            f"choose num_experts_per_tok = 2 * topk_group"
         )
     config: dict[str, Any] = {
-        "num_moe_experts": int(hf["n_routed_experts"]),
+        "num_moe_experts": experts,
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": ffn,
-        "moe_layer_freq": [int(layer >= dense) for layer in range(num_layers)],
+        "moe_layer_freq": [int(layer >= dense) for layer in range(int(values["num_hidden_layers"]))],
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        # the bias is loaded and streamed; moving it is a choice of the run (actor.expert_bias_update_rate), not of the
-        # model
+        # the bias is loaded and streamed; moving it is a choice of the run (actor.expert_bias_update_rate)
         "moe_router_bias_update_rate": 0.0,
         "moe_router_pre_softmax": True,
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
+        "moe_router_topk_scaling_factor": float(values["routed_scaling_factor"]),
     }
     if groups > 1:
-        config |= {"moe_router_num_groups": groups, "moe_router_group_topk": int(hf["topk_group"])}
-    if hf.get("n_shared_experts"):
-        config["moe_shared_expert_intermediate_size"] = int(hf["n_shared_experts"]) * ffn
+        config |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    if values["n_shared_experts"]:
+        config["moe_shared_expert_intermediate_size"] = int(values["n_shared_experts"]) * ffn
     return config

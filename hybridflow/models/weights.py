@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from hybridflow.errors import ModelError
+from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -46,7 +47,7 @@ class RandomWeights:
         self.tensors, self.seed, self.std = dict(tensors), seed, std
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """See `WeightSource.read`. fp32."""
+        """fp32."""
         full = self.tensors[name]
         if len(full) == 1:
             return torch.ones(shape) if "norm" in name else torch.zeros(shape)
@@ -57,10 +58,18 @@ class RandomWeights:
 
 
 class SafetensorsFolder:
-    """A Hugging Face folder: `model.safetensors`, or shards listed in `model.safetensors.index.json`."""
+    """A Hugging Face folder: `model.safetensors`, or shards listed in `model.safetensors.index.json`.
+
+    Weights in block-wise fp8 are read with their scales, block by block.
+
+    Raises:
+        ModelError: the folder has no weights, or its config.json names a quantisation that cannot be read.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        config = self.folder / "config.json"
+        self.quantisation = _quantisation_of(config) if config.exists() else None
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -75,8 +84,26 @@ class SafetensorsFolder:
                 "model.path must be a Hugging Face folder with weights"
             )
 
+    def names(self) -> set[str]:
+        """The tensors that `read` takes: scales belong to their weights."""
+        scales = {f"{name}{SCALE_SUFFIX}" for name in self.files}
+        return self.files.keys() - scales
+
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """See `WeightSource.read`. Only the region is read from the disk."""
+        """Only the region is read from the disk, and of an fp8 weight the scales of its blocks; that one is fp32."""
+        values = self._region(name, start, shape)
+        if values.element_size() > 1:
+            return values
+        scales = f"{name}{SCALE_SUFFIX}"
+        if self.quantisation is None or scales not in self.files:
+            raise ModelError(
+                f"{self.folder}: {name} is {str(values.dtype).removeprefix('torch.')} without a scale for each block "
+                f"({scales} and quantization_config in config.json), so its values are not known"
+            )
+        factors = self._region(scales, *self.quantisation.blocks_of(start, shape))
+        return self.quantisation.dequantise(values, factors, start)
+
+    def _region(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         from safetensors import safe_open
 
         if name not in self.files:
@@ -90,3 +117,10 @@ class SafetensorsFolder:
                     f"config.json implies"
                 )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+def _quantisation_of(config: Path) -> BlockQuantisation | None:
+    try:
+        return BlockQuantisation.of_checkpoint(json.loads(config.read_text(encoding="utf-8")))
+    except (ModelError, ValueError) as error:
+        raise ModelError(f"{config}: {error}") from error

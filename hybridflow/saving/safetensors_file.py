@@ -101,10 +101,15 @@ def write_surroundings(
     hf_config: Mapping[str, object],
     dtype: torch.dtype,
 ) -> None:
-    """The index, config.json and checksums beside the shards."""
+    """Write the index, config.json and checksums into the folder of the shards.
+
+    config.json states one precision, by the names of transformers 4 and 5, and no quantisation: the shards have none.
+    """
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = {**hf_config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    precision = str(dtype).removeprefix("torch.")
+    config = {**hf_config, "dtype": precision, "torch_dtype": precision}
+    config.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())))

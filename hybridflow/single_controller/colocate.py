@@ -33,12 +33,12 @@ def colocated(**roles: type) -> type:
     for each.
 
     Methods are called as ever, `group.run(Actor.update, ...)`. Where several roles have the method,
-    `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is the first role's.
+    `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is that of the first role that has one.
     """
     made: dict[str, Any] = {"roles": roles}
-    first = next(iter(roles))
-    if hasattr(roles[first], "mesh_position"):  # the group asks the class before it asks the workers
-        made["mesh_position"] = lambda self: getattr(self, f"{first}.mesh_position")()
+    placed = [name for name, role in roles.items() if hasattr(role, "mesh_position")]
+    if placed:  # the group asks the class before it asks the workers
+        made["mesh_position"] = lambda self: getattr(self, f"{placed[0]}.mesh_position")()
     return type("And".join(role.__name__ for role in roles.values()), (Colocated,), made)
 
 

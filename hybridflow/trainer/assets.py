@@ -71,7 +71,7 @@ def write_engine_folder(
     Raises:
         ModelError: `quantization` is fp8 and the model's config names another form of it.
     """
-    written = {**hf_config, "torch_dtype": dtype}
+    written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
     written.pop("quantization_config", None)
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()

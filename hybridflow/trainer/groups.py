@@ -1,4 +1,4 @@
-"""The loop's roles over worker groups: what runs where, and what crosses."""
+"""The loop's roles over worker groups: which rows each rank gets, what is sent, and how results are merged."""
 
 from __future__ import annotations
 
@@ -78,9 +78,8 @@ class ModelGroup:
 
 
 class FrozenGroup(ModelGroup):
-    """A role that does not train, in processes of its own. Its ranks start again within the step in which they are
-    lost: with its weights, which a hook of `workers` brings back where the ranks do not read them themselves, nothing
-    is missing.
+    """A role that does not train, in processes of its own. Ranks that are lost start again within the step: its weights
+    are all its state. Ranks read them at their start, or a restart hook of `workers` fills them.
 
     Args:
         told: about each restart, in one line.
@@ -147,8 +146,11 @@ def update_step(config: RunConfig) -> DataflowStep:
 
 
 def check_steps(config: RunConfig) -> None:
-    """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the
-    column."""
+    """Check, before anything starts, that every step's columns are written by an earlier step.
+
+    Raises:
+        SchemaError: names the step and the column.
+    """
     critic = derived.has_critic(config)
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
     check_dataflow(

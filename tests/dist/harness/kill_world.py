@@ -84,7 +84,7 @@ def main() -> None:
     """One line of JSON a trial on stdin ({port, folder}); prints the ranks' ids, and when both have ended how."""
     import hybridflow.mcore.checkpoint
     import hybridflow.mcore.policy
-    import hybridflow.models.qwen3
+    import hybridflow.models.families.qwen3
     import hybridflow.workers.losses  # noqa: F401
     from hybridflow.process.children import die_with_parent
 

@@ -1,12 +1,14 @@
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.data.prepare.arithmetic import CHARACTERS
+from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import END, PAD, ROLES, write_byte_tokenizer, write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import DataError
@@ -124,8 +126,11 @@ def test_a_model_config_next_to_the_tokenizer_does_not_change_it(character_folde
 def test_what_cannot_be_read_is_named(character_folder, tmp_path):
     with pytest.raises(DataError, match=r"nowhere.*does not exist.*nothing is downloaded"):
         load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="no readable Hugging Face tokenizer"):
-        load_tokenizer(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 32}))
+    with pytest.raises(DataError, match=r"model holds no tokenizer files.*model\.tokenizer"):
+        load_tokenizer(model)
     folder = shutil.copytree(character_folder, tmp_path / "broken")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"broken.*no readable Hugging Face tokenizer"):
@@ -145,3 +150,14 @@ def test_a_tokenizer_without_eos_or_template_is_named(character_folder, tmp_path
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="no eos_token"):
         load_tokenizer(folder)
+
+
+def test_loading_changes_no_setting_of_the_process_and_opens_no_connection(character_folder, monkeypatch):
+    def refuse(*args):
+        raise AssertionError(f"a connection to {args[-1]}")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    before = dict(os.environ)
+    assert load_tokenizer(character_folder).vocab_size == 3 + len(CHARACTERS)
+    assert dict(os.environ) == before

@@ -129,17 +129,12 @@ def test_megatron_settings_of_deepseek() -> None:
 def test_settings_of_the_others() -> None:
     assert cases.decoder_of("qwen2").megatron_config()["add_qkv_bias"] is True
     assert cases.decoder_of("glm4_moe").gpt_model_kwargs()["rotary_percent"] == 0.5
-    scaled = {
-        **FAMILIES["llama"],
-        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0},
-    }
-    assert family_of(scaled).gpt_model_kwargs() | {"max_sequence_length": 0} == {
+    plain = {**FAMILIES["llama"], "rope_parameters": {"rope_theta": 500000.5}}
+    assert family_of(plain).gpt_model_kwargs() == {
         "position_embedding_type": "rope",
-        "rotary_base": 500000,
+        "rotary_base": 500000.5,
         "share_embeddings_and_output_weights": False,
-        "max_sequence_length": 0,
-        "rope_scaling": True,
-        "rope_scaling_factor": 8.0,
+        "max_sequence_length": 128,
     }
 
 
@@ -149,7 +144,12 @@ def test_settings_of_the_others() -> None:
         ({"model_type": "gpt2"}, "'gpt2' has no parameter map; supported: deepseek_v3, glm4_moe, kimi_k2"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"rope_scaling": {"type": "linear"}}, "'linear' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' without factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', which is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope', which is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "of its own for each kind of layer"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},

@@ -1,0 +1,1 @@
+"""One file for each `model_type`; the file's name is the model_type that it serves."""

@@ -1,0 +1,117 @@
+"""DeepSeek-V3 and what is built like it (Moonlight): latent attention, sigmoid router with expert bias, shared
+experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.errors import ModelError
+from hybridflow.models.blocks import Block, DenseMlp
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.family import FAMILIES
+from hybridflow.models.fields import REQUIRED, Fields
+from hybridflow.models.mla import LatentAttention
+from hybridflow.models.sigmoid_router import ROUTER_FIXED, ROUTER_UNUSED, sigmoid_experts, sigmoid_router_config
+
+
+class DeepseekV3(Decoder):
+    """The map for a `deepseek_v3` config. The first `first_k_dense_replace` layers have a dense MLP."""
+
+    architecture = "DeepseekV3ForCausalLM"
+    positions = 4096
+    # transformers builds the norms of the latents without an eps, whatever rms_norm_eps is
+    latent_norm_eps: float | None = 1e-6
+    fields = Fields(
+        used={
+            "intermediate_size": REQUIRED,
+            "moe_intermediate_size": REQUIRED,
+            "n_routed_experts": REQUIRED,
+            "num_experts_per_tok": REQUIRED,
+            "kv_lora_rank": REQUIRED,
+            "qk_nope_head_dim": REQUIRED,
+            "qk_rope_head_dim": REQUIRED,
+            "v_head_dim": REQUIRED,
+            "q_lora_rank": 1536,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        # moe_layer_freq, scoring_func and topk_method are fields of the published configs only
+        fixed={
+            **ROUTER_FIXED,
+            "attention_bias": (False,),
+            "rope_interleave": (True,),
+            "moe_layer_freq": (1,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+        },
+        unused=ROUTER_UNUSED | {"pretraining_tp"},
+        nullable=frozenset({"q_lora_rank"}),
+        aliases={"num_local_experts": "n_routed_experts"},
+    )
+
+    def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
+        super().__init__(hf, mtp)
+        if self.groups != self.heads:
+            raise ModelError(
+                f"latent attention has a key and a value for each head: num_key_value_heads={self.groups} must be "
+                f"num_attention_heads={self.heads}"
+            )
+        self.router, rank = sigmoid_router_config(self.values), self.values["q_lora_rank"]
+        self.q_rank = None if rank is None else int(rank)
+
+    @property
+    def rotary_width(self) -> int:
+        """The rotary part of a head's query and key."""
+        return int(self.values["qk_rope_head_dim"])
+
+    def attention(self, layer: int) -> Block:
+        """Latent attention."""
+        return LatentAttention(
+            self.hidden,
+            self.heads,
+            q_rank=self.q_rank,
+            kv_rank=int(self.values["kv_lora_rank"]),
+            nope_dim=int(self.values["qk_nope_head_dim"]),
+            rope_dim=int(self.values["qk_rope_head_dim"]),
+            v_dim=int(self.values["v_head_dim"]),
+        )
+
+    def mlp(self, layer: int) -> Block:
+        """A gated MLP in the first layers, then experts."""
+        if layer < int(self.values["first_k_dense_replace"]):
+            return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
+        return sigmoid_experts(self.values)
+
+    def megatron_config(self) -> dict[str, Any]:
+        """Keyword arguments of MLATransformerConfig."""
+        values, rotary = self.values, self.rotary
+        config = super().megatron_config() | self.router
+        config |= {
+            "multi_latent_attention": True,
+            "num_query_groups": self.heads,
+            "kv_channels": int(values["v_head_dim"]),
+            "qk_layernorm": True,
+            "q_lora_rank": self.q_rank,
+            "kv_lora_rank": int(values["kv_lora_rank"]),
+            "qk_head_dim": int(values["qk_nope_head_dim"]),
+            "qk_pos_emb_head_dim": int(values["qk_rope_head_dim"]),
+            "v_head_dim": int(values["v_head_dim"]),
+            "rotary_base": rotary.theta,
+            "rope_type": "rope",
+        }
+        if rotary.kind != "default":
+            # under this type Megatron asks the rotary module for the factor of its cosines; `mcore.rotary` is that
+            # module. The other two make the factor on the logits, multi_latent_attention.py:125
+            config |= {
+                "rope_type": "yarn",
+                "rotary_scaling_factor": float(rotary.settings["factor"]),
+                "mscale_all_dim": float(rotary.settings.get("mscale_all_dim") or 0.0),
+            }
+        return config
+
+
+FAMILIES.register("deepseek_v3", DeepseekV3)

@@ -1,0 +1,53 @@
+"""Qwen3-MoE: Qwen3's attention, experts in every layer, softmax router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.models.blocks import Block, Experts
+from hybridflow.models.families.qwen3 import Qwen3
+from hybridflow.models.family import FAMILIES
+from hybridflow.models.fields import REQUIRED, Fields
+from hybridflow.models.softmax_router import softmax_router_config
+
+
+class Qwen3Moe(Qwen3):
+    """The map for a `qwen3_moe` config."""
+
+    architecture = "Qwen3MoeForCausalLM"
+    fields = Fields(
+        used={
+            "moe_intermediate_size": REQUIRED,
+            "num_experts": REQUIRED,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "head_dim": None,
+            "num_key_value_heads": 4,
+        },
+        fixed={
+            "use_sliding_window": (False,),
+            "attention_bias": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": (),
+        },
+        unused=frozenset({"sliding_window", "intermediate_size", "output_router_logits", "router_aux_loss_coef"}),
+        aliases={"num_local_experts": "num_experts"},
+    )
+
+    def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
+        super().__init__(hf, mtp)
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        experts, topk, self.ffn = (int(self.values[name]) for name in names)
+        self.router = softmax_router_config(experts, topk, self.ffn, renormalised=bool(self.values["norm_topk_prob"]))
+
+    def mlp(self, layer: int) -> Block:
+        """Experts in every layer."""
+        return Experts(self.hidden, self.ffn, int(self.values["num_experts"]))
+
+    def megatron_config(self) -> dict[str, Any]:
+        """With the softmax router."""
+        return super().megatron_config() | self.router
+
+
+FAMILIES.register("qwen3_moe", Qwen3Moe)

@@ -1,0 +1,135 @@
+"""Rotary position embeddings as a config describes them: frequencies, and the factors that YaRN puts on attention.
+
+The formulas are those of transformers' `modeling_rope_utils.py`: linear interpolation of positions (arXiv 2306.15595),
+YaRN (arXiv 2309.00071), and the interpolation of Llama 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybridflow.errors import ModelError
+
+# the settings that each rope_type needs
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotation of the first `dim` elements of each head.
+
+    Attributes:
+        dim: rotated elements.
+        theta: base of the wavelengths.
+        kind: transformers' rope_type.
+        share: the rotated share of each head.
+        original: positions that the model was first trained on; YaRN and Llama 3.1 scale relative to it.
+        settings: what config.json gives for `kind`.
+    """
+
+    dim: int
+    theta: float
+    kind: str = "default"
+    share: float = 1.0
+    original: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, hf: Mapping[str, Any], head_dim: int, *, theta: float, positions: int, partial: float | None = None
+    ) -> Rotary:
+        """What a config.json says, at the top level, in `rope_scaling` or in `rope_parameters` (transformers 5).
+
+        Args:
+            head_dim: elements of a head.
+            theta, positions: the family's rope_theta and max_position_embeddings where the config gives none.
+            partial: the share of each head that is rotated where the config gives none; None: the family rotates heads
+                whole and its config cannot say otherwise.
+
+        Raises:
+            ModelError: another rope_type, a setting that it needs is missing, or heads are to be rotated in part.
+        """
+        settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+        kind = str(settings.get("rope_type") or settings.get("type") or "default")
+        model = f"the config of model_type {hf.get('model_type')}"
+        if kind not in _NEEDS or any(isinstance(value, Mapping) for value in settings.values()):
+            what = f"rope_type {kind!r}" if kind not in _NEEDS else "rotary settings of its own for each kind of layer"
+            raise ModelError(f"{model} has {what}, which is not supported; there are {', '.join(_NEEDS)}")
+        missing = [name for name in _NEEDS[kind] if settings.get(name) is None]
+        if missing:
+            raise ModelError(f"{model} has rope_type {kind!r} without {', '.join(missing)}")
+        share = _first(settings.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), partial, 1.0)
+        if partial is None and share != 1.0:
+            raise ModelError(f"{model} has partial_rotary_factor={share}, which is not supported; leave it out")
+        longest = _first(hf.get("max_position_embeddings"), positions)
+        original = _first(
+            hf.get("original_max_position_embeddings"), settings.get("original_max_position_embeddings"), longest
+        )
+        base = _first(settings.get("rope_theta"), hf.get("rope_theta"), theta)
+        return cls(int(head_dim * share), float(base), kind, float(share), int(original), settings)
+
+    def frequencies(self) -> torch.Tensor:
+        """[dim / 2] fp32 radians a position."""
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim
+        if self.kind == "yarn":
+            return self._yarn(self.theta**exponents)
+        plain = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return plain / self.settings["factor"]
+        return self._llama3(plain) if self.kind == "llama3" else plain
+
+    @property
+    def attention_factor(self) -> float:
+        """What the cosines and sines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        settings, factor = self.settings, self.settings["factor"]
+        if settings.get("attention_factor") is not None:
+            return float(settings["attention_factor"])
+        over, under = settings.get("mscale"), settings.get("mscale_all_dim")
+        return (
+            _concentration(factor, over) / _concentration(factor, under) if over and under else _concentration(factor)
+        )
+
+    def _yarn(self, wavelengths: torch.Tensor) -> torch.Tensor:
+        """Fast rotations stay, slow ones are interpolated, with a linear ramp over the dimensions between."""
+        low, high = (self._dimension_of(self.settings.get(name) or turns) for name, turns in _BETAS)
+        if self.settings.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        steps = torch.arange(self.dim // 2, dtype=torch.float32) - low
+        keep = 1 - torch.clamp(steps / (high - low if high != low else 0.001), 0, 1)
+        return 1.0 / (self.settings["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+
+    def _dimension_of(self, turns: float) -> float:
+        """The dimension that turns so often within the original length."""
+        return self.dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
+        factor, slow, fast = (self.settings[name] for name in _NEEDS["llama3"])
+        wavelengths = 2 * math.pi / plain
+        mixed = (self.original / wavelengths - slow) / (fast - slow)
+        scaled = torch.where(wavelengths > self.original / slow, plain / factor, plain)
+        between = (wavelengths >= self.original / fast) & (wavelengths <= self.original / slow)
+        return torch.where(between, (1 - mixed) * scaled / factor + mixed * scaled, scaled)
+
+
+_BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
+
+
+def _concentration(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,30 @@
+"""What Megatron must be told for the router of Mixtral and Qwen3-MoE: softmax scores, no groups, no biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.errors import ModelError
+
+
+def softmax_router_config(num_experts: int, topk: int, ffn: int, *, renormalised: bool) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig.
+
+    `renormalised`: the chosen experts' probabilities are made to add up to 1, which equals a softmax over the chosen
+    logits alone.
+
+    Raises:
+        ModelError: a token chooses more experts than there are, or a single one whose probability is made 1, which
+            Megatron's router refuses.
+    """
+    if topk > num_experts or (renormalised and topk == 1):
+        wanted = f"at most {num_experts}" if topk > num_experts else "at least 2 where probabilities are renormalised"
+        raise ModelError(f"num_experts_per_tok={topk} is not supported; it must be {wanted}")
+    return {
+        "num_moe_experts": num_experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": not renormalised,
+    }

@@ -1,0 +1,161 @@
+"""Tiny configs of every family, other legal values of all their fields, and Megatron's log-probs for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.errors import ModelError
+from tests.models import FIELD_MODELS
+
+# another legal value of every field of the config classes; a tuple: several
+_OTHER_DEPTH = {"num_hidden_layers": 3}
+OTHER: dict[str, Any] = _OTHER_DEPTH | {
+    "vocab_size": 53,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 0.1,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "attention_dropout": 0.5,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [0],
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": (1, 3),
+    "norm_topk_prob": (True, False),
+    "router_jitter_noise": 0.5,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 3.0,
+    "n_group": (1, 2),
+    "topk_group": (1, 4),
+    "first_k_dense_replace": (0, 2),
+    "use_qk_norm": True,
+    "rope_interleave": False,
+    "q_lora_rank": (None, 16),
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 500.5,
+    "original_max_position_embeddings": 8,
+}
+# fields whose values change no log-prob: all of them at once
+WITHOUT_INFLUENCE: dict[str, Any] = {
+    "architectures": ["Another"],
+    "transformers_version": "4.1.0",
+    "dtype": "bfloat16",
+    "initializer_range": 0.5,
+    "use_cache": False,
+    "pad_token_id": 3,
+    "bos_token_id": 4,
+    "eos_token_id": 5,
+    "output_hidden_states": True,
+    "chunk_size_feed_forward": 2,
+    "is_encoder_decoder": True,
+    "id2label": {"0": "a", "1": "b"},
+    "label2id": {"a": 0, "b": 1},
+    "problem_type": "regression",
+    "pretraining_tp": 2,
+    "sliding_window": 4,
+    "max_window_layers": 1,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+    "num_mtp_layers": 3,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROTARY: dict[str, dict[str, Any]] = {
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "yarn": {"rope_parameters": {**_YARN, "rope_theta": 777.5}},
+    "yarn, its old name, another base": {"rope_theta": 500, "rope_scaling": {"type": "yarn", **_YARN, "beta_fast": 4}},
+    "yarn with mscale": {"rope_scaling": {**_YARN, "mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
+    "yarn with mscale_all_dim alone": {"rope_scaling": {**_YARN, "mscale_all_dim": 0.5}},
+    "yarn with a factor of attention": {"rope_parameters": {**_YARN, "attention_factor": 1.7, "beta_slow": 0.5}},
+    "yarn of the longest position": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, original length outside": {"rope_scaling": _YARN, "original_max_position_embeddings": 16},
+    "llama3": {"rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 8}},
+    "both places": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": _YARN},
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "longrope": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+}
+
+
+def fields_of(family: str) -> set[str]:
+    """Every field of the family's config class in transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])}
+
+
+def changes_of(family: str, fields: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, config.json) of the family's cases: each field changed, each left out, rotary settings."""
+    base = {"model_type": family, **FIELD_MODELS[family]}
+    yield "as it is", base
+    supported_nowhere = {"sliding_window"} if family == "mixtral" else set()
+    yield (
+        "without influence",
+        base | {name: WITHOUT_INFLUENCE[name] for name in fields & WITHOUT_INFLUENCE.keys() - supported_nowhere},
+    )
+    extra = {"head_dim", "partial_rotary_factor", "rope_theta", "original_max_position_embeddings"}
+    for name in sorted(fields & OTHER.keys() | extra):
+        values = OTHER[name] if isinstance(OTHER[name], tuple) else (OTHER[name],)
+        for value in values:
+            yield f"{name}={value}", {**base, name: value}
+    for name in sorted(supported_nowhere):
+        yield f"{name}={WITHOUT_INFLUENCE[name]}", {**base, name: WITHOUT_INFLUENCE[name]}
+    for name in FIELD_MODELS[family]:
+        yield f"no {name}", {key: value for key, value in base.items() if key != name}
+    for name, settings in ROTARY.items():
+        yield name, {**base, **settings}
+
+
+def batch() -> DataProto:
+    """Four sequences, two of them longer than the `original_max_position_embeddings` of the rotary cases."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, 51, length) for length in (3, 9, 20, 1)]
+    responses = [rng.integers(2, 51, length) for length in (5, 2, 18, 4)]
+    return DataProto.from_columns(
+        {"prompt_ids": Jagged.from_rows(prompts, np.int64), "response_ids": Jagged.from_rows(responses, np.int64)}
+    )
+
+
+def log_probs(cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """For each config: the log-probs of `batch`, its weights being in the folder of that name; or why it is refused."""
+    return {name: _one(hf, Path(folder, name)) for name, hf in cases.items()}
+
+
+def _one(hf: dict[str, Any], folder: Path) -> Any:
+    from safetensors.torch import save_file
+
+    from tests.dist.harness.policies import policy_of, weights_of
+
+    try:
+        policy = policy_of({}, hf)
+    except ModelError as error:
+        return str(error)
+    found = policy.log_probs(batch(), max_tokens=4096, temperature=1.0, with_entropy=False)
+    source = weights_of(policy.family)
+    shapes = policy.family.tensors()
+    folder.mkdir(parents=True)
+    tensors = {name: source.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf))
+    return found[0].values.tolist()
