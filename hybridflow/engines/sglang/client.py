@@ -55,7 +55,7 @@ class EngineClient:
         key = self._headers["Authorization"].removeprefix("Bearer ")
         return EngineClient(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
 
-    # -- generation ------------------------------------------------------------------------------------------
+    # ---- generation
 
     def generate(
         self,
@@ -122,14 +122,13 @@ class EngineClient:
             ) from error
 
     def health(self) -> bool:
-        """True when the HTTP server answers. During a weight load it does not until the load is over: that is not
-        death."""
+        """True when the HTTP server answers. During a weight load it does not answer although it runs."""
         return self._request("GET", "/health", None).status_code == 200
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # ---- memory
 
     def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
-        """Give the device memory of these parts back to others; their contents are lost. No request may be running.
+        """Give the device memory of these parts back; their contents are lost. No request may be running.
 
         On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory calls.
         """
@@ -139,15 +138,14 @@ class EngineClient:
         """Take the memory of these parts again; weights must then be sent before the next request."""
         self._request_ok("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    # -- weights ---------------------------------------------------------------------------------------------
+    # ---- weights
 
     def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating.
 
         Args:
             mode: what happens to running requests. abort: they end; retract: they wait, and their KV cache is computed
-                anew;
-                in_place: they wait and keep it, although it was made by the old weights.
+                anew; in_place: they wait and keep it, although it was made by the old weights.
         """
         self._post("/pause_generation", {"mode": mode})
 
@@ -164,8 +162,8 @@ class EngineClient:
         self._post("/end_weight_update", {})
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring a message to our code in every tensor-parallel rank and wait until all have dealt with it; they report
-        elsewhere.
+        """Bring a message to our code in every tensor-parallel rank and wait until all have handled it. They report
+        through the sync's store.
 
         Needs an open session.
 
@@ -201,7 +199,7 @@ class EngineClient:
         except KeyError as error:
             raise EngineError("/weights_checker answered without a checksum", engine=self.name) from error
 
-    # -- transport -------------------------------------------------------------------------------------------
+    # ---- transport
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """A control call: SGLang answers `{success, message}`, with 200 or 400."""

@@ -1,4 +1,4 @@
-"""One SGLang server as a child of this process: command line, environment, start, liveness, end."""
+"""One SGLang server as a child of this process: its command line and environment, its start, liveness and end."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
     env = {k: v for k, v in os.environ.items() if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")}
     env |= {
-        "TMPDIR": folder,  # SGLang's zmq sockets: gone with the folder
+        "TMPDIR": folder,  # SGLang's zmq sockets: removed with the folder
         "TOKENIZERS_PARALLELISM": "false",
         # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
         # (sglang/srt/distributed/bootstrap.py:238).
@@ -229,13 +229,13 @@ def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
 
 
 class EngineServer:
-    """One running engine. `start` returns at once; call it for all engines, then `wait_ready` for each.
+    """One server. `start` returns at once: call it for all engines, then `wait_ready` for each.
 
     Args:
         spec: what to serve.
         log_path: receives the output of all its processes; its folder is created.
-        check: called by `check_alive` as well, to raise EngineError when something that the engine needs elsewhere is
-            gone.
+        check: called by `check_alive` as well; raises EngineError when something that the engine needs elsewhere is
+            lost.
     """
 
     def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] = lambda: None) -> None:

@@ -135,7 +135,6 @@ class WeightReceiver:
             raise
 
     # ---- where the weights lie
-    # ------------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: tensor.data for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
@@ -155,7 +154,6 @@ class WeightReceiver:
         return self._layout
 
     # ---- one sync
-    # --------------------------------------------------------------------------------------------------------
 
     def _receive(self, board: Board, rank: int) -> int:
         order = board.order
