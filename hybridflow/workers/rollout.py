@@ -205,11 +205,6 @@ class RolloutWorker:
         self.supervisor.restart(reason)
 
     @register(Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """Over all parameters of the engine."""
-        return self.supervisor.engine.weights_checksum()
-
-    @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
         """Stop the engine and all its processes."""
         self.supervisor.stop()
