@@ -19,7 +19,7 @@ class SglangEngine(EngineServer):
 
     @cached_property
     def client(self) -> EngineClient:
-        """After `start`."""
+        """Speaks with the server; may be used after `start`."""
         return EngineClient(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
 
     def generate(
