@@ -59,6 +59,7 @@ class ModelConfig:
     path: str | None = None
     hf_config: dict[str, Any] = field(default_factory=dict)  # fields of a HF config.json; model_type decides the family
     tokenizer: str | None = None  # HF tokenizer folder; None: `path`
+    family: str | None = None  # a parameter map of your own, path/to/file.py:MODEL_TYPE; None: one of the built-in ones
     dtype: str = "float32"  # float32 | bfloat16
 
 

@@ -20,6 +20,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
+from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
@@ -32,7 +33,6 @@ from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners
 from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.saving.hf_export import Held, export_held
-from hybridflow.saving.reference import HoldsReference
 from hybridflow.saving.saver import Saver
 
 
