@@ -19,7 +19,7 @@ def export(
     tokenizer: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """See `export_held`. Collective."""
+    """Write the policy's weights, adapters merged, as `export_held` does. Collective."""
     held = Held(policy.family, policy.dtype, _owners(policy), policy.parameters())
     try:
         export_held(held, folder, hf_config, tokenizer, max_shard_bytes)
