@@ -1,5 +1,5 @@
-"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run without CUDA. `bootstrap` installs them before
-megatron is imported; with CUDA they are never installed.
+"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on the CPU. `bootstrap` installs them there before
+megatron is imported; with CUDA never.
 
 Megatron asks torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
 with `device="cuda"`, and compares type strings. Each replacement below says who needs it. Gloo's own gaps are in
@@ -92,9 +92,9 @@ class _Generators:
 
 
 def install() -> None:
-    """Replace what Megatron calls. Does nothing when CUDA is available or when called again."""
+    """Replace what Megatron calls; a second call does nothing. Only for processes that compute on the CPU."""
     global _installed
-    if _installed or torch.cuda.is_available():
+    if _installed:
         return
     _installed = True
     _replace_cuda_state()

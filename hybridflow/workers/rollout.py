@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import ROUTES, unknown, with_free_end
+from hybridflow.batch import ROUTES, DataProto, Jagged, unknown_routes, with_free_end
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
@@ -141,7 +140,7 @@ class RolloutWorker:
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
         if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
-            return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
+            return unknown_routes(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
         return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
 
     # ---- memory

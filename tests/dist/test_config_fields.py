@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.models.family import FAMILIES
 from tests.dist.cases.config_fields import OTHER, WITHOUT_INFLUENCE, batch, changes_of, fields_of
-from tests.dist.harness.ranks import run_ranks
+from tests.dist.harness.ranks import FSDP, run_ranks
 from tests.models import FIELD_MODELS
 
 pytestmark = pytest.mark.slow
@@ -68,3 +68,13 @@ def test_every_field_is_followed_or_refused(family: str, tmp_path: Path) -> None
         unanswered
     )
     assert len(distinct) > 18  # most changes do change the result
+
+
+def test_fsdp_scales_rotary_embeddings_and_refuses_the_same_configs(tmp_path: Path) -> None:
+    wanted = {"linear", "yarn with a factor of attention", "llama3", "dynamic", "use_sliding_window=True"}
+    cases = {name: hf for name, hf in changes_of("qwen3", fields_of("qwen3")) if name in wanted}
+    arguments = {"cases": cases, "folder": str(tmp_path), "backend": "fsdp"}
+    [found] = run_ranks(1, "tests.dist.cases.config_fields:log_probs", loaded=FSDP, **arguments)
+    assert {name for name, result in found.items() if isinstance(result, str)} == {"dynamic", "use_sliding_window=True"}
+    for name in wanted - {"dynamic", "use_sliding_window=True"}:
+        assert np.abs(np.array(found[name]) - oracle(tmp_path / name)).max() < 2e-5, name

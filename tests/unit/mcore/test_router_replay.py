@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.batch.routes import FREE, num_experts, with_free_end
+from hybridflow.batch import FREE, num_experts, with_free_end
 from hybridflow.config import derived
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.sglang.client import EngineClient
