@@ -70,11 +70,12 @@ def test_every_field_is_followed_or_refused(family: str, tmp_path: Path) -> None
     assert len(distinct) > 18  # most changes do change the result
 
 
-def test_fsdp_scales_rotary_embeddings_and_refuses_the_same_configs(tmp_path: Path) -> None:
-    wanted = {"linear", "yarn with a factor of attention", "llama3", "dynamic", "use_sliding_window=True"}
-    cases = {name: hf for name, hf in changes_of("qwen3", fields_of("qwen3")) if name in wanted}
+@pytest.mark.parametrize("name", ["linear", "yarn with a factor of attention", "dynamic", "use_sliding_window=True"])
+def test_fsdp_scales_rotary_embeddings_and_refuses_the_same_configs(name: str, tmp_path: Path) -> None:
+    cases = {name: dict(changes_of("qwen3", fields_of("qwen3")))[name]}
     arguments = {"cases": cases, "folder": str(tmp_path), "backend": "fsdp"}
-    [found] = run_ranks(1, "tests.dist.cases.config_fields:log_probs", loaded=FSDP, **arguments)
-    assert {name for name, result in found.items() if isinstance(result, str)} == {"dynamic", "use_sliding_window=True"}
-    for name in wanted - {"dynamic", "use_sliding_window=True"}:
-        assert np.abs(np.array(found[name]) - oracle(tmp_path / name)).max() < 2e-5, name
+    [found] = run_ranks(1, "tests.dist.cases.config_fields:log_probs", loaded=FSDP, timeout_s=100, **arguments)
+    if name in {"dynamic", "use_sliding_window=True"}:
+        assert "not supported" in found[name]
+    else:
+        assert np.abs(np.array(found[name]) - oracle(tmp_path / name)).max() < 2e-5
