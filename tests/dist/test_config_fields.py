@@ -72,7 +72,8 @@ def test_every_field_is_followed_or_refused(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["linear", "yarn with a factor of attention", "dynamic", "use_sliding_window=True"])
 def test_fsdp_scales_rotary_embeddings_and_refuses_the_same_configs(name: str, tmp_path: Path) -> None:
-    cases = {name: dict(changes_of("qwen3", fields_of("qwen3")))[name]}
+    # the backend takes the deviation of its random weights from the config, Megatron's cases have 0.2
+    cases = {name: {**dict(changes_of("qwen3", fields_of("qwen3")))[name], "initializer_range": 0.2}}
     arguments = {"cases": cases, "folder": str(tmp_path), "backend": "fsdp"}
     [found] = run_ranks(1, "tests.dist.cases.config_fields:log_probs", loaded=FSDP, timeout_s=100, **arguments)
     if name in {"dynamic", "use_sliding_window=True"}:
