@@ -20,6 +20,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
+from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
@@ -33,7 +34,6 @@ from hybridflow.reshard.fsdp_layout import fsdp_layout
 from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.saving.hf_export import Held, export_held
 from hybridflow.saving.ownership import fsdp_owners
-from hybridflow.saving.reference import HoldsReference
 from hybridflow.saving.saver import Saver
 
 
