@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo check test test-fast test-full lint type arch hooks bench clean distclean
+.PHONY: help setup setup-dev demo check test test-fast test-full lint type arch schema hooks bench clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ type: setup-dev ## mypy over the package
 arch: setup-dev ## import contracts, cycles, size budgets
 	@.venv/bin/lint-imports --no-cache
 	@$(PYTEST) tests/arch
+
+schema: setup ## write configs/schema.json again, after a change of hybridflow/config/schema.py
+	@.venv/bin/hybridflow config schema > configs/schema.json
 
 hooks: setup-dev ## let git run lint, types and import contracts before each commit (needs pre-commit)
 	@pre-commit install

@@ -18,7 +18,7 @@ setup(
     packages=[*find_packages(include=["hybridflow", "hybridflow.*"])],
     package_data={"hybridflow": ["**/*.html", "**/*.j2"]},
     data_files=[
-        (f"share/hybridflow/{folder.relative_to(configs.parent)}", [str(f) for f in sorted(folder.glob("*.yaml"))])
+        (f"share/hybridflow/{folder.relative_to(configs.parent)}", [str(f) for f in sorted(folder.glob("*.*"))])
         for folder in [configs, *sorted(p for p in configs.rglob("*") if p.is_dir())]
     ]
     if configs.exists()

@@ -3,15 +3,73 @@ ranks' pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.reshard.plan import Bucket, OwnedPiece, StagePlan
+from hybridflow.models import Family
+from hybridflow.models.layout import Coordinates
+from hybridflow.saving.ownership import OwnedPiece, megatron_owners
 
 _TAG = 7311
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole HF tensors that travel together."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    pieces: tuple[OwnedPiece, ...]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage: its leader (global rank) assembles the buckets in order."""
+
+    stage: int
+    leader: int
+    buckets: tuple[Bucket, ...]
+
+
+def plan_stages(
+    family: Family, ranks: Sequence[Coordinates], bucket_bytes: int, bytes_per_element: int
+) -> list[StagePlan]:
+    """Group whole tensors into buckets of at most `bucket_bytes` (a single larger tensor travels alone), by stage."""
+    shapes, by_stage = family.tensors(), dict[int, dict[str, list[OwnedPiece]]]()
+    for name, owned in megatron_owners(family, ranks).items():
+        by_stage.setdefault(ranks[owned[0].rank].pp_rank, {})[name] = owned
+    plans = []
+    for stage, tensors in sorted(by_stage.items()):
+        leader = min(rank for rank, at in enumerate(ranks) if at.pp_rank == stage)
+        plans.append(StagePlan(stage, leader, tuple(_buckets(tensors, shapes, bucket_bytes // bytes_per_element))))
+    return plans
+
+
+def _buckets(
+    tensors: Mapping[str, list[OwnedPiece]], shapes: Mapping[str, tuple[int, ...]], max_elements: int
+) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    names: list[str] = []
+    elements = 0
+
+    def close() -> None:
+        pieces = sorted((p for name in names for p in tensors[name]), key=lambda p: p.rank)
+        buckets.append(Bucket(tuple((name, shapes[name]) for name in names), tuple(pieces)))
+
+    for name in tensors:
+        numel = prod(shapes[name])
+        if names and elements + numel > max_elements:
+            close()
+            names, elements = [], 0
+        names.append(name)
+        elements += numel
+    if names:
+        close()
+    return buckets
 
 
 @torch.no_grad()

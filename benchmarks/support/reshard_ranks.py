@@ -19,14 +19,13 @@ from hybridflow.models import family_of
 from hybridflow.process.rendezvous import client_store, master_store
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
-from hybridflow.reshard.plan import plan_stages
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync.messages import Messages
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, largest_message
 from hybridflow.sync.stream import receive_stream, send_stream
 from hybridflow.sync.transports import open_receiver, open_sender, part_bytes
 from hybridflow.sync.transports.base import Endpoint
-from support.gather import gather_stage
+from support.gather import gather_stage, plan_stages
 
 HOST = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | config | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
 broken.
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import checkpoint
-from hybridflow.config.choices import PREPARE_TASKS
+from hybridflow.cli import checkpoint, config
+from hybridflow.config.keys import PREPARE_TASK
+from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         run_train_reward,
     )
 
-    tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASKS.items())
+    tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASK.summaries().items())
     prepare = _add(
         commands,
         "prepare",
@@ -131,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         PREPARE.format(tasks=tasks),
         run_prepare,
     )
-    prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASKS))
+    prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASK.names()))
     prepare.add_argument(
         "--source", type=Path, metavar="DIR", help="folder with the raw files, for tasks that need one"
     )
@@ -149,31 +150,47 @@ def build_parser() -> argparse.ArgumentParser:
     reshard = _add(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_reshard_plan)
     _add_reshard_plan(reshard)
     checkpoint.add(commands, _add)
+    config.add(commands, _add)
     _add(commands, "version", "print the version", "", run_version)
     return parser
 
 
 def run_train(args: argparse.Namespace) -> int:
     """`hybridflow train`."""
-    return _run_job(args, "train")
+    if (run := _configured(args, "train")) is not None:
+        from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
+
+        app.train(run)
+    return 0
 
 
 def run_sft(args: argparse.Namespace) -> int:
     """`hybridflow sft`."""
-    return _run_job(args, "sft")
+    if (run := _configured(args, "sft")) is not None:
+        from hybridflow.trainer import app
+
+        app.sft(run)
+    return 0
 
 
 def run_train_reward(args: argparse.Namespace) -> int:
     """`hybridflow train-reward`."""
-    return _run_job(args, "train-reward")
+    if (run := _configured(args, "train-reward")) is not None:
+        from hybridflow.trainer import app
+
+        app.train_reward(run)
+    return 0
 
 
 def run_prepare(args: argparse.Namespace) -> int:
     """`hybridflow prepare`."""
-    if args.task not in PREPARE_TASKS:
-        near = difflib.get_close_matches(args.task, PREPARE_TASKS, n=1)
+    names = PREPARE_TASK.names()
+    if args.task not in names and not is_user_entry(args.task):
+        near = difflib.get_close_matches(args.task, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"no task named {args.task}{hint} Available: {', '.join(PREPARE_TASKS)}")
+        raise ConfigError(
+            f"there is no task named {args.task}{hint} (choose one of {', '.join(names)}, or path/to/file.py:name)"
+        )
     if args.source is not None and not args.source.exists():
         raise ConfigError(f"--source {args.source}: no such folder")
     out = args.out or Path("data") / args.task
@@ -190,6 +207,11 @@ def run_report(args: argparse.Namespace) -> int:
     """`hybridflow report`."""
     if not args.run_dir.is_dir():
         raise ConfigError(f"{args.run_dir}: no such run folder")
+    if not any((args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
+        raise ConfigError(
+            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json; "
+            "give a folder that a job wrote, for example runs/tiny-moe-grpo"
+        )
     from hybridflow.observe.report import write_report
 
     print(write_report(args.run_dir))
@@ -223,38 +245,33 @@ def run_version(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_job(args: argparse.Namespace, job: str) -> int:
+def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
+    """The checked configuration of a job; None where the command asks for a text alone, which is then printed."""
     if args.config_name is None:
         if args.overrides or args.print_config or args.explain:
             raise ConfigError(f"--config-name is missing; `hybridflow {job}` alone lists the recipes")
-        return _list_recipes(args, job)
+        _list_recipes(args, job)
+        return None
     from hybridflow.config.load import dump_yaml, load_config
 
-    config: RunConfig = load_config(args.config_name, args.overrides, args.config_dir)
+    run: RunConfig = load_config(args.config_name, args.overrides, args.config_dir)
     if args.print_config:
-        print(dump_yaml(config), end="")
-        return 0
+        print(dump_yaml(run), end="")
+        return None
     from hybridflow.config.check import check
 
-    check(config, job)
+    check(run, job)
     if args.explain:
         from hybridflow.config.explain import Origins, explain
         from hybridflow.config.locate import config_dirs
 
-        print(
-            explain(
-                config,
-                Origins.find(args.config_name.removesuffix(".yaml"), args.overrides, config_dirs(args.config_dir)),
-            )
-        )
-        return 0
-    from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
-
-    getattr(app, job.replace("-", "_"))(config)
-    return 0
+        recipe = args.config_name.removesuffix(".yaml")
+        print(explain(run, Origins.find(recipe, args.overrides, config_dirs(args.config_dir))))
+        return None
+    return run
 
 
-def _list_recipes(args: argparse.Namespace, job: str) -> int:
+def _list_recipes(args: argparse.Namespace, job: str) -> None:
     from hybridflow.config.locate import config_dirs, list_recipes
 
     dirs = config_dirs(args.config_dir)
@@ -264,7 +281,6 @@ def _list_recipes(args: argparse.Namespace, job: str) -> int:
     for recipe in recipes:
         print(f"  {recipe.name:<{width}}  {recipe.summary}".rstrip())
     print(f"\nRun one with: hybridflow {job} --config-name NAME [key=value ...]")
-    return 0
 
 
 def _parse_option(word: str) -> tuple[str, Any]:

@@ -6,94 +6,15 @@ All problems of a configuration are reported at once, each with its keys, their 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import num_experts
 from hybridflow.config import check_backend, check_engines, check_entries, check_files, check_lora, derived, roles
-from hybridflow.config.schema import OptimConfig, RunConfig, SamplingConfig
+from hybridflow.config.keys import out_of_range, value_at
+from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
-
-AT_LEAST_ONE = (
-    "data.train_batch_size",
-    "data.val_max_prompts",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "actor.parallel.tensor",
-    "actor.parallel.pipeline",
-    "actor.parallel.virtual_pipeline",
-    "actor.parallel.context",
-    "actor.parallel.expert",
-    "actor.parallel.expert_tensor",
-    "actor.ppo_mini_batch_size",
-    "actor.ppo_epochs",
-    "actor.max_tokens_per_micro_batch",
-    "actor.logits_chunk_tokens",
-    "critic.procs",
-    "reference.procs",
-    "teacher.procs",
-    "teacher.max_tokens_per_micro_batch",
-    "teacher.top_k",
-    "reference.max_tokens_per_micro_batch",
-    "critic.ppo_mini_batch_size",
-    "critic.ppo_epochs",
-    "critic.max_tokens_per_micro_batch",
-    "reward_model.procs",
-    "reward_model.max_tokens_per_micro_batch",
-    "reward_training.batch_size",
-    "algorithm.kl_horizon",
-    "rollout.num_engines",
-    "rollout.tensor",
-    "rollout.pipeline",
-    "rollout.expert",
-    "rollout.data_parallel_attention",
-    "rollout.nodes_per_engine",
-    "rollout.n",
-    "rollout.max_running_requests",
-    "rollout.max_total_tokens",
-    "rollout.sync.staging_bytes",
-    "sft.batch_size",
-    "cluster.nodes",
-    "cluster.procs_per_node",
-    "trainer.total_steps",
-    "trainer.max_checkpoints_to_keep",
-)
-NOT_NEGATIVE = (
-    "seed",
-    "actor.clip_ratio_low",
-    "actor.clip_ratio_high",
-    "actor.expert_bias_update_rate",
-    "actor.lora.rank",
-    "actor.kl_loss_coef",
-    "algorithm.kl_coef",
-    "rollout.max_restarts",
-    "rollout.sync.max_retries",
-    "sft.steps",
-    "reward_training.steps",
-    "trainer.critic_warmup",
-    "trainer.test_every_steps",
-    "trainer.save_every_steps",
-    "trainer.keep_checkpoint_every_steps",
-    "trainer.max_restarts",
-    "trainer.dump_rollouts_every_steps",
-)
-ABOVE_ZERO = (
-    "actor.lora.alpha",
-    "critic.cliprange_value",
-    "reward_model.clip",
-    "algorithm.kl_target",
-    "rollout.sampling.temperature",
-    "rollout.mem_fraction_static",
-    "rollout.start_timeout_s",
-    "rollout.request_timeout_s",
-    "rollout.sync.timeout_s",
-    "rollout.logprob_diff_bound",
-    "cluster.start_timeout_s",
-    "cluster.call_timeout_s",
-    "trainer.checkpoint_timeout_s",
-)
 
 
 def check(config: RunConfig, job: str = "train") -> None:
@@ -107,74 +28,21 @@ def check(config: RunConfig, job: str = "train") -> None:
 
 def problems(config: RunConfig, job: str = "train") -> list[str]:
     """Every problem as one line; empty when the configuration can run."""
-    found = [*_numbers(config), *_names(config), *check_entries.problems(config)]
+    found = [*out_of_range(config), *_names(config), *check_entries.problems(config)]
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-        *(
-            _layout,
-            _overlap,
-            _sequence_parallel,
-            _batches,
-            _lengths,
-            _rollout,
-            _model_source,
-            check_engines.shape_problems,
-        ),
-        *(check_backend.problems, check_lora.problems),
+        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
+        *(check_engines.shape_problems, check_backend.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
     found += roles.problems(config, job)
-    found += [*_optim("actor.optim", config.actor.optim), *_optim("sft.optim", config.sft.optim)]
-    found += [
-        *_optim("critic.optim", config.critic.optim),
-        *_optim("reward_training.optim", config.reward_training.optim),
-    ]
-    found += [*check_files.problems(config, job)]
+    for section in ("actor", "sft", "critic", "reward_training"):
+        found += _optim(f"{section}.optim", getattr(config, section).optim)
+    found += check_files.problems(config, job)
     if not any(line.startswith("model.") for line in found):
         found += [*_model_sizes(config), *_router_replay(config), *check_lora.target_problems(config)]
     return found
-
-
-def value_at(config: RunConfig, dotted: str) -> Any:
-    """The value of a key by its dotted name."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _numbers(config: RunConfig) -> Iterator[str]:
-    rules: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
-        (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
-        (ABOVE_ZERO, lambda value: value > 0, "more than 0"),
-    )
-    for keys, holds, wanted in rules:
-        for key in keys:
-            value = value_at(config, key)
-            if value is not None and not (holds(value) and math.isfinite(value)):
-                yield f"{key}={value} must be {wanted}"
-    if config.rollout.mem_fraction_static >= 1:
-        yield (
-            f"rollout.mem_fraction_static={config.rollout.mem_fraction_static} is a fraction of the memory: give "
-            f"less than 1"
-        )
-    if config.actor.clip_ratio_c is not None and config.actor.clip_ratio_c <= 1:
-        yield (
-            f"actor.clip_ratio_c={config.actor.clip_ratio_c} must be more than 1 (dual clip), or null to switch it off"
-        )
-    yield from _sampling("rollout.sampling", config.rollout.sampling)
-    yield from _sampling("rollout.val_sampling", config.rollout.val_sampling)
-
-
-def _sampling(prefix: str, sampling: SamplingConfig) -> Iterator[str]:
-    if sampling.temperature < 0:
-        yield f"{prefix}.temperature={sampling.temperature} must not be negative; 0 takes the most likely token"
-    if not 0 < sampling.top_p <= 1:
-        yield f"{prefix}.top_p={sampling.top_p} must be more than 0 and at most 1; 1 switches it off"
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        yield f"{prefix}.top_k={sampling.top_k} must be at least 1; -1 switches it off"
 
 
 def _names(config: RunConfig) -> Iterator[str]:
@@ -290,9 +158,12 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             f"cluster.nodes={config.cluster.nodes}; "
             "use auto, p2p or disk"
         )
+    sampling = config.rollout.sampling
+    for prefix, one in (("sampling", sampling), ("val_sampling", config.rollout.val_sampling)):
+        if one.top_k == 0:
+            yield f"rollout.{prefix}.top_k=0 would sample from no token; -1 switches it off"
     if config.rollout.logprob_diff_bound is None:
         return
-    sampling = config.rollout.sampling
     if sampling.top_p < 1 or sampling.top_k != -1:
         yield (
             f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so "
@@ -302,27 +173,15 @@ def _rollout(config: RunConfig) -> Iterator[str]:
 
 
 def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
-    if optim.lr <= 0:
-        yield f"{prefix}.lr={optim.lr} must be more than 0"
-    if not 0 <= optim.min_lr <= optim.lr:
-        yield f"{prefix}.min_lr={optim.min_lr} must lie between 0 and {prefix}.lr={optim.lr}"
-    if optim.lr_warmup_steps < 0:
-        yield f"{prefix}.lr_warmup_steps={optim.lr_warmup_steps} must be 0 or more"
+    if optim.min_lr > optim.lr:
+        yield f"{prefix}.min_lr={optim.min_lr} must be at most {prefix}.lr={optim.lr}"
     if optim.lr_decay_style != "constant" and optim.lr_decay_steps is None:
-        yield (
-            f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps, counted in optimizer "
-            f"updates"
-        )
+        yield f"{prefix}.lr_decay_style={optim.lr_decay_style} needs {prefix}.lr_decay_steps (optimizer updates)"
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
         yield (
             f"{prefix}.lr_decay_steps={optim.lr_decay_steps} must be more than "
             f"{prefix}.lr_warmup_steps={optim.lr_warmup_steps}"
         )
-    if optim.clip_grad < 0:
-        yield f"{prefix}.clip_grad={optim.clip_grad} must be 0 (off) or more"
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(optim, name) < 1:
-            yield f"{prefix}.{name}={getattr(optim, name)} must be at least 0 and less than 1"
 
 
 def _model_source(config: RunConfig) -> Iterator[str]:

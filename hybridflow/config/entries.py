@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.build import build_options
+from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, TRACKER
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
@@ -55,11 +56,9 @@ class TokenLoss:
     options: type
 
 
-ESTIMATORS: Registry[Estimator] = Registry(
-    "advantage estimator", "hybridflow.algorithms.estimators", "algorithm.adv_estimator"
-)
-TRACKERS: Registry[Callable[[Path], Any]] = Registry("tracker", "hybridflow.observe.trackers", "trainer.loggers")
-POLICY_LOSSES: Registry[TokenLoss] = Registry("policy loss", "hybridflow.algorithms.policy_losses", "actor.policy_loss")
+ESTIMATORS: Registry[Estimator] = Registry(ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator")
+POLICY_LOSSES: Registry[TokenLoss] = Registry(POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss")
+TRACKERS: Registry[Callable[[Path], Any]] = Registry(TRACKER.kind, TRACKER.package, "trainer.loggers")
 
 
 def estimator_options(algorithm: AlgorithmConfig) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hybridflow.config.build import build, require_key, to_plain
+from hybridflow.config.build import build, to_plain
+from hybridflow.config.keys import require_key
 from hybridflow.config.locate import config_dirs, require_recipe
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
@@ -76,7 +77,7 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
         raise ConfigError(f"override {text!r}: Hydra's own settings and @package are not supported here")
     if "/" in key:
         return text
-    require_key(key)
+    require_key(RunConfig, key)
     value, choices = parsed.value(), _group_choices(key, dirs)
     if choices and not isinstance(value, (str, dict)) and not (value is None and parsed.is_delete()):
         raise ConfigError(

@@ -45,13 +45,7 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
-        found = importlib.util.find_spec(self.package)
-        assert found is not None and found.submodule_search_locations is not None, self.package
-        files = [
-            path
-            for folder in found.submodule_search_locations
-            for path in Path(folder).glob("*/__init__.py" if self._packages else "*.py")
-        ]
+        files = package_folder(self.package).glob("*/__init__.py" if self._packages else "*.py")
         stems = {path.parent.name if self._packages else path.stem for path in files}
         builtin = {stem for stem in stems if not stem.startswith("_") and stem != "base"}
         return tuple(sorted(builtin | {name for name in self._entries if not is_user_entry(name)}))
@@ -80,16 +74,27 @@ class Registry(Generic[T]):
 
     def _of_file(self, name: str) -> T:
         path, _, attribute = name.rpartition(":")
-        before = set(self._entries)
-        module = import_file(Path(path), self.key)
-        if attribute not in self._entries:
-            new = sorted(set(self._entries) - before)
+        before = dict(self._entries)
+        import_file(Path(path), self.key)
+        entry = self._entries.pop(attribute, None)
+        if attribute in before and (attribute in self.names() or entry is not before[attribute]):
+            self._entries[attribute] = before[attribute]  # a built-in entry of this name stays what it was
+            entry = None if entry is before[attribute] else entry
+        if entry is None:
+            new = sorted(set(self._entries) - set(before))
             raise ConfigError(
                 f"{self.key}={name}: {path} registers no {self.kind} {attribute!r}; it registers: "
                 f"{', '.join(new) or 'none'}"
             )
-        del module
-        return self.register(name, self._entries.pop(attribute))
+        return self.register(name, entry)
+
+
+def package_folder(package: str) -> Path:
+    """The folder of a package, found without importing the packages above it."""
+    root, *below = package.split(".")
+    found = importlib.util.find_spec(root)
+    assert found is not None and found.submodule_search_locations, package
+    return Path(found.submodule_search_locations[0], *below)
 
 
 def is_user_entry(name: str) -> bool:
@@ -133,7 +138,8 @@ def attribute_of(module: ModuleType, name: str, key: str, wanted: Callable[[Any]
     found = getattr(module, name, None)
     if wanted(found):
         return found
-    own = sorted(key for key, value in vars(module).items() if wanted(value) and not key.startswith("_"))
+    defined = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    own = sorted(key for key, value in defined.items() if wanted(value) and not key.startswith("_"))
     near = difflib.get_close_matches(name, own, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{module.__file__} ({key}): {name!r} is not {what}{hint} (it has: {', '.join(own) or 'none'})")

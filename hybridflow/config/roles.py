@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridflow.config import check_entries, derived
 from hybridflow.config.derived import Role
-from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
+from hybridflow.config.schema import ModelConfig, OffloadConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError
 
 
@@ -37,9 +37,6 @@ def problems(config: RunConfig, job: str) -> list[str]:
 
 def _steering(config: RunConfig) -> Iterator[str]:
     algorithm, trainer = config.algorithm, config.trainer
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            yield f"algorithm.{name}={getattr(algorithm, name)} must lie between 0 and 1"
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         yield (
             f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or "
@@ -111,11 +108,19 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
 
 
 def _other_model(config: RunConfig) -> Iterator[str]:
-    if config.reference.path is not None and config.reference.placement == "colocated":
+    """A colocated reference is a second set of the policy's weights."""
+    reference = config.reference
+    if reference.placement != "colocated":
+        return
+    if reference.path is not None:
         yield (
-            f"reference.path={config.reference.path} with reference.placement=colocated: another model needs "
-            f"processes of its own; set "
-            "reference.placement=own"
+            f"reference.path={reference.path} with reference.placement=colocated: another model needs processes of its "
+            "own; set reference.placement=own"
+        )
+    if reference.offload != OffloadConfig():
+        yield (
+            "reference.offload is given, but with reference.placement=colocated the weights follow "
+            "actor.offload.weights; set that, or reference.placement=own"
         )
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -13,6 +10,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from hybridflow.batch import DataProto
+from hybridflow.config.registry import attribute_of, import_file
 from hybridflow.config.schema import DataConfig
 from hybridflow.data.dataset import PromptDataset
 from hybridflow.data.sampler import ResumableSampler
@@ -88,32 +86,13 @@ def _numbers(dataset: Prompts, key: str | None) -> np.ndarray | None:
 
 
 def _load(path: Path, name: str) -> Any:
-    if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(f"data.dataset_class.path {str(path)!r} is no python file (looked in {Path.cwd()})")
-    module_name = f"hybridflow_dataset_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses in the user's file look their own module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        sys.modules.pop(module_name, None)
-        raise ConfigError(
-            f"{path} (data.dataset_class.path) cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, name, None)
-    classes = sorted(
-        key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
+    found = attribute_of(
+        import_file(path, "data.dataset_class.path"), name, "data.dataset_class.name", inspect.isclass, "a class"
     )
-    if not inspect.isclass(found):
-        raise ConfigError(
-            f"{path} has no class {name!r} (data.dataset_class.name); it has: {', '.join(classes) or 'none'}"
-        )
     missing = [method for method in _METHODS if not hasattr(found, method)]
     if missing:
         raise ConfigError(
-            f"{path}: class {name} lacks {', '.join(missing)}; subclass hybridflow.data.dataset.PromptDataset, or add "
-            f"them"
+            f"{path}: class {name} lacks {', '.join(missing)}; add them, or subclass "
+            "hybridflow.data.dataset.PromptDataset"
         )
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from hybridflow.config.keys import ENGINE
 from hybridflow.config.registry import Registry
 
 if TYPE_CHECKING:
@@ -96,5 +97,5 @@ class Engine(Protocol):
 
 
 ENGINES: Registry[Callable[[EngineSpec, Path, Callable[[], None]], Engine]] = Registry(
-    "engine kind", "hybridflow.engines", "rollout.engine", packages=True
+    ENGINE.kind, ENGINE.package, "rollout.engine", packages=True
 )

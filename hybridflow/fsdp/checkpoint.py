@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import CheckpointError
 from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.reshard.fsdp_layout import shard_rows
-from hybridflow.saving.checkpoint_source import CheckpointFolder
-from hybridflow.saving.files import Chunk, HfSlice, Rectangle, check_cover
-from hybridflow.saving.manifest import INDEX, FileRecord, digest_of, sync_folder, write_json
-from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of
+from hybridflow.saving.rectangles import HfSlice, Rectangle
+from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of, restore
 
-TRAINING = "training.json"
+_BACKEND = "fsdp"
 _RANDOM = "rng_state"
 
 
@@ -81,17 +78,12 @@ class ShardedState:
 def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
     """One save; everything but the tensors' data is taken now."""
     state = ShardedState(policy)
-    training = {"updates": policy.optimizer.updates if policy.optimizer else 0}
-    manifest = manifest_of(policy, state.contains, {"world": dist.get_world_size()}, phase, step, {})
-
-    def write_index(to: Path, chunks: Sequence[Chunk], hf: Sequence[Any]) -> dict[str, FileRecord]:
-        check_cover(chunks)
-        write_json(to / INDEX, {"chunks": list(chunks), "hf": list(hf)})
-        write_json(to / TRAINING, training)
-        sync_folder(to)
-        return {name: digest_of(to / name) for name in (INDEX, TRAINING)}
-
-    return Job(state, manifest, write_index, folder, exchange)
+    training: dict[str, Any] = {}
+    if policy.optimizer is not None:
+        training = {"updates": policy.optimizer.updates, "settings": asdict(policy.optimizer.config)}
+    layout = {"world": dist.get_world_size()}
+    manifest = manifest_of(policy, _BACKEND, state.contains, layout, phase, step, training=training)
+    return Job(state, manifest, folder, exchange)
 
 
 @torch.no_grad()
@@ -102,20 +94,13 @@ def load(policy: Sharded, folder: Path) -> None:
 
     Raises:
         CheckpointError: the folder is missing, torn, foreign, of another backend, or of another model; nothing has been
-        loaded then.
+            loaded then.
     """
-    manifest = checked_manifest(policy, folder, shared_exchange(), TRAINING)
-    source, state = CheckpointFolder(folder), ShardedState(policy)
-    for one in state.tensors:
-        one.data.copy_(source.region(one.key, one.global_offset, one.local_shape))
+    exchange = shared_exchange()
+    manifest, state = checked_manifest(policy, folder, exchange, _BACKEND), ShardedState(policy)
+    same_ranks = manifest.layout["world"] == dist.get_world_size()
+    restore(folder, state.owned() if same_ranks else state.tensors, exchange)
     if policy.optimizer is not None:
-        policy.optimizer.resume(_updates(folder / TRAINING))
-    if manifest.layout["world"] == dist.get_world_size():
-        torch.set_rng_state(source.region(_RANDOM, state.random.global_offset, (1, len(state.random.data)))[0])
-
-
-def _updates(file: Path) -> int:
-    try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["updates"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
+        policy.optimizer.resume(int(manifest.training["updates"]))
+    if same_ranks:
+        torch.set_rng_state(state.random.data.view(-1))

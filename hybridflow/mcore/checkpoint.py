@@ -1,35 +1,33 @@
-"""Save and load model, reference, optimizer, schedule and random state, in the format of Megatron's
-dist_checkpointing."""
+"""Save and load model, adapters, reference, optimizer, schedule and random state of a policy on Megatron."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridflow.errors import CheckpointError
 from hybridflow.mcore import bootstrap
-from hybridflow.mcore.checkpoint_files import COMMON, write_index
 from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_step
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.mcore.sharded_state import ShardedState
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.saving.manifest import Manifest
-from hybridflow.saving.saver import Job, cause_of, checked_manifest, manifest_of
+from hybridflow.saving.saver import Job, checked_manifest, manifest_of, restore
 from hybridflow.saving.saver import Saver as _Saver
+
+_BACKEND = "megatron"
 
 
 class Saver(_Saver):
-    """Saves of one policy. All ranks create it and call its methods together."""
+    """Saves one policy or value model. All ranks create it and call its methods together."""
 
     def __init__(self, policy: Policy, timeout_s: float = 1800.0) -> None:
-        """`timeout_s`: see `saving.saver.Saver`."""
+        """`timeout_s`: how long a save waits for the slowest rank, and the next save for this one."""
         super().__init__(lambda folder, phase, step, exchange: _job(policy, folder, phase, step, exchange), timeout_s)
 
 
@@ -42,31 +40,25 @@ def save(policy: Policy, folder: Path, *, phase: str = "", step: int = 0) -> Non
 def load(policy: Policy, folder: Path) -> None:
     """Restore what was saved, in place, whatever the parallel layout was then. Collective.
 
-    The random state comes back where the number of ranks is the same.
+    The random state comes back where the number of ranks is the same. Of the optimizer's settings the configured ones
+    count, not those of the checkpoint; the schedule goes on at the update where it was.
 
     Raises:
         CheckpointError: the folder is missing, torn, foreign, or of another model; nothing has been loaded then.
     """
     exchange = shared_exchange()
-    manifest = checked_manifest(policy, folder, exchange, COMMON)
+    manifest = checked_manifest(policy, folder, exchange, _BACKEND)
     _check_adapters(policy, manifest, folder)
     if policy.optimizer is not None:
         prime_adam_state(policy.optimizer.inner)
     state = ShardedState(
         policy, with_random_state=manifest.layout["world"] == dist.get_world_size() and "rng" in manifest.contains
     )
-    wanted = {str(number): tensor for number, tensor in enumerate(state.tensors)}
-    try:
-        loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # dist_checkpointing raises a dozen types; torch's own is no Exception
-        raise CheckpointError(f"{folder} could not be loaded: {cause_of(error)}") from error
+    restore(folder, state.tensors, exchange)
     if policy.optimizer is not None:
-        set_adam_step(policy.optimizer.inner, int(loaded["training"]["adam_step"]))
-        policy.optimizer.scheduler.num_steps = 0  # load_state_dict adds to it
-        policy.optimizer.scheduler.load_state_dict(loaded["training"]["scheduler"])
+        set_adam_step(policy.optimizer.inner, int(manifest.training["updates"]))
+        policy.optimizer.scheduler.num_steps = int(manifest.training["scheduled"])
+        policy.optimizer.scheduler.step(0)  # sets rate and weight decay
     if "rng" in state.contains:
         torch.set_rng_state(state.random_state)
 
@@ -74,18 +66,25 @@ def load(policy: Policy, folder: Path) -> None:
 def _job(policy: Policy, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
     state = ShardedState(policy)
     training: dict[str, Any] = {}
-    if policy.optimizer is not None:
+    if (optimizer := policy.optimizer) is not None:
+        # updates that were left out (a gradient that was not finite) count for the schedule alone
         training = {
-            "adam_step": adam_step(policy.optimizer.inner),
-            "scheduler": policy.optimizer.scheduler.state_dict(),
+            "updates": adam_step(optimizer.inner),
+            "scheduled": optimizer.scheduler.num_steps,
+            "settings": asdict(optimizer.config),
         }
     manifest = manifest_of(
-        policy, state.contains, _layout(policy), phase, step, {"megatron_core": bootstrap.MEGATRON_VERSION}
+        policy,
+        _BACKEND,
+        state.contains,
+        _layout(policy),
+        phase,
+        step,
+        training=training,
+        lora=_facts(policy),
+        versions={"megatron_core": bootstrap.MEGATRON_VERSION},
     )
-    manifest = replace(manifest, lora=_facts(policy))
-    return Job(
-        state, manifest, lambda to, chunks, hf: write_index(to, chunks, hf, {"training": training}), folder, exchange
-    )
+    return Job(state, manifest, folder, exchange)
 
 
 def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
@@ -97,8 +96,7 @@ def _check_adapters(policy: Policy, manifest: Manifest, folder: Path) -> None:
         )
         raise CheckpointError(
             f"{folder} was not loaded: actor.lora was {there}, and is {here}; set it as it was, or go on from merged "
-            f"weights: "
-            "`hybridflow checkpoint export` and model.path"
+            "weights (`hybridflow checkpoint export`, then model.path)"
         )
 
 

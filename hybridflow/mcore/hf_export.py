@@ -8,8 +8,8 @@ from typing import Any
 
 from hybridflow.mcore.parallel import all_coordinates
 from hybridflow.mcore.policy import Policy
-from hybridflow.reshard.plan import OwnedPiece, plan_stages
 from hybridflow.saving.hf_export import MAX_SHARD_BYTES, Held, export_held
+from hybridflow.saving.ownership import megatron_owners
 
 
 def export(
@@ -19,19 +19,9 @@ def export(
     tokenizer: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """See `export_held`. Collective."""
-    held = Held(policy.family, policy.dtype, _owners(policy), policy.parameters())
+    """Write `folder` as `export_held` does. Collective."""
+    held = Held(policy.family, policy.dtype, megatron_owners(policy.family, all_coordinates()), policy.parameters())
     try:
         export_held(held, folder, hf_config, tokenizer, max_shard_bytes)
     finally:
         policy.release_copies()
-
-
-def _owners(policy: Policy) -> dict[str, list[OwnedPiece]]:
-    """{HF tensor: its slices, each with the one rank that sends it, by rank}."""
-    found: dict[str, list[OwnedPiece]] = {}
-    for plan in plan_stages(policy.family, all_coordinates(), 1 << 62, policy.dtype.itemsize):
-        for bucket in plan.buckets:
-            for owned in bucket.pieces:
-                found.setdefault(owned.piece.source, []).append(owned)
-    return found

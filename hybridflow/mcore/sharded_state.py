@@ -32,7 +32,7 @@ from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
 from hybridflow.models.lora import is_adapter
-from hybridflow.saving.files import HfSlice
+from hybridflow.saving.rectangles import HfSlice
 
 _REFERENCE = "reference."
 _OPTIMIZER = "optimizer.state."

@@ -12,7 +12,6 @@ import numpy as np
 from hybridflow.models import Family
 from hybridflow.models.layout import LocalTensor, Piece
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
-from hybridflow.reshard.plan import OwnedPiece
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -42,12 +41,3 @@ def fsdp_layout(family: Family, ranks: int, dtype: str, catalog: Catalog | None 
     index = (catalog or Catalog.of(family.tensors())).index()
     classes = tuple(RankLayout.of(fsdp_tensors(family, rank, ranks), index, dtype) for rank in range(ranks))
     return Layout(classes, np.arange(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64))
-
-
-def fsdp_owners(family: Family, ranks: int) -> dict[str, list[OwnedPiece]]:
-    """{HF tensor: its slices, each with the rank that has it, by rank}."""
-    found: dict[str, list[OwnedPiece]] = {}
-    for rank in range(ranks):
-        for local in fsdp_tensors(family, rank, ranks):
-            found.setdefault(local.name, []).extend(OwnedPiece(rank, local.name, piece) for piece in local.pieces)
-    return found

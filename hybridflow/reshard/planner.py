@@ -13,6 +13,7 @@ from hybridflow.reshard import regions as boxes
 from hybridflow.reshard.balance import assign_sources
 from hybridflow.reshard.fp8_blocks import SCALE_DTYPE, Quantised, with_scales
 from hybridflow.reshard.layout import Catalog, Layout
+from hybridflow.reshard.regions import group_rows
 from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_item_bytes, piece_columns
 
 Array = np.ndarray
@@ -54,18 +55,6 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     counts = np.bincount(target.rank_class, minlength=len(target.classes))
     sends = assign_sources(table, holders, source, counts)
     return SlicePlan(catalog, source, target, holders, table, sends, _phases(table, target), bucket_bytes, conversions)
-
-
-def group_rows(matrix: Array) -> tuple[Array, Array]:
-    """Equal rows of `[N, C]`: (index of the first of each group, group of each row); groups are in lexicographic
-    order."""
-    order = np.lexsort(matrix.T[::-1])
-    ordered = matrix[order]
-    is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    group = np.empty(len(order), dtype=np.int64)
-    group[order] = np.cumsum(is_new) - 1
-    return order[is_new], group
 
 
 def _regions(have: Table) -> tuple[Table, Array]:
@@ -224,7 +213,7 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
             f"{', '.join(CASTS)}, "
             f"and from these to block-wise {FP8}"
         )
-    problem = next(fp8_faults(catalog, target), None)
+    problem = next(_fp8_faults(catalog, target), None)
     if problem is not None:
         raise WeightSyncError(
             f"{problem}; plan with the scales of the model's quantization_config, or serve in bfloat16"
@@ -232,7 +221,7 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
     return tuple((a, b) for a in sorted(kinds[0]) for b in sorted(kinds[1]) if a != b)
 
 
-def fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
+def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
     """Pieces of engine buffers in fp8 whose tensor has no scales, and of scales in other than float32."""
     table = Quantised.of(catalog)
     for rank in target.classes:

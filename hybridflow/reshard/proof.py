@@ -1,27 +1,30 @@
-"""Prove a slice plan before a byte moves, from its data alone and by other means than the planner's.
+"""Prove a slice plan before a byte moves, from its data alone: nothing of the planner is used here.
 
 Shown: every element of every engine buffer is written exactly once or is declared padding; every slice comes whole from
 a region that its sender holds; every engine rank of a class is served once; every HF tensor is used whole by every
 engine, or named as unused; fused tensors travel in one bucket; no bucket is larger than it may be; senders hold all of
 the blocks that they make fp8 and scales of, and an engine that takes a weight in fp8 takes its scales.
+
+That rectangles cover a box exactly once is shown by their corners (`cover_faults`), where the planner intersects and
+subtracts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
-from hybridflow.reshard import regions as boxes
-from hybridflow.reshard.fp8_blocks import Quantised, blocks_of_scales, enclosing
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, padded
-from hybridflow.reshard.planner import CASTS, fp8_faults, group_rows
-from hybridflow.reshard.slices import SlicePlan, piece_columns
+from hybridflow.reshard.slices import SlicePlan
 
+Array = np.ndarray
 _SHOWN = 5
+_CASTS = ("float32", "bfloat16", "float16")  # what senders cast between
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def prove(plan: SlicePlan, allow_unused: Collection[str] = ()) -> Proof:
         if name not in allow_unused
     ]
     _refuse(faults)
-    padding = sum(int(boxes.volumes(rank.size[rank.tensor == PADDING]).sum()) for rank in plan.target.classes)
-    elements = sum(int(boxes.volumes(rank.shapes).sum()) for rank in plan.target.classes)
+    padding = sum(int(rank.size[rank.tensor == PADDING].prod(axis=1).sum()) for rank in plan.target.classes)
+    elements = sum(int(rank.shapes.prod(axis=1).sum()) for rank in plan.target.classes)
     return Proof(len(plan.deliveries.start), elements, padding, tuple(unused), plan.digest())
 
 
@@ -91,25 +94,138 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
 def tensor_use(catalog: Catalog, target: Layout) -> tuple[list[str], list[str]]:
     """HF tensors of which some engine takes (nothing, only a part). Scales are asked for only by engines that take the
     weight in fp8."""
-    pieces, table = piece_columns(target), Quantised.of(catalog)
-    in_fp8 = _pieces_in_fp8(target)
+    pieces, in_fp8 = _pieces(target), _pieces_in_fp8(target)
+    weight_of = _scales(catalog)[1]
     kinds = {
         tuple(np.unique(target.rank_class[target.replica == replica]).tolist()) for replica in np.unique(target.replica)
     }
     unused: set[int] = set()
     partial: set[int] = set()
-    full = boxes.volumes(catalog.shapes)
     for kind in sorted(kinds):
         mine = np.isin(pieces["class"], kind)
         tensor, start, size = pieces["tensor"][mine], pieces["start"][mine], pieces["size"][mine]
-        first, _ = group_rows(np.column_stack([tensor, start, size]))
-        owner, _, parts = boxes.make_disjoint(tensor[first], start[first], size[first])
-        taken = np.zeros(len(full), dtype=np.int64)
-        np.add.at(taken, tensor[first][owner], boxes.volumes(parts))
-        asked = (table.weight_of < 0) | np.isin(table.weight_of, pieces["tensor"][mine & in_fp8])
-        unused |= set(np.flatnonzero((taken == 0) & asked).tolist())
-        partial |= set(np.flatnonzero((taken != full) & (taken > 0)).tolist())
+        _, first = np.unique(_codes(tensor, *start.T, *size.T), return_index=True)  # several ranks take the same
+        tensor, start, size = tensor[first], start[first], size[first]
+        taken = np.zeros(len(catalog.names), dtype=bool)
+        taken[tensor] = True
+        asked = (weight_of < 0) | np.isin(weight_of, pieces["tensor"][mine & in_fp8])
+        unused |= set(np.flatnonzero(~taken & asked).tolist())
+        for fault in cover_faults(tensor, start, size, catalog.shapes):
+            here = tensor == fault.key
+            if taken[fault.key] and _union(start[here], size[here]) != int(catalog.shapes[fault.key].prod()):
+                partial.add(fault.key)
     return [catalog.names[t] for t in sorted(unused)], [catalog.names[t] for t in sorted(partial)]
+
+
+# ---- rectangles
+
+
+@dataclass(frozen=True)
+class CoverFault:
+    """What is wrong with the cover of one key: `beyond` its bounds, `overlap` (so many pairs) or `missing` (so many
+    elements)."""
+
+    key: int
+    kind: str
+    elements: int
+
+
+def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[CoverFault]:
+    """Why the rectangles of each key do not cover `[0, bounds[key])` exactly once; empty when they do.
+
+    A function on a grid that is zero far out is given by its differences along all axes, and those of a rectangle are
+    its corners with alternating signs. So rectangles cover a box exactly once if and only if their signed corners add
+    up to those of the box.
+
+    Args:
+        key: `[N]`, indices into bounds. start, size: `[N, D]`, whole numbers. bounds: `[K, D]`, the shape of each key.
+    """
+    beyond = np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
+    keys = np.concatenate([key, np.arange(len(bounds))])
+    low = np.concatenate([start, np.zeros_like(bounds)])
+    high = np.concatenate([start + size, bounds])
+    sign = np.where(np.arange(len(keys)) < len(key), 1, -1)
+    sound = ~np.isin(keys, beyond)
+    keys, low, high, sign = keys[sound], low[sound], high[sound], sign[sound]
+    corners = list(product((0, 1), repeat=bounds.shape[1]))
+    places = [np.where(np.array(corner, dtype=bool), high, low) for corner in corners]
+    signs = np.concatenate([sign * (-1) ** sum(corner) for corner in corners])
+    codes = _codes(np.tile(keys, len(corners)), *np.concatenate(places).T)
+    order = np.argsort(codes, kind="stable")
+    first = np.flatnonzero(np.diff(codes[order], prepend=-1))
+    left_over = np.add.reduceat(signs[order], first) != 0 if len(first) else np.zeros(0, dtype=bool)
+    wrong = np.unique(np.tile(keys, len(corners))[order[first[left_over]]])
+    faults = [CoverFault(int(number), "beyond", 0) for number in beyond]
+    for number in wrong.tolist():
+        here = key == number
+        pairs = _meeting(start[here], size[here])
+        missing = int(bounds[number].prod() - size[here].prod(axis=1).sum())
+        faults.append(CoverFault(number, "overlap", pairs) if pairs else CoverFault(number, "missing", missing))
+    return faults
+
+
+def _codes(*columns: Array) -> Array:
+    """One number `[N]` for each row of columns of whole numbers, none negative: equal for equal rows, and for no
+    others."""
+    codes, span = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        width = int(column.max(initial=0)) + 1
+        if span * width >= 1 << 62:
+            distinct, codes = np.unique(codes, return_inverse=True)
+            codes, span = codes.astype(np.int64), len(distinct)
+        codes, span = codes * width + column, span * width
+    return codes
+
+
+def _meeting(start: Array, size: Array) -> int:
+    """Pairs of rectangles that share an element."""
+    end, pairs = start + size, 0
+    for row in range(len(start) - 1):
+        shared = np.minimum(end[row], end[row + 1 :]) > np.maximum(start[row], start[row + 1 :])
+        pairs += int(shared.all(axis=1).sum())
+    return pairs
+
+
+def _union(start: Array, size: Array) -> int:
+    """Elements that lie in some of the rectangles, counted on the grid of all their bounds."""
+    cuts = [np.unique(np.concatenate([start[:, d], start[:, d] + size[:, d]])) for d in range(start.shape[1])]
+    covered = np.zeros([len(cut) - 1 for cut in cuts], dtype=bool)
+    low, high = (
+        np.stack([np.searchsorted(cut, edge[:, d]) for d, cut in enumerate(cuts)], axis=1)
+        for edge in (start, start + size)
+    )
+    for begin, end in zip(low.tolist(), high.tolist(), strict=True):
+        covered[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] = True
+    volume = np.ones((), dtype=np.int64)
+    for cut in cuts:
+        volume = np.multiply.outer(volume, np.diff(cut))
+    return int(volume[covered].sum())
+
+
+# ---- the plan's tables
+
+
+def _pieces(layout: Layout) -> dict[str, Array]:
+    """All pieces of all classes that are not padding: class, and columns of `RankLayout`."""
+    real = np.concatenate([rank.tensor for rank in layout.classes]) != PADDING
+    number = np.repeat(np.arange(len(layout.classes)), [len(rank.tensor) for rank in layout.classes])
+    columns = {
+        name: np.concatenate([getattr(rank, name) for rank in layout.classes]) for name in ("tensor", "start", "size")
+    }
+    return {name: values[real] for name, values in {"class": number, **columns}.items()}
+
+
+def _scales(catalog: Catalog) -> tuple[Array, Array, Array]:
+    """By tensor: its scales and what it is the scales of (-1: none), and rows and columns of a block `[T, 3]`."""
+    scale_of, weight_of = np.full((2, len(catalog.names)), -1, dtype=np.int64)
+    block = np.ones_like(catalog.shapes)
+    for weight, scale, *sizes in catalog.scales.tolist():
+        scale_of[weight], weight_of[scale] = scale, weight
+        block[weight, 1:] = block[scale, 1:] = sizes
+    return scale_of, weight_of, block
+
+
+# ---- the checks
 
 
 def _refuse(faults: Sequence[str]) -> None:
@@ -124,7 +240,7 @@ def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
     key = np.concatenate([rank.buffer + offset for rank, offset in zip(layout.classes, first[:-1], strict=True)])
     local, size = (np.concatenate([getattr(rank, name) for rank in layout.classes]) for name in ("local", "size"))
     shapes = np.concatenate([rank.shapes for rank in layout.classes])
-    for fault in boxes.cover_faults(key, local, size, shapes):
+    for fault in cover_faults(key, local, size, shapes):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
         rank = int(np.flatnonzero(layout.rank_class == number)[0])
         name = layout.classes[number].names[fault.key - int(first[number])]
@@ -137,7 +253,7 @@ def _buffer_faults(side: str, layout: Layout) -> Iterator[str]:
 
 
 def _bounds_faults(side: str, catalog: Catalog, layout: Layout) -> Iterator[str]:
-    pieces = piece_columns(layout)
+    pieces = _pieces(layout)
     beyond = (
         (pieces["start"] < 0)
         | (pieces["start"] + pieces["size"] > catalog.shapes[pieces["tensor"]])
@@ -156,7 +272,7 @@ def _piece_faults(plan: SlicePlan) -> Iterator[str]:
     )
     piece = first[table.receiver] + table.piece
     bounds = np.where((tensor == PADDING)[:, None], 0, size)
-    for fault in boxes.cover_faults(piece, table.start - start[piece], table.size, bounds):
+    for fault in cover_faults(piece, table.start - start[piece], table.size, bounds):
         number = int(np.searchsorted(first, fault.key, side="right")) - 1
         layout, row = plan.target.classes[number], fault.key - int(first[number])
         name = layout.names[int(layout.buffer[row])]
@@ -176,19 +292,15 @@ def _sender_faults(plan: SlicePlan) -> Iterator[str]:
     outside = (offset < 0).any(axis=1) | (offset + table.size > regions.size[table.region]).any(axis=1)
     for row in np.flatnonzero(outside | (regions.tensor[table.region] != tensor))[:_SHOWN].tolist():
         yield f"slice {row} of {plan.catalog.names[int(tensor[row])]} is not inside the region that it is cut from"
-    have = piece_columns(plan.source)
-    rows = np.concatenate(
-        [
-            np.column_stack([have["tensor"], have["start"], have["size"]]),
-            np.column_stack([regions.tensor, regions.start, regions.size]),
-        ]
+    have, asked = _pieces(plan.source), table.region[sends.delivery]
+    codes = _codes(
+        np.concatenate([have["class"], plan.source.rank_class[sends.source]]),
+        np.concatenate([have["tensor"], regions.tensor[asked]]),
+        *np.concatenate([have["start"], regions.start[asked]]).T,
+        *np.concatenate([have["size"], regions.size[asked]]).T,
     )
-    _, same = group_rows(rows)
-    held, region = same[: len(have["tensor"])], same[len(have["tensor"]) :]
-    width = int(same.max(initial=0)) + 1
-    keys = np.unique(have["class"] * width + held)
-    asked = plan.source.rank_class[sends.source] * width + region[table.region[sends.delivery]]
-    for row in np.flatnonzero(~np.isin(asked, keys))[:_SHOWN].tolist():
+    count = len(have["tensor"])
+    for row in np.flatnonzero(~np.isin(codes[count:], codes[:count]))[:_SHOWN].tolist():
         name = plan.catalog.names[int(tensor[sends.delivery[row]])]
         yield f"trainer rank {int(sends.source[row])} is to send a slice of {name} that it does not hold"
 
@@ -197,9 +309,7 @@ def _service_faults(plan: SlicePlan) -> Iterator[str]:
     """Deliveries that some rank of the class gets twice or not at all."""
     sends, table = plan.sends, plan.deliveries
     counts = np.bincount(plan.target.rank_class, minlength=len(plan.target.classes))[table.receiver]
-    faults = boxes.cover_faults(
-        sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None]
-    )
+    faults = cover_faults(sends.delivery, sends.first[:, None], (sends.last - sends.first)[:, None], counts[:, None])
     for fault in faults:
         yield (
             f"delivery {fault.key} does not reach each of its {int(counts[fault.key])} engine ranks once ({fault.kind})"
@@ -221,25 +331,38 @@ def _bucket_faults(plan: SlicePlan) -> Iterator[str]:
         n: np.concatenate([getattr(rank, n) for rank in plan.target.classes]) for n in ("tensor", "buffer", "local")
     }
     piece = first[table.receiver] + table.piece
-    _, atom = group_rows(np.column_stack([table.receiver, columns["buffer"][piece], columns["local"][piece, 0]]))
-    tensors, buckets = (
-        np.bincount(atom[group_rows(np.column_stack([atom, x]))[0]]) for x in (columns["tensor"][piece], table.bucket)
-    )
-    for number in np.flatnonzero((tensors > 1) & (buckets > 1))[:_SHOWN].tolist():
+    # an atom: the part of an engine buffer (all of it, or one matrix of a stack) that several tensors fill
+    atom = _codes(table.receiver, columns["buffer"][piece], columns["local"][piece, 0])
+    fused, split = (_several(atom, values) for values in (columns["tensor"][piece], table.bucket))
+    for number in np.intersect1d(fused, split)[:_SHOWN].tolist():
         row = int(np.flatnonzero(atom == number)[0])
         layout = plan.target.classes[int(table.receiver[row])]
         yield f"the fused engine tensor {layout.names[int(layout.buffer[table.piece[row]])]} is split over buckets"
 
 
+def _several(group: Array, values: Array) -> Array:
+    """Groups that have more than one value."""
+    order = np.lexsort((values, group))
+    group, values = group[order], values[order]
+    return np.unique(group[1:][(group[1:] == group[:-1]) & (values[1:] != values[:-1])])
+
+
 def _dtype_faults(plan: SlicePlan) -> Iterator[str]:
-    for layout, known in ((plan.source, {*CASTS}), (plan.target, {*CASTS, FP8})):
+    for layout, known in ((plan.source, {*_CASTS}), (plan.target, {*_CASTS, FP8})):
         for kind in sorted({dtype for rank in layout.classes for dtype in rank.dtypes} - known):
             yield f"no conversion for dtype {kind}"
-    yield from fp8_faults(plan.catalog, plan.target)
+    scale_of, weight_of, _ = _scales(plan.catalog)
+    for rank in plan.target.classes:
+        dtype = np.array(rank.dtypes, dtype=object)[rank.buffer]
+        for row in np.flatnonzero((rank.tensor != PADDING) & (dtype == FP8) & (scale_of[rank.tensor] < 0))[:1].tolist():
+            yield f"the engine's {rank.names[int(rank.buffer[row])]} is {FP8}, for which the catalog has no scales"
+        others = (rank.tensor != PADDING) & (weight_of[rank.tensor] >= 0) & (dtype != "float32")
+        for row in np.flatnonzero(others)[:1].tolist():
+            yield f"the engine's {rank.names[int(rank.buffer[row])]} takes scales in another dtype than float32"
 
 
 def _pieces_in_fp8(target: Layout) -> np.ndarray:
-    """Which rows of `piece_columns(target)` lie in buffers of fp8."""
+    """Which rows of `_pieces(target)` lie in buffers of fp8."""
     flags = [
         np.array([dtype == FP8 for dtype in rank.dtypes], dtype=bool)[rank.buffer[rank.tensor != PADDING]]
         for rank in target.classes
@@ -249,33 +372,32 @@ def _pieces_in_fp8(target: Layout) -> np.ndarray:
 
 def _block_faults(plan: SlicePlan) -> Iterator[str]:
     """Scales and fp8 weights that their senders could not make: a block that is not all theirs."""
-    catalog, table = plan.catalog, Quantised.of(plan.catalog)
+    catalog, (scale_of, weight_of, blocks) = plan.catalog, _scales(plan.catalog)
     for number, rank in enumerate(plan.source.classes):
-        weights, scales = table.weight_rows(rank.tensor), table.scale_rows(rank.tensor)
-        wanted = rank.tensor[scales]
-        weight = table.weight_of[wanted]
-        start, size = blocks_of_scales(
-            rank.start[scales], rank.size[scales], table.block[wanted], catalog.shapes[weight]
-        )
+        real = rank.tensor != PADDING
+        weights, scales = (np.flatnonzero(real & (of[rank.tensor] >= 0)) for of in (scale_of, weight_of))
         first = int(np.flatnonzero(plan.source.rank_class == number)[0])
         if len(weights) != len(scales):
             yield f"trainer rank {first} has {len(weights)} pieces of weights with scales and {len(scales)} of scales"
             continue
-        unlike = (
-            (rank.tensor[weights] != weight)
-            | (rank.start[weights] != start).any(axis=1)
-            | (rank.size[weights] != size).any(axis=1)
-        )
+        # a sender computes its k-th piece of scales from its k-th piece of weights
+        wanted = rank.tensor[scales]
+        weight, block = weight_of[wanted], blocks[wanted]
+        start = rank.start[scales] * block
+        end = np.minimum((rank.start[scales] + rank.size[scales]) * block, catalog.shapes[weight])
+        unlike = (rank.tensor[weights] != weight) | (rank.start[weights] != start).any(axis=1)
+        unlike |= (rank.start[weights] + rank.size[weights] != end).any(axis=1)
         for row in np.flatnonzero(unlike)[:_SHOWN].tolist():
             yield f"trainer rank {first} does not hold the weights of its part of {catalog.names[int(wanted[row])]}"
-    regions, rows = plan.regions, np.flatnonzero(_deliveries_in_fp8(plan))
-    region = plan.deliveries.region[rows]
+    table, regions = plan.deliveries, plan.regions
+    rows = np.flatnonzero(_deliveries_in_fp8(plan))
+    region = table.region[rows]
     tensor = regions.tensor[region]
-    start, size = enclosing(
-        plan.deliveries.start[rows], plan.deliveries.size[rows], table.block[tensor], catalog.shapes[tensor]
-    )
+    start, end, block = table.start[rows], table.start[rows] + table.size[rows], blocks[tensor]
     low, high = regions.start[region], regions.start[region] + regions.size[region]
-    for row in np.flatnonzero(((start < low) | (start + size > high)).any(axis=1))[:_SHOWN].tolist():
+    # whole blocks from the first to the last that the slice touches, the tensor's last ones as far as they go
+    outside = (start - start % block < low) | (np.minimum(end + -end % block, catalog.shapes[tensor]) > high)
+    for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
         yield (
             f"slice {int(rows[row])} of {catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the "
             f"region it is made of"

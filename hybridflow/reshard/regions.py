@@ -1,4 +1,5 @@
-"""Axis-parallel rectangles in bulk: intersection, subtraction, and the proof that they cover something exactly once.
+"""Axis-parallel rectangles in bulk: intersection, subtraction, overlaps. The planner cuts with these; the proof of a
+plan uses none of them.
 
 A set of N rectangles is two int64 arrays `[N, D]`, `start` and `size`; a third array `key` `[N]` says what each lies in
 (a tensor, a buffer), and only rectangles of equal key meet. Everything is vectorised: a plan for a model of 10^12
@@ -6,8 +7,6 @@ parameters has some 10^5 rectangles.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -70,35 +69,16 @@ def overlapping_pairs(key: Array, start: Array, size: Array) -> Array:
     return np.stack([a[meets], b[meets]], axis=1)
 
 
-@dataclass(frozen=True)
-class CoverFault:
-    """What is wrong with the cover of one key: `beyond` its bounds, `overlap`ping or leaving `missing` elements."""
-
-    key: int
-    kind: str
-    elements: int
-
-
-def cover_faults(key: Array, start: Array, size: Array, bounds: Array) -> list[CoverFault]:
-    """Why the rectangles of each key do not cover `[0, bounds[key])` exactly once; empty when they do.
-
-    Args:
-        key: `[N]`, indices into bounds. start, size: `[N, D]`. bounds: `[K, D]`, the shape of each key.
-    """
-    faults = [
-        CoverFault(int(k), "beyond", 0)
-        for k in np.unique(key[((start < 0) | (start + size > bounds[key]) | (size < 0)).any(axis=1)])
-    ]
-    pairs = overlapping_pairs(key, start, size)
-    faults += [
-        CoverFault(int(k), "overlap", int(n))
-        for k, n in zip(*np.unique(key[pairs[:, 0]], return_counts=True), strict=True)
-    ]
-    covered = np.zeros(len(bounds), dtype=np.int64)
-    np.add.at(covered, key, volumes(size))
-    gap = volumes(bounds) - covered
-    wrong = {fault.key for fault in faults}
-    return faults + [CoverFault(int(k), "missing", int(gap[k])) for k in np.flatnonzero(gap) if int(k) not in wrong]
+def group_rows(matrix: Array) -> tuple[Array, Array]:
+    """Equal rows of `[N, C]`: (index of the first of each group, group of each row); groups are in lexicographic
+    order."""
+    order = np.lexsort(matrix.T[::-1])
+    ordered = matrix[order]
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    group = np.empty(len(order), dtype=np.int64)
+    group[order] = np.cumsum(is_new) - 1
+    return order[is_new], group
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

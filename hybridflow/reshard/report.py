@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import ConfigError
 from hybridflow.models import family_of
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.fp8 import FP8, BlockQuantisation
@@ -71,14 +71,14 @@ def parse_shape(text: str) -> dict[str, int]:
     """`tp=8,pp=16` or `32xtp=32,ep=32` as keyword arguments; the leading number is `count`.
 
     Raises:
-        WeightSyncError: a word is not NAME=NUMBER.
+        ConfigError: a word is not NAME=NUMBER.
     """
     count, found, rest = text.partition("x")
     values = {"count": int(count)} if found and count.isdigit() else {}
     for word in (rest if values else text).split(","):
         name, _, number = word.strip().partition("=")
         if not number.isdigit() or int(number) < (0 if name in ("first", "last") else 1):
-            raise WeightSyncError(
+            raise ConfigError(
                 f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are {', '.join(SHORT)}, ranks"
             )
         values[SHORT.get(name, name)] = int(number)
@@ -89,7 +89,7 @@ def build(kind: type, text: str) -> Any:
     """A ParallelShape or EngineShape from its text.
 
     Raises:
-        WeightSyncError: a name that this side does not have, or the number of ranks is missing.
+        ConfigError: a name that this side does not have, or the number of ranks is missing.
     """
     values, known = parse_shape(text), {field.name for field in fields(kind)}
     unknown = sorted(values.keys() - known)
@@ -98,7 +98,7 @@ def build(kind: type, text: str) -> Any:
             {short for short, long in SHORT.items() if long in known} | (known & {"ranks", "count", "dense"})
         )
         problem = f"{unknown[0]!r} is no size of this side" if unknown else "ranks=NUMBER is missing"
-        raise WeightSyncError(f"{text!r}: {problem}; there are {', '.join(names)}")
+        raise ConfigError(f"{text!r}: {problem}; there are {', '.join(names)}")
     return kind(**values)
 
 
@@ -118,11 +118,11 @@ def dry_run(
             config's `quantization_config` has it or in blocks of 128 x 128, and leaves the other tensors in `dtype`.
 
     Raises:
-        ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
+        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
     """
     decoder = family_of(config)
     if not isinstance(decoder, Decoder):
-        raise WeightSyncError(f"no engine layout is written for model_type {config.get('model_type')!r}")
+        raise ConfigError(f"no engine layout is written for model_type {config.get('model_type')!r}")
     times = [time.perf_counter()]
     quantisation = BlockQuantisation.of(config) if engine_dtype == FP8 else None
     catalog = Catalog.of(decoder.tensors(), quantisation)

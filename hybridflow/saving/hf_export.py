@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridflow.models.family import Family, kept_dtypes
 from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 from hybridflow.process.exchange import Exchange, shared_exchange
-from hybridflow.reshard.plan import OwnedPiece
+from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of, write_surroundings
 
 MAX_SHARD_BYTES = 4 << 30

@@ -3,7 +3,8 @@
 `manifest.json` is the last file written into a checkpoint's folder, under its name only when it is on the disk: a
 folder without one is no checkpoint. Hashes are XXH3 (128 bits): a torn, truncated or flipped file is what they must
 find, not an adversary, and they keep pace with the disk where SHA-256 would slow every save. `xxhsum -H2 FILE` prints
-the same digits. No torch here.
+the same digits. The manifest itself, and the driver's part of a checkpoint, carry a hash of their own content. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import xxhash
 from hybridflow.errors import CheckpointError
 
 MANIFEST, INDEX = "manifest.json", "index.json"
-FORMAT = 1
+FORMAT = 2
+_SEAL = "xxh3"
 _BLOCK = 4 << 20
 # keys of a Hugging Face config that say nothing about the weights or what is computed with them
 _INCIDENTAL = frozenset(
@@ -50,9 +52,10 @@ class FileRecord:
 class Manifest:
     """What a checkpoint is.
 
-    `contains` names the parts (model, optimizer, reference, rng); `layout` the parallel sizes it was taken with;
-    `hf_config` the model's Hugging Face config; `lora` the adapters' rank, alpha and targets (empty: the model has
-    none); `files` is every file beside the manifest, by name.
+    `contains` names the parts (model, optimizer, reference, rng); `backend` the training backend that wrote it;
+    `layout` the parallel sizes it was taken with; `hf_config` the model's Hugging Face config; `training` the number
+    of updates and the optimizer's settings then (empty without an optimizer); `lora` the adapters' rank, alpha and
+    targets (empty: the model has none); `files` is every other file of the folder, by name.
     """
 
     phase: str
@@ -65,6 +68,8 @@ class Manifest:
     created: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = ""
+    training: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -80,7 +85,20 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Put it into `folder`, whole and on the disk."""
         value = asdict(self) | {"family": self.family, "config_digest": config_digest(self.hf_config)}
-        write_json(folder / MANIFEST, value)
+        write_sealed(folder / MANIFEST, value)
+
+    def changed_settings(self, optim: Any, key: str) -> list[str]:
+        """Which of the optimizer's settings (a dataclass) are configured otherwise than when the checkpoint was saved.
+
+        Args:
+            key: the settings' place in the configuration, `actor.optim` for example.
+        """
+        now, before = json.loads(json.dumps(asdict(optim))), self.training.get("settings", {})
+        return [
+            f"{key}.{name} was {before[name]} when the checkpoint was saved and is {now[name]} now; the latter counts"
+            for name in sorted(now.keys() & before.keys())
+            if now[name] != before[name]
+        ]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -91,19 +109,16 @@ class Manifest:
         """
         file = folder / MANIFEST
         try:
-            value = json.loads(file.read_text(encoding="utf-8"))
+            value = read_sealed(file)
             if value["format"] != FORMAT:
                 raise CheckpointError(f"{file} has format {value['format']}, this version reads {FORMAT}")
             files = {
-                name: FileRecord(int(record["size"]), str(record["xxh3"]))
+                plain_name(name): FileRecord(int(record["size"]), str(record["xxh3"]))
                 for name, record in value.pop("files").items()
             }
-            value.setdefault("lora", {})  # checkpoints of versions without adapters
             known = {key: value[key] for key in cls.__dataclass_fields__ if key != "files"}
             return cls(**{**known, "contains": tuple(known["contains"])}, files=files)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{folder} is not a whole checkpoint (no {MANIFEST} in it)") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
             ) from error
@@ -169,6 +184,45 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
 
 
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object that carries the hash of its own content; whole or not at all."""
+    plain = json.loads(json.dumps(value))
+    write_json(path, {**plain, _SEAL: _seal(plain)})
+
+
+def read_sealed(file: Path) -> dict[str, Any]:
+    """What `write_sealed` wrote to `file`.
+
+    Raises:
+        CheckpointError: there is no such file, or its content is not what was written.
+    """
+    try:
+        value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        seal = value.pop(_SEAL, None)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} is not a whole checkpoint (no {file.name} in it)") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
+        ) from error
+    if seal is None:
+        raise CheckpointError(f"{file} has no hash of itself: it is not ours, or an earlier version wrote it")
+    if seal != _seal(value):
+        raise CheckpointError(f"{file} does not have the content that was written (hash differs)")
+    return value
+
+
+def _seal(value: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def plain_name(name: str) -> str:
+    """The name of a file or folder right inside another. ValueError for anything that leads elsewhere."""
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is no name of a file inside the folder")
+    return name
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole or not at all; it is on the disk when this returns."""
     temporary = path.with_name(path.name + ".tmp")
@@ -181,7 +235,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that were created, renamed or removed in `folder` last."""
+    """Bring names that were created, renamed or removed in `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

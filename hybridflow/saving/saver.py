@@ -1,5 +1,4 @@
-"""One save after another, in the background or not, and what must hold before a load: the same for every training
-backend.
+"""Save and load one role's state, in the background or not: the same for every training backend.
 
 A folder is a checkpoint when it has a `manifest.json`, which is written last: a kill or a full disk at any moment
 leaves a folder that is none. An asynchronous save stops the training for one copy of the state into host memory; a
@@ -20,31 +19,39 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 import hybridflow
+from hybridflow.device.platform import Platform
 from hybridflow.errors import CheckpointError
 from hybridflow.models import Family
 from hybridflow.process.exchange import Exchange
-from hybridflow.saving.files import Chunk, write_tensors
-from hybridflow.saving.manifest import MANIFEST, FileRecord, Manifest, differences, problems_of
-from hybridflow.saving.staging import Staging
+from hybridflow.saving.manifest import (
+    INDEX,
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    differences,
+    digest_of,
+    problems_of,
+    write_json,
+)
+from hybridflow.saving.reader import CheckpointFolder
+from hybridflow.saving.rectangles import check_cover, write_tensors
 
+_ALIGN = 64
 _log = logging.getLogger(__name__)
-# (folder, all ranks' chunks, all ranks' HF slices) -> the files that one rank writes for all
-WriteIndex = Callable[[Path, Sequence[Chunk], Sequence[Any]], dict[str, FileRecord]]
 
 
 class State(Protocol):
-    """What a backend says of this rank's part of a checkpoint."""
+    """This rank's part of a checkpoint, as a backend describes it."""
 
     @property
     def contains(self) -> Sequence[str]:
-        """Parts: model, optimizer, reference, rng."""
+        """The parts it has: model, adapters, optimizer, reference, rng."""
         ...
 
     def owned(self) -> Sequence[Any]:
-        """The rectangles (`saving.files.Rectangle`) that this rank writes, over live memory."""
+        """The rectangles (`saving.rectangles.Rectangle`) that this rank writes, over live memory."""
         ...
 
     def hf(self) -> Iterable[Any]:
@@ -53,21 +60,21 @@ class State(Protocol):
 
 
 class Holder(Protocol):
-    """A policy, as far as a manifest describes it."""
+    """A model, as far as a manifest describes it."""
 
     @property
     def family(self) -> Family:
-        """Of the model."""
+        """The family of the model."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """It computes in."""
+        """The precision of the weights."""
         ...
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there is one."""
+        """Whether there is an optimizer, whose state belongs to a checkpoint."""
         ...
 
     @property
@@ -82,11 +89,12 @@ class Saver:
 
     def __init__(self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0) -> None:
         """Args:
-        open_job: of folder, phase, step; takes everything but the tensors' data from the live state.
+        open_job: makes the job of one save from folder, phase, step and exchange; it takes everything but the tensors'
+            data from the live state.
         timeout_s: how long a rank that has written its files waits for the slowest, and a save for the one before.
         """
         self._open_job, self.timeout_s = open_job, timeout_s
-        # its own: an export or a load may use the shared one on the training's thread while a save ends in the
+        # not the shared exchange: an export or a load may use that on the training's thread while a save ends in the
         # background
         self._exchange = Exchange(timeout_s)
         self._staging = Staging()
@@ -150,13 +158,50 @@ class Saver:
             time.sleep(0.005)
 
 
+_ALIGN = 64
+
+
+class Staging:
+    """Host memory for one consistent copy of this rank's state while it is written: one buffer, pinned where there is
+    a GPU, that every save uses again. It grows when a later state is larger and is never given back."""
+
+    def __init__(self) -> None:
+        self._platform = Platform.detect()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return self._buffer.numel()
+
+    def copy(self, tensors: Sequence[Any]) -> list[Any]:
+        """The same rectangles (dataclasses with `data`) over a copy of their data, taken now. Valid until the next
+        call."""
+        sizes = [-(-tensor.data.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
+        if sum(sizes) > self.size:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._platform.kind == "cuda")
+        memory, start, copies = self._buffer.numpy(), 0, []
+        for tensor, size in zip(tensors, sizes, strict=True):
+            source = tensor.data
+            if source.numel():
+                target = torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=start).view(
+                    source.shape
+                )
+                target.copy_(source, non_blocking=True)
+            else:
+                target = torch.empty_like(source, device="cpu")
+            copies.append(replace(tensor, data=target))
+            start += size
+        self._platform.synchronize()
+        return copies
+
+
 class Job:
     """One save on one rank: everything but the tensors' data is taken when it is created, on the training's thread."""
 
-    def __init__(
-        self, state: State, manifest: Manifest, write_index: WriteIndex, folder: Path, exchange: Exchange
-    ) -> None:
-        self.state, self.manifest, self._write_index = state, manifest, write_index
+    def __init__(self, state: State, manifest: Manifest, folder: Path, exchange: Exchange) -> None:
+        self.state, self.manifest = state, manifest
         self.folder, self.exchange, self.rank = folder, exchange, dist.get_rank()
 
     def write(self, tensors: Sequence[Any]) -> None:
@@ -167,10 +212,12 @@ class Job:
             self._raise_if(self._on_first(lambda: self._complete(reports)))
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
-            raise self._not_written(f"another rank is gone, or its files took longer than allowed: {reason}") from error
+            raise self._not_written(
+                f"another rank has ended, or its files took longer than allowed: {reason}"
+            ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:
-        """This rank's file; what became of it, as JSON."""
+        """Write this rank's file; returns, as JSON, what lies where in it, or why it could not be written."""
         try:
             chunks, files = write_tensors(self.folder, self.rank, tensors)
         except Exception as error:
@@ -187,14 +234,16 @@ class Job:
         self.folder.mkdir(parents=True)
 
     def _complete(self, texts: Sequence[str]) -> None:
-        """On the first rank, when all have written: what is common to all, and the manifest."""
+        """On the first rank, when all have written: the index, and last the manifest."""
         reports = [json.loads(text) for text in texts]
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
             raise CheckpointError("; ".join(errors))
         files = {name: FileRecord(**record) for report in reports for name, record in report["files"].items()}
         chunks, hf = ([item for report in reports for item in report[key]] for key in ("chunks", "hf"))
-        files |= self._write_index(self.folder, chunks, hf)
+        check_cover(chunks)
+        write_json(self.folder / INDEX, {"chunks": chunks, "hf": hf})
+        files[INDEX] = digest_of(self.folder / INDEX)
         replace(self.manifest, files=files).write(self.folder)
 
     def _on_first(self, action: Callable[[], None]) -> str:
@@ -222,9 +271,18 @@ class Job:
 
 
 def manifest_of(
-    holder: Holder, contains: Sequence[str], layout: dict[str, int], phase: str, step: int, versions: dict[str, str]
+    holder: Holder,
+    backend: str,
+    contains: Sequence[str],
+    layout: dict[str, int],
+    phase: str,
+    step: int,
+    *,
+    training: dict[str, Any],
+    lora: dict[str, Any] | None = None,
+    versions: dict[str, str] | None = None,
 ) -> Manifest:
-    """The manifest without its files; `versions` beside ours and torch's."""
+    """The manifest of a save without its files; `versions` of more libraries than ours and torch."""
     return Manifest(
         phase=phase,
         step=step,
@@ -232,8 +290,11 @@ def manifest_of(
         layout=layout,
         dtype=str(holder.dtype).removeprefix("torch."),
         hf_config=dict(holder.family.hf),
-        versions={"hybridflow": hybridflow.__version__, "torch": torch.__version__, **versions},
+        versions={"hybridflow": hybridflow.__version__, "torch": torch.__version__, **(versions or {})},
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        backend=backend,
+        training=training,
+        lora=lora or {},
     )
 
 
@@ -241,12 +302,9 @@ def manifest_of(
 # ------------------------------------------------------------------------------------------------------------
 
 
-def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, marker: str) -> Manifest:
+def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:
     """The manifest, when the files are what it says and the model is the holder's. The ranks share the reading; all
     raise alike.
-
-    Args:
-        marker: a file that every checkpoint of this backend has, and no other backend's.
 
     Raises:
         CheckpointError: the folder is missing, torn, foreign, of another backend, or of another model.
@@ -254,7 +312,7 @@ def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, marker: s
     problems, manifest = [], None
     try:
         manifest = Manifest.read(folder)
-        problems = _mismatches(holder, manifest, marker)
+        problems = _mismatches(holder, manifest, backend)
         if not problems:
             problems = problems_of(folder, manifest, sorted(manifest.files)[dist.get_rank() :: exchange.world])
     except CheckpointError as error:
@@ -265,11 +323,26 @@ def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, marker: s
     return manifest
 
 
-def _mismatches(holder: Holder, manifest: Manifest, marker: str) -> list[str]:
-    if marker not in manifest.files:
+def restore(folder: Path, tensors: Sequence[Any], exchange: Exchange) -> None:
+    """Fill this rank's rectangles from a checkpoint that `checked_manifest` has found whole. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, when one of them cannot read what it needs.
+    """
+    failure = ""
+    try:
+        CheckpointFolder(folder).restore(tensors)
+    except Exception as error:
+        failure = cause_of(error)
+    if found := [text for text in dict.fromkeys(exchange.gather(failure)) if text.strip()]:
+        raise CheckpointError(f"{folder} could not be loaded: {'; '.join(found[:6])}")
+
+
+def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
+    if manifest.backend != backend:
         return [
-            f"another training backend wrote it (no {marker}); set actor.backend as it was, or bring it over with "
-            "`hybridflow checkpoint export` and model.path"
+            f"another training backend ({manifest.backend}) wrote it; set actor.backend as it was, or bring it over "
+            "with `hybridflow checkpoint export` and model.path"
         ]
     family = holder.family.hf.get("model_type")
     if manifest.family != family:
@@ -288,10 +361,7 @@ def _mismatches(holder: Holder, manifest: Manifest, marker: str) -> list[str]:
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong; of torch's CheckpointException the ranks' own exceptions (none but on the coordinator), without
-    tracebacks."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values())) or "another rank failed"
+    """What went wrong, in one line."""
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror or error)
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.errors import CheckpointError
-from hybridflow.saving.manifest import MANIFEST, sync_folder, write_json
+from hybridflow.saving.manifest import (
+    MANIFEST,
+    Manifest,
+    plain_name,
+    read_sealed,
+    sync_folder,
+    write_json,
+    write_sealed,
+)
+
+DRIVER, LATEST = "driver.json", "latest.json"
 
 _PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
 _DROPPED = ".dropped"
@@ -57,6 +67,12 @@ class Checkpoint:
     def critic(self) -> Path:
         """What the critic's ranks wrote, in a run that has one."""
         return self.folder / "critic"
+
+    def changed_settings(self, role: str, optim: Any, key: str) -> list[str]:
+        """Which optimizer settings of a role (`policy`, `critic`) are configured otherwise than when it was saved.
+        Empty where the checkpoint has no such role."""
+        folder = self.folder / role
+        return Manifest.read(folder).changed_settings(optim, key) if folder.is_dir() else []
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class CheckpointStore:
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_json(partial / "driver.json", {"phase": phase, "step": step, "state": dict(state)})
+            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": dict(state)})
             roles = {"policy": policy, **others}
             for name, role in roles.items():
                 role.save(partial / name, phase=phase, step=step, background=self.background)
@@ -147,27 +163,24 @@ class CheckpointStore:
                     self._commit(pending.partial, pending.final)
 
     def latest(self) -> Checkpoint | None:
-        """The last whole checkpoint, or None in a fresh run. May be asked for beside a run that goes on saving.
+        """The checkpoint in force, or None in a fresh run: the one that latest.json names, or the newest whole one
+        where there is no latest.json. May be asked for while another process goes on saving.
 
         Raises:
-            CheckpointError: latest.json points to something that is gone or torn.
+            CheckpointError: latest.json leads to nothing, to something torn, or out of the folder.
         """
-        pointer = self.folder / "latest.json"
-        if not pointer.exists():
-            return None
-        said: bytes | None = None
+        said: str | None = None
         while True:
             before = said
             try:
-                said = pointer.read_bytes()
-                return _read(self.folder / str(json.loads(said)["folder"]))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                said = latest_name(self.folder)
+                return _read(self.folder / said) if said else None
+            except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
                 # unless another process has put a newer one in force meanwhile, and dropped what was being read
                 if said == before:
                     raise CheckpointError(
-                        f"{pointer} does not lead to a whole checkpoint ({error}). Point it to another folder beside "
-                        f"it, "
-                        "or start anew with trainer.resume=disable"
+                        f"{self.folder / LATEST} does not lead to a whole checkpoint ({error}). Let it name another "
+                        "folder of the same place, or start anew with trainer.resume=disable"
                     ) from error
 
     # ---- inside
@@ -181,7 +194,7 @@ class CheckpointStore:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         sync_folder(self.folder)
-        write_json(self.folder / "latest.json", {"folder": final.name})
+        write_json(self.folder / LATEST, {"folder": final.name})
         for old in self.retention.dropped(self._whole()):
             if old.folder != final:
                 dropped = old.folder.with_name(old.folder.name + _DROPPED)  # never half a checkpoint under a good name
@@ -192,13 +205,11 @@ class CheckpointStore:
         return final
 
     def _points_to(self, folder: Path) -> bool:
-        pointer = self.folder / "latest.json"
-        return pointer.exists() and json.loads(pointer.read_text()).get("folder") == folder.name
+        return (self.folder / LATEST).exists() and latest_name(self.folder) == folder.name
 
     def _whole(self) -> list[Checkpoint]:
         """All checkpoints in the folder, oldest first."""
-        files = [file for file in self.folder.glob("*/driver.json") if file.parent.suffix not in (".partial", _DROPPED)]
-        return [_read(file.parent) for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+        return [_read(folder) for folder in _whole(self.folder)]
 
     @contextmanager
     def _nothing_left(self, final: Path, partial: Path, pending: _Pending | None = None) -> Iterator[None]:
@@ -213,8 +224,7 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 raise CheckpointError(
                     f"the checkpoint {final} could not be written: {error}; the previous checkpoint is untouched. "
-                    f"Free disk space and "
-                    "run the same command again to resume."
+                    "Free disk space and run the same command again to resume."
                 ) from error
             raise
 
@@ -257,6 +267,29 @@ class _Pending:
             self._error = error
 
 
+def latest_name(folder: Path) -> str:
+    """The folder of the checkpoint in force inside `folder`; empty when there is none.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: latest.json cannot be read, or names something outside of `folder`.
+    """
+    try:
+        return plain_name(str(json.loads((folder / LATEST).read_bytes())["folder"]))
+    except FileNotFoundError:  # killed before the first one was named, or removed by somebody
+        whole = _whole(folder)
+        return whole[-1].name if whole else ""
+
+
+def _whole(folder: Path) -> list[Path]:
+    """Folders with all that a checkpoint needs, oldest first."""
+    files = [
+        file
+        for file in folder.glob(f"*/{DRIVER}")
+        if file.parent.suffix not in (".partial", _DROPPED) and (file.parent / "policy" / MANIFEST).exists()
+    ]
+    return [file.parent for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+
+
 def _read(folder: Path) -> Checkpoint:
-    driver = json.loads((folder / "driver.json").read_text())
+    driver = read_sealed(folder / DRIVER)
     return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"])

@@ -1,5 +1,5 @@
-"""`hybridflow checkpoint`: look at checkpoints, prove them whole, bring them to Hugging Face's form and back. One
-process, no GPU."""
+"""What `hybridflow checkpoint` does: inspect and verify checkpoints, write them as Hugging Face folders, and check such
+folders, in one process without a GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
-from hybridflow.saving.manifest import MANIFEST, Manifest, config_digest, problems_of, read_index, write_json
+from hybridflow.saving.manifest import (
+    MANIFEST,
+    Manifest,
+    config_digest,
+    plain_name,
+    problems_of,
+    read_index,
+    read_sealed,
+    write_json,
+)
+from hybridflow.saving.store import DRIVER, LATEST, latest_name
 
 if TYPE_CHECKING:
     import torch
+
+    from hybridflow.saving.reader import CheckpointFolder
 
 MAX_SHARD_BYTES = 4 << 30
 
@@ -35,16 +48,16 @@ def locate(path: Path) -> Path:
             f"folder"
         )
     for folder in (path / "checkpoints", path):
-        pointer = folder / "latest.json"
-        if pointer.exists():
-            try:
-                return locate(folder / str(json.loads(pointer.read_text())["folder"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{pointer} is torn ({error}); name a checkpoint beside it") from error
+        try:
+            name = latest_name(folder)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / LATEST} is torn ({error}); give a checkpoint of that folder") from error
+        if name:
+            return locate(folder / name)
     for folder in (path, path / "policy"):
         if (folder / MANIFEST).exists():
             return folder
-    if path.name == "policy" or (path / "policy").is_dir() or (path / "driver.json").exists():
+    if path.name == "policy" or (path / "policy").is_dir() or (path / DRIVER).exists():
         raise CheckpointError(
             f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an older version "
             f"wrote it)"
@@ -125,25 +138,40 @@ def table(figures: Mapping[str, Any]) -> str:
 def verify(folder: Path) -> tuple[Manifest, list[str]]:
     """Read every file again; the manifest, and what is wrong (nothing: an empty list)."""
     manifest = Manifest.read(folder)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
-        found = [
-            problem
-            for problems in pool.map(lambda name: problems_of(folder, manifest, [name]), manifest.files)
-            for problem in problems
-        ]
+    found = _all_problems(folder, manifest)
     found += [
         f"{path} does not belong to the checkpoint"
         for path in sorted(folder.iterdir())
         if path.name not in (MANIFEST, *manifest.files)
     ]
-    driver = folder.parent / "driver.json"
+    driver = folder.parent / DRIVER
     if driver.exists():
         try:
-            if json.loads(driver.read_text())["step"] != manifest.step:
+            if read_sealed(driver).get("step") != manifest.step:
                 found.append(f"{driver} is of another step than {folder / MANIFEST}")
-        except (ValueError, KeyError, TypeError) as error:
-            found.append(f"{driver} is torn ({error})")
+        except CheckpointError as error:
+            found.append(str(error))
     return manifest, found
+
+
+def _all_problems(folder: Path, manifest: Manifest) -> list[str]:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+        found = pool.map(lambda name: problems_of(folder, manifest, [name]), manifest.files)
+        return [problem for problems in found for problem in problems]
+
+
+def _wrong_checksums(folder: Path) -> list[str]:
+    """Files that are not what checksums.sha256 of their folder says; empty where there is no such list."""
+    listed, found = folder / "checksums.sha256", []
+    lines = listed.read_text(encoding="utf-8").splitlines() if listed.exists() else []
+    for digest, name in (line.split(maxsplit=1) for line in lines if line.strip()):
+        try:
+            with (folder / plain_name(name.lstrip("*"))).open("rb") as stream:
+                if file_digest(stream, "sha256").hexdigest() != digest:
+                    found.append(f"{folder / name} does not have the content that {listed.name} describes")
+        except (OSError, ValueError) as error:
+            found.append(f"{folder / name} cannot be read: {error}")
+    return found
 
 
 # ---- Hugging Face
@@ -162,11 +190,13 @@ class Written:
 
 
 def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tokenizer: Path | None) -> Written:
-    """A checkpoint's model as a Hugging Face folder. At most one tensor is in memory at a time (and the rectangles it
-    comes from)."""
-    from hybridflow.saving.checkpoint_source import CheckpointFolder
+    """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and the rectangles it comes from, is in
+    memory at a time.
 
-    source = CheckpointFolder(folder)
+    Raises:
+        CheckpointError: a file of the checkpoint is not what the manifest says.
+    """
+    source = _verified(folder)
     if tokenizer is None:  # a run keeps a copy of its tokenizer beside the config that its engines start from
         tokenizer = next(
             (path for path in (parent / "model" for parent in folder.resolve().parents[:3]) if path.is_dir()), None
@@ -177,18 +207,18 @@ def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tok
 
 
 def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
-    """A checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and adapter_config.json.
+    """Write a checkpoint's adapters alone, as PEFT keeps them: adapter_model.safetensors and adapter_config.json.
 
     Raises:
         ConfigError: the checkpoint has none.
+        CheckpointError: a file of the checkpoint is not what the manifest says.
     """
     from safetensors.torch import save_file
 
     from hybridflow.models import family_of
     from hybridflow.models.lora import module_of, peft_config
-    from hybridflow.saving.checkpoint_source import CheckpointFolder
 
-    source = CheckpointFolder(folder)
+    source = _verified(folder)
     shapes = source.factors()
     if not shapes:
         raise ConfigError(
@@ -208,9 +238,22 @@ def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
     return Written(out, len(tensors), 1, sum(tensor.nbytes for tensor in tensors.values()))
 
 
+def _verified(folder: Path) -> CheckpointFolder:
+    """The checkpoint in `folder`, when every file is what the manifest says."""
+    from hybridflow.saving.reader import CheckpointFolder
+
+    manifest = Manifest.read(folder)
+    if problems := _all_problems(folder, manifest):
+        raise CheckpointError(f"{folder} was not exported: {'; '.join(problems[:6])}")
+    return CheckpointFolder(folder)
+
+
 def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
-    """A Hugging Face folder, checked against its family's map, as a folder for `model.path`: every tensor that training
-    needs, in one precision, with checksums. What the family does not know is left out and reported.
+    """Check a Hugging Face folder against its family's map and write it as a folder for `model.path`: every tensor that
+    training needs, in one precision, with checksums. What the family does not know is left out and reported.
+
+    Raises:
+        ModelError: a tensor is missing, or a file is not what the folder's checksums.sha256 says (where it has one).
     """
     from hybridflow.models.weights import SafetensorsFolder
 
@@ -221,6 +264,8 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
         raise ConfigError(f"{folder} is no Hugging Face folder: there is no {file}") from error
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
+    if problems := _wrong_checksums(folder):
+        raise ModelError(f"{folder} was not imported: {'; '.join(problems[:6])}")
     source = SafetensorsFolder(folder)
     chosen = dtype or str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
     return _write(source, hf_config, out, chosen, max_shard_bytes, folder, source.names())

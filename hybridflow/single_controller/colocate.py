@@ -33,13 +33,12 @@ def colocated(**roles: type) -> type:
     for each.
 
     Methods are called in the usual way, `group.run(Actor.update, ...)`. Where several roles have the method,
-    `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is that of the first
-    role that has one.
+    `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is that of the first role that has one.
     """
     made: dict[str, Any] = {"roles": roles}
-    placed = next((name for name, role in roles.items() if hasattr(role, "mesh_position")), None)
-    if placed is not None:  # the group asks the class before it asks the workers
-        made["mesh_position"] = lambda self: getattr(self, f"{placed}.mesh_position")()
+    placed = [name for name, role in roles.items() if hasattr(role, "mesh_position")]
+    if placed:  # the group asks the class before it asks the workers
+        made["mesh_position"] = lambda self: getattr(self, f"{placed[0]}.mesh_position")()
     return type("And".join(role.__name__ for role in roles.values()), (Colocated,), made)
 
 

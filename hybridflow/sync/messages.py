@@ -21,7 +21,7 @@ import numpy as np
 from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import Blocks, Quantised, made_by_sender
 from hybridflow.reshard.layout import ITEM_BYTES, Layout
-from hybridflow.reshard.planner import group_rows
+from hybridflow.reshard.regions import group_rows
 from hybridflow.reshard.slices import SlicePlan, piece_columns
 
 MAX_PARTS = 4096  # of a bucket

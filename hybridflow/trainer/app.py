@@ -1,5 +1,5 @@
-"""The composition root: from a checked configuration to running groups, a finished run folder, and nothing left
-behind."""
+"""The composition root: builds the groups, services and trainers of a job from a checked configuration, and ends all
+of them with the job."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def train_reward(config: RunConfig) -> None:
 
 
 class _Job:
-    """What both jobs share: the session, data and tokenizer, and the started groups."""
+    """What all jobs share: the session, the data, the tokenizer, and how groups are started."""
 
     def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
@@ -82,6 +82,8 @@ class _Job:
         session.resume(self.checkpoint)
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
+            for line in _changed_settings(config, self.checkpoint):
+                progress.message(line)
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
@@ -90,7 +92,7 @@ class _Job:
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
 
     def start_cluster(self) -> Cluster:
-        """Ray, and the two pools' worth of slots."""
+        """Start Ray, or join the configured cluster."""
         with self.progress.stage("start Ray"):
             return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
 
@@ -158,7 +160,7 @@ class _Job:
         return group
 
     def warm_start(self, policy: PolicyGroup, check: Callable[[], None]) -> SftTrainer | None:
-        """The supervised phase, unless it is not configured or already behind us."""
+        """Run the supervised phase. None where it is not configured or a checkpoint of a later phase exists."""
         config, checkpoint = self.config, self.checkpoint
         if config.sft.steps < 1 or (checkpoint is not None and checkpoint.phase != "sft"):
             return None
@@ -213,7 +215,7 @@ def _train(job: _Job) -> dict[str, Any]:
     else:
         trainer.start_from_present_weights()
         if config.sft.steps:
-            trainer.save()  # the end of the warm start: a kill from here on does not repeat it
+            trainer.save()  # a run that is killed from here on does not repeat the warm start
     with job.progress.stage("wait for the engines"):
         engines.wait_ready()
     with job.progress.stage("plan the weight sync"):
@@ -293,7 +295,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
 
 
 def _finish(job: _Job, policy: PolicyGroup) -> str | None:
-    """The last checkpoint is whole, and the export written; returns the latter's folder."""
+    """Wait for the last checkpoint and write the export; returns the export's folder."""
     with job.progress.stage("wait for the last checkpoint"):
         job.session.store.wait()
     if not job.config.trainer.export:
@@ -339,8 +341,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
 
 
 def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:
-    """A finished run (or, with resume=disable, any run) of this name is moved aside, never deleted or mixed with a new
-    one."""
+    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted."""
     if not folder.exists():
         return
     finished = (folder / "summary.json").exists()
@@ -358,8 +359,7 @@ def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Prog
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Two drivers in one run folder would destroy each other's records. The lock goes with the process, however it
-    ends."""
+    """Lock the run folder: two drivers in it would destroy each other's records. The lock ends with the process."""
     handle: IO[str] = folder.with_name(f".{folder.name}.lock").open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -374,7 +374,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM (a scheduler's, say) stops the run as Ctrl-C does: everything ended, resumable."""
+    """Treat SIGTERM, which schedulers send, as Ctrl-C: end all processes and leave a run that can be resumed."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -384,6 +384,18 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Optimizer settings in which a resumed run differs from the checkpoint, a line each."""
+    if checkpoint.phase == "sft":
+        return checkpoint.changed_settings("policy", config.sft.optim, "sft.optim")
+    if checkpoint.phase == "reward":
+        return checkpoint.changed_settings("policy", config.reward_training.optim, "reward_training.optim")
+    return [
+        *checkpoint.changed_settings("policy", config.actor.optim, "actor.optim"),
+        *checkpoint.changed_settings("critic", config.critic.optim, "critic.optim"),
+    ]
 
 
 def _how_to_resume(store: CheckpointStore) -> str:

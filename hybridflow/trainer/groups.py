@@ -1,4 +1,4 @@
-"""The loop's roles over worker groups: what runs where, and what crosses."""
+"""The loop's roles over worker groups: which rows each rank gets, what is sent, and how results are merged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
+from hybridflow.data.custom import COLUMNS
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.rollout.evaluation import SCORING
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
@@ -77,9 +79,8 @@ class ModelGroup:
 
 
 class FrozenGroup(ModelGroup):
-    """A role that does not train, in processes of its own. Its ranks start again within the step in which they are
-    lost: with its weights, which a hook of `workers` brings back where the ranks do not read them themselves, nothing
-    is missing.
+    """A role that does not train, in processes of its own. Ranks that are lost start again within the step: its weights
+    are all its state. Ranks read them at their start, or a restart hook of `workers` fills them.
 
     Args:
         told: about each restart, in one line.
@@ -146,16 +147,17 @@ def update_step(config: RunConfig) -> DataflowStep:
 
 
 def check_steps(config: RunConfig) -> None:
-    """Before anything starts: every step's columns are there when it runs. SchemaError names the step and the
-    column."""
+    """Check, before anything starts, that every step's columns are written by an earlier step.
+
+    Raises:
+        SchemaError: names the step and the column.
+    """
     critic = derived.has_critic(config)
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
     check_dataflow(
         [
             generate_method(config),
-            DataflowStep(
-                "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
-            ),
+            SCORING,
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             log_prob_method(config),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
@@ -165,7 +167,7 @@ def check_steps(config: RunConfig) -> None:
             *([ModelWorker.update_critic] if critic else []),
             update_step(config),
         ],
-        available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
+        available=("uid", *COLUMNS),
     )
 
 

@@ -7,8 +7,8 @@
     sync  ◀──────────────── policy ◀─────── group-relative, or GAE ◀─────── policy, critic
 
 Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column
-fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and unblocks the next with new
-weights in every engine.
+fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and ends with new weights in every
+engine.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ class RLTrainer:
         return batch
 
     def with_comparisons(self, batch: DataProto) -> DataProto:
-        """Adds what the policy is compared with: ref_log_probs where a KL term asks for them, a teacher's most likely
-        tokens."""
+        """Adds ref_log_probs where a KL term needs them, and a teacher's most likely tokens."""
         phase = self.session.timeline.phase
         if derived.needs_reference(self.config):
             with phase("ref"):
@@ -146,15 +145,19 @@ class RLTrainer:
         return batch
 
     def update_seed(self) -> int:
-        """Draws the step's mini-batches: the same in a resumed run."""
+        """Seed of the step's mini-batches, the same in a resumed run."""
         return self.config.seed * 1_000_003 + self.step
 
     def check_log_probs(self, batch: DataProto) -> None:
-        """Stop a run whose engines and trainer disagree: it would train on something else than it samples."""
+        """Record how far engines and trainer differ.
+
+        Raises:
+            LogprobMismatchError: by more than the bound: the run would not train on what it samples.
+        """
         bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
         self.session.note_max("logprob_diff_max", largest)
-        # written so that NaN, too, is beyond the bound
+        # `not <=` rather than `>`: NaN is beyond the bound too
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
                 f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same "
@@ -167,7 +170,7 @@ class RLTrainer:
             )
 
     def sync_weights(self, progress: Progress) -> SyncReport:
-        """The present weights to the engines; says which engines were left out or are back."""
+        """Send the present weights to the engines; say which engines were left out or have joined again."""
         with self.phases.sync():
             synced = self.weights.sync(self.step)
         for engine, why in synced.stale.items():
@@ -190,7 +193,11 @@ class RLTrainer:
     def record(
         self, batch: DataProto, updates: Mapping[str, Sequence[Update]], synced: SyncReport, progress: Progress
     ) -> None:
-        """Metrics, progress and rollout dump of a finished step; a step without a finite gradient stops the run."""
+        """Write metrics, progress and rollout dump of a finished step.
+
+        Raises:
+            HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
+        """
         seconds = self.session.timeline.metrics(self.step)
         metrics = (
             batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
@@ -279,8 +286,8 @@ class RLTrainer:
         self.start_from_present_weights()
 
     def start_from_present_weights(self) -> None:
-        """Begin the phase: the present weights are the reference (and the critic's, unless it has its own), optimizers
-        are fresh."""
+        """Begin the phase with fresh optimizers. The present weights become the reference's, and the critic's unless it
+        has its own."""
         if derived.needs_reference(self.config) and not self.reference:
             self.policy.run(PolicyWorker.freeze_reference)
         self.policy.run(PolicyWorker.set_optimizer, self.config.actor.optim)
@@ -301,5 +308,5 @@ class RLTrainer:
 
     @property
     def start_folder(self) -> Path:
-        """The policy as the phase began, a Hugging Face folder, for roles that start from it in other processes."""
+        """Hugging Face folder of the policy as the phase began, for roles that start from it in other processes."""
         return self.session.folder / "model" / "start"

@@ -1,7 +1,8 @@
 """Who holds the devices' memory when: the policy while it trains, the engines while they generate, both during a
 weight sync.
 
-Between the phases below the engines may answer. With nothing to offload and engines that stay, each phase is free.
+Between the phases below the engines may answer. Where nothing is offloaded and engines keep their memory, a phase
+does nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Phases:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The engines give their memory away; the policy's weights stay on the device over several passes."""
+        """The engines release their memory; the policy's weights stay on the device over several passes."""
         if self._engines_sleep:
             self.engines.sleep()
             self._engines_asleep = True
@@ -53,7 +54,7 @@ class Phases:
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Weights on both sides; then the policy leaves, and only then the engines take their cache again.
+        """Weights on both sides; then the policy's leave, and only then do the engines allocate their cache again.
 
         The other roles are off the device by then: their methods bring in what they need and take it off again. A role
         that is not has just been started, or started again.

@@ -1,4 +1,4 @@
-"""Carrying on in the same process when ranks that train are lost: they start again and the loop goes back to a
+"""Recovery in the same process when ranks that train are lost: they start again and the loop goes back to a
 checkpoint."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fit_with_restarts(
 ) -> None:
     """`trainer.fit()`; when a group breaks, restart all, take the trainer back to the last checkpoint and fit again.
 
-    All of them, since without a checkpoint the run begins again: with the weights that ranks have when they start.
+    All are restarted since a run without a checkpoint begins anew, from the weights that ranks have at their start.
 
     Args:
         trainer: the loop.

@@ -1,5 +1,4 @@
-"""What a job writes down while it runs: metrics, timeline, progress, checkpoints, and the numbers its summary is made
-of."""
+"""The records of a running job: metrics, timeline, progress, checkpoints, and the totals that its summary reports."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
 class Session:
     """The run folder in use.
 
-    `totals` are numbers that grow over the run and survive a resume inside the checkpoint: seconds of each phase,
-        accuracies, extremes.
+    Attributes:
+        totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each phase, accuracies,
+            extremes.
+        controller_share: see `controlled`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -46,8 +47,6 @@ class Session:
         self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
 
-    # ---- what happened
-
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
         """Add the seconds spent inside to `totals[total]`."""
@@ -59,15 +58,14 @@ class Session:
 
     @contextmanager
     def controlled(self) -> Iterator[None]:
-        """Measure `controller_share`: of the time spent inside, the share in which no worker and no engine was waited
-        for."""
+        """Set `controller_share` to the share of the time spent inside in which the driver waited for no worker and no
+        engine."""
         start, waited = time.perf_counter(), waited_seconds()
         yield
         self.controller_share = 1.0 - (waited_seconds() - waited) / max(time.perf_counter() - start, 1e-9)
 
     def totals_now(self) -> dict[str, float]:
-        """The totals with `seconds_total`, the time all sessions of this run have taken so far (what a kill lost is not
-        in it)."""
+        """The totals with `seconds_total`: the time of all sessions of this run, without what a kill lost."""
         self.totals["seconds_total"] = self._seconds_before + time.perf_counter() - self._opened
         return dict(self.totals)
 
@@ -92,11 +90,8 @@ class Session:
     # ---- checkpoints
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
-        """Take over the totals of a checkpoint and drop what was written after it, so that no step stands twice in the
-        records.
-
-        None: an earlier attempt, if there was one, left no checkpoint; nothing of it counts.
-        """
+        """Take over the totals of a checkpoint and drop the records written after it, so that no step is recorded
+        twice. Without a checkpoint, drop all records of an earlier attempt."""
         if checkpoint is None:
             self.tracker.truncate_after("sft", 0)
             self.tracker.truncate_after("reward", 0)
@@ -109,11 +104,8 @@ class Session:
         return self._forget_after(checkpoint.step if checkpoint.phase == "rl" else 0)
 
     def go_back(self, checkpoint: Checkpoint | None) -> None:
-        """`resume` inside a session that goes on: time that passed stays counted, and `totals["restarts"]` counts how
-        often.
-
-        None: back to before the first step.
-        """
+        """Do what `resume` does in a session that continues: elapsed time stays counted, and `totals["restarts"]` grows
+        by one. Without a checkpoint, go back to before the first step."""
         seconds, restarts = self.totals_now()["seconds_total"], self.totals.get("restarts", 0.0)
         engine_restarts = self.totals.get("engine_restarts", 0.0)
         if checkpoint is not None:
@@ -126,8 +118,7 @@ class Session:
         self.totals["engine_restarts"] = engine_restarts
 
     def _forget_after(self, step: int) -> None:
-        """Drop records and dumps of the loop after `step`. What was validated before the first step is validated
-        again."""
+        """Drop records and dumps of the loop after `step`; at step 0 also those of the validation before the first."""
         last_validated = step if step > 0 else -1
         self.tracker.truncate_after("train", step)
         self.tracker.truncate_after("val", last_validated)
@@ -140,7 +131,7 @@ class Session:
         return every > 0 and step % every == 0
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Write a small file of the run folder, whole or not at all."""
+        """Write a small file of the run folder atomically."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(json.dumps(value, indent=2) + "\n")
@@ -148,7 +139,7 @@ class Session:
         return path
 
     def close(self) -> None:
-        """Flush the records; a checkpoint that is not whole by now will not count."""
+        """Flush the records; a checkpoint that is not complete by now is discarded."""
         self.store.settle()
         self.tracker.close()
         self.timeline.close()

@@ -32,8 +32,8 @@ class SftTrainer:
         self.step = checkpoint.step
 
     def fit(self, on_step: Callable[[], None] = lambda: None) -> None:
-        """Run all remaining steps. `on_step` is called between steps (to notice an engine that failed to start,
-        say)."""
+        """Run all remaining steps. `on_step` is called between steps, for example to notice an engine that failed to
+        start."""
         session, every = self.session, self.session.config.trainer.save_every_steps
         if self.step == 0:
             self.policy.run(PolicyWorker.set_optimizer, self.config.optim)

@@ -27,11 +27,11 @@ class Replay(Protocol):
     """Router replay; backends that train dense models alone refuse it."""
 
     def during(self, action: Literal["replay", "record", "compare"]) -> AbstractContextManager[None]:
-        """Inside, passes replay, record or compare routes."""
+        """Forward passes inside replay, record or compare routes."""
         ...
 
     def recorded(self) -> Jagged:
-        """What was recorded."""
+        """The recorded experts of every token."""
         ...
 
     def take_counts(self) -> Mapping[str, int]:
@@ -81,7 +81,7 @@ class Backend(Model, Protocol):
         ...
 
     def describe(self) -> dict[str, str]:
-        """What computes, for the run's record: `backend` and versions."""
+        """Backend and versions, for the run's record."""
         ...
 
     def log_probs(
@@ -108,7 +108,7 @@ class Backend(Model, Protocol):
         ...
 
     def as_reference(self) -> AbstractContextManager[Any]:
-        """Inside, the reference's weights compute."""
+        """Forward passes inside use the reference's weights."""
         ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -127,7 +127,7 @@ class Backend(Model, Protocol):
 
     @property
     def trainable_parameters(self) -> int:
-        """Numbers that training changes, of the whole model."""
+        """Number of trained parameters of the whole model."""
         ...
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:

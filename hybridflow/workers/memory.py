@@ -1,4 +1,4 @@
-"""What a worker method needs on the device, how much it took at its peak, and what to do when that was too much."""
+"""Which parts of a role a worker method needs on the device, its peak memory, and the error when memory runs out."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class RoleMemory:
         """
         self.platform.reset_peak_memory()
         try:
-            # translated twice: inside, while what the method needs is still resident and counts; outside, for bringing
-            # it in
+            # translated twice: inside, so that the message counts what the method needs as resident; outside, for
+            # errors of moving it to the device
             with self._translated(name), self.residency.resident(**dict.fromkeys(parts, True)), self._translated(name):
                 yield
         finally:
@@ -68,21 +68,12 @@ class RoleMemory:
         self._offloaded = max(self._offloaded, self.residency.asleep_bytes())
         return freed
 
-    def take_peaks(self) -> dict[str, int]:
-        """The largest number of bytes held in each phase since the last call."""
-        peaks, self._peaks = self._peaks, {}
-        return peaks
-
-    def take_reserved(self) -> int:
-        """The largest number of bytes that the allocator has reserved since the last call."""
-        reserved, self._reserved = self._reserved, 0
-        return reserved
-
     def take(self) -> dict[str, Any]:
-        """Since the last call: {memory: peak bytes by method, reserved: bytes, offloaded: the most bytes off the device
-        at once}."""
-        offloaded, self._offloaded = self._offloaded, self.residency.asleep_bytes()
-        return {"memory": self.take_peaks(), "reserved": self.take_reserved(), "offloaded": offloaded}
+        """Since the last call: {memory: peak bytes by method, reserved: peak bytes of the allocator, offloaded: most
+        bytes off the device at once}."""
+        taken = {"memory": self._peaks, "reserved": self._reserved, "offloaded": self._offloaded}
+        self._peaks, self._reserved, self._offloaded = {}, 0, self.residency.asleep_bytes()
+        return taken
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:

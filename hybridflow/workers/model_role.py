@@ -1,5 +1,4 @@
-"""The roles beside the policy: critic, reference, reward model and teacher, in processes of their own or in the
-policy's."""
+"""The worker of critic, reference, reward model and teacher, in processes of their own or in the policy's."""
 
 from __future__ import annotations
 

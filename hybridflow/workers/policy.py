@@ -1,4 +1,5 @@
-"""The policy's worker: actor and reference as two roles of the same processes, whatever backend trains them."""
+"""The policy's worker: trains the actor, scores with actor and swapped-in reference, and sends weights to the
+engines, over any training backend."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, str]:
-        """What computes here, for the run's record."""
+        """Backend and versions, for the run's record."""
         return self.model.describe()
 
     # ---- training
@@ -101,7 +102,7 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("old_log_probs", "entropys", ROUTES))
     @needs("weights")
     def compute_log_probs_and_routes(self, batch: DataProto) -> DataProto | None:
-        """The same, and the experts that each token went through (R2)."""
+        """Log-probs and entropies under the present weights, and the experts that each token went through (R2)."""
         with self.model.replay.during("record"):
             found = self._log_probs(batch, "old_log_probs", "entropys")
             routes = self.model.replay.recorded()
@@ -110,14 +111,15 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids", ROUTES), writes=("old_log_probs", "entropys"))
     @needs("weights")
     def compute_log_probs_along_routes(self, batch: DataProto) -> DataProto | None:
-        """The same along the engine's experts (R3), or, with `actor.router_replay=compare`, compared with them."""
+        """Log-probs and entropies with the engine's experts replayed (R3) or, with `actor.router_replay=compare`,
+        compared with the router's own choice."""
         with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Log-probs of the response tokens under the reference weights, which choose experts for themselves."""
+        """Log-probs of the response tokens under the reference weights; the router chooses the experts."""
         with self.model.as_reference():
             return self._log_probs(batch, "ref_log_probs", None)
 
@@ -143,8 +145,8 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """Since the last call: what `RoleMemory.take` says, and {routes: `RouterReplay.take_counts`}; and of the model
-        {trainable: numbers that training changes, copied: bytes of copies that a sync makes on this rank}.
+        """Since the last call: what `RoleMemory.take` returns, and routes: `RouterReplay.take_counts`. About the model:
+        trainable, the number of trained parameters, and copied, the bytes of the copies that a sync makes on this rank.
         """
         model = {"trainable": self.model.trainable_parameters, "copied": self.model.copied_bytes}
         return {**super().take_observations(), "routes": self.model.replay.take_counts(), **model}
@@ -161,7 +163,7 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:
-        """Plan and prove how weights travel, once; every rank reads its part. The first rank returns what was found."""
+        """Plan and prove the weight transfer, once; every rank reads its part. Rank 0 returns the plan's facts."""
         layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
@@ -179,7 +181,7 @@ class PolicyWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[Outcome]:
-        """Send this rank's slices for each order, all at once. Returns what became of each that this rank sends for."""
+        """Send this rank's slices for all orders at once. Returns the outcome of each order it takes part in."""
         try:
             return self._sender.send(orders, go_timeout_s)
         finally:

@@ -1,4 +1,4 @@
-"""What the ranks of every role with a model have in common: its memory, its optimizer, its checkpoints, its export.
+"""The worker base class of every role with a model: memory, optimizer, checkpoints and export.
 
 Worker modules load `hybridflow.mcore` where a rank needs it, not when they are imported: the driver imports them to
 name their methods, and would spend 3 s on a Megatron that it never uses.

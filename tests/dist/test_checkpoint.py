@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridflow.config.schema import OptimConfig
 from hybridflow.saving.manifest import Manifest, problems_of
 from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import run_ranks
@@ -36,7 +37,7 @@ def results(saved: tuple[Path, list[dict[str, Any]]]) -> Results:
     folder, whole = saved
     left = sorted(path.name for path in folder.iterdir())
     assert left == ["good"], left  # the failed saves have left nothing
-    largest = max((folder / "good").glob("*.distcp"), key=lambda path: path.stat().st_size).name
+    largest = max((folder / "good").glob("*.bin"), key=lambda path: path.stat().st_size).name
     for name in ("torn", "flipped", "empty", "unmarked"):
         shutil.copytree(folder / "good", folder / name)
     os.truncate(folder / "torn" / largest, 100)
@@ -45,7 +46,7 @@ def results(saved: tuple[Path, list[dict[str, Any]]]) -> Results:
         byte = file.read(1)[0]
         file.seek(5000)
         file.write(bytes([byte ^ 1]))
-    for file in (folder / "empty").glob("*.distcp"):
+    for file in (folder / "empty").glob("*.bin"):
         file.unlink()
     (folder / "unmarked" / "manifest.json").unlink()
     broken = ["missing", "torn", "flipped", "empty", "unmarked"]
@@ -107,6 +108,20 @@ def test_another_layout_goes_on_as_the_uninterrupted_run(
             np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5, err_msg=f"{part} {name}")
 
 
+def test_the_configured_optimizer_settings_count_after_a_resume(
+    saved: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """The checkpoint was saved with lr 1e-2, a linear decay and weight decay 0.1."""
+    folder, _ = saved
+    [found] = run_ranks(
+        1, "tests.dist.cases.checkpoint:resume_with_other_settings", parallel={}, hf=TINY, folder=str(folder)
+    )
+    assert found == {"rate": 1e-5, "decays": [0.0, 0.3]}
+    said = Manifest.read(folder / "good").changed_settings(OptimConfig(lr=1e-5, weight_decay=0.1), "actor.optim")
+    assert "actor.optim.lr was 0.01 when the checkpoint was saved and is 1e-05 now; the latter counts" in said
+    assert not any("weight_decay" in line for line in said)
+
+
 def merged(ranks: list[dict[str, Any]], part: str) -> dict[str, list[float]]:
     return {name: values for rank in ranks for name, values in rank[part].items()}
 
@@ -126,9 +141,9 @@ def test_missing_torn_and_foreign_checkpoints_are_named_and_nothing_is_loaded(re
         errors = rank["errors"]
         assert "missing is not a whole checkpoint" in errors["missing"]
         assert "unmarked is not a whole checkpoint (no manifest.json in it)" in errors["unmarked"]
-        assert "torn" in errors["torn"] and ".distcp has 100 bytes, the manifest says" in errors["torn"]
-        assert ".distcp does not have the content" in errors["flipped"]
-        assert ".distcp cannot be read: No such file" in errors["empty"]
+        assert "torn" in errors["torn"] and ".bin has 100 bytes, the manifest says" in errors["torn"]
+        assert ".bin does not have the content" in errors["flipped"]
+        assert ".bin cannot be read: No such file" in errors["empty"]
         assert "hidden_size is 32 there, 64 here" in errors["wider"]
         assert "a checkpoint of the family qwen3_moe, the model here is llama" in errors["foreign"]
         assert rank["untouched"]

@@ -24,9 +24,15 @@ pytestmark = pytest.mark.slow
 # what is seen in the folder when the kill comes (pieces of the paths of a save, in the order of their appearance), or
 # seconds of delay
 SEEN = (
-    *("_{}.partial", "_{}.partial/driver.json", "_{}.partial/policy", "_{}.partial/policy/__0_0.distcp"),
-    *("_{}.partial/policy/__1_0.distcp", "_{}.partial/policy/common.pt", "_{}.partial/policy/.metadata"),
-    *("_{}.partial/policy/index.json", "_{}.partial/policy/metadata.json", "_{}.partial/policy/manifest.json", "_{}"),
+    *(
+        "_{}.partial",
+        "_{}.partial/driver.json.tmp",
+        "_{}.partial/driver.json",
+        "_{}.partial/policy",
+        "_{}.partial/policy/rank_0.bin",
+    ),
+    *("_{}.partial/policy/rank_1.bin", "_{}.partial/policy/index.json.tmp", "_{}.partial/policy/index.json"),
+    *("_{}.partial/policy/manifest.json.tmp", "_{}.partial/policy/manifest.json", "_{}"),
 )
 DELAYS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.07, 0.09, 0.12, 0.16, 0.2)
 BOTH, FIRST, SECOND = (0, 1), (0,), (1,)

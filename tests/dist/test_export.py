@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.cli.main import main
 from hybridflow.errors import CheckpointError
-from hybridflow.saving.checkpoint_source import CheckpointFolder
+from hybridflow.saving.manifest import write_sealed
+from hybridflow.saving.reader import CheckpointFolder
 from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import NOTHING, run_ranks
 from tests.models import BIG, TINY
@@ -101,7 +102,7 @@ def test_any_layout_reads_slices_of_a_checkpoint(folder: Path) -> None:
 def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "global_step_3"
     shutil.copytree(folder / "checkpoint", copy / "policy")
-    (copy / "driver.json").write_text(json.dumps({"phase": "rl", "step": 3, "state": {}}))
+    write_sealed(copy / "driver.json", {"phase": "rl", "step": 3, "state": {}})
     assert main(["checkpoint", "inspect", str(copy), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["step"], figures["family"], figures["layout"]["pipeline"]) == (3, "qwen3_moe", 2)
@@ -113,10 +114,13 @@ def test_inspect_and_verify(folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["checkpoint", "verify", str(copy)]) == 0
     assert "all as the manifest says (step 3)" in capsys.readouterr().out
 
-    largest = max((copy / "policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest = max((copy / "policy").glob("*.bin"), key=lambda path: path.stat().st_size)
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
+    assert main(["checkpoint", "export", str(copy), str(tmp_path / "flipped")]) == 1
+    assert f"{largest} does not have the content" in capsys.readouterr().err
+    assert not (tmp_path / "flipped").exists()
     (copy / "policy" / "stray").write_text("")
     assert main(["checkpoint", "verify", str(copy)]) == 1
     err = capsys.readouterr().err
@@ -146,6 +150,9 @@ def test_import_checks_and_rewrites_a_hugging_face_folder(
     save_file({**load_file(given / name), "rotary.inv_freq": torch.ones(4)}, given / name)
     index["weight_map"]["rotary.inv_freq"] = name
     (given / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["checkpoint", "import", str(given), str(tmp_path / "start")]) == 2
+    assert f"{name} does not have the content that checksums.sha256 describes" in capsys.readouterr().err
+    (given / "checksums.sha256").unlink()
     assert main(["checkpoint", "import", str(given), str(tmp_path / "start"), "--max-shard-size", "1Mi"]) == 0
     assert "left out: rotary.inv_freq" in capsys.readouterr().out
     found, expected = tensors_in(tmp_path / "start"), tensors_in(folder / "hf")

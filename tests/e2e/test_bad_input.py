@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.saving.manifest import write_sealed
 from tests.e2e.runs import HYBRIDFLOW, Run
 
 pytestmark = pytest.mark.slow
@@ -102,11 +103,11 @@ def refused(tmp_path: Path, words: list[str], expected: str) -> None:
         "checkpoints/latest.json": '{"folder": "global_step_1"}',
         "metrics.jsonl": '{"step": 1, "phase": "train", "x": 1}\n',
     }
-    before["checkpoints/global_step_1/driver.json"] = json.dumps(
-        {"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}}
-    )
     for name, text in before.items():
         (folder / name).write_text(text)
+    driver = folder / "checkpoints" / "global_step_1" / "driver.json"
+    write_sealed(driver, {"phase": "rl", "step": 1, "state": {"totals": {}, "sampler": {}}})
+    before["checkpoints/global_step_1/driver.json"] = driver.read_text()
     with Run(tmp_path / "output", "train", *words, f"output_dir={tmp_path}") as run:
         message = message_of(run, 2)
         assert re.search(expected, message.replace("\n", " ")), message

@@ -1,5 +1,5 @@
-"""A policy rank is killed in the middle of a step: the same process starts the ranks again and goes on from the last
-checkpoint."""
+"""Ranks are killed in the middle of steps: the same process starts them again and goes on, from the last checkpoint
+where they train."""
 
 from __future__ import annotations
 
@@ -66,3 +66,47 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
         assert {row["weight_version"] for row in read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")} == {
             str(step - 1)
         }
+
+
+# Stands still in the steps whose number a file `wanted-N` names, until the test has removed it.
+REWARD_OF_MANY = """
+import glob, os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
+    step = 1 + len(glob.glob(f"{folder}/e2e/rollouts/step_*.parquet"))
+    while os.path.exists(f"{folder}/wanted-{step}"):
+        open(f"{folder}/in-step-{step}", "w").close()
+        time.sleep(0.02)
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+KILLED = {1: "actor", 3: "reference", 4: "critic"}
+
+
+def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(tmp_path: Path, settings: list[str]) -> None:
+    """The policy in the first step, after a warm start: back to its end. The reference: the step goes on. The critic:
+    back to the last checkpoint, with the policy."""
+    (tmp_path / "reward.py").write_text(REWARD_OF_MANY)
+    for step in KILLED:
+        (tmp_path / f"wanted-{step}").touch()
+    words = [*settings, "actor=tiny", "cluster=one-process", "rollout=tiny", "rollout.n=2", f"output_dir={tmp_path}"]
+    words += ["algorithm=ppo", "+critic=tiny-own", "critic.procs=1", "critic.parallel.pipeline=1"]
+    words += ["reference.placement=own", "sft.steps=1", "trainer.max_restarts=2", "trainer.save_every_steps=2"]
+    words += [f"trainer.total_steps={STEPS}", f"reward.path={tmp_path / 'reward.py'}"]
+    folder = tmp_path / "e2e"
+    with Run(tmp_path / "output", "train", *words, f"+reward.kwargs.folder={tmp_path}") as run:
+        for step, role in KILLED.items():
+            run.wait_for((tmp_path / f"in-step-{step}").exists)
+            os.kill(pid_of(run, folder / "logs" / f"{role}-rank0.log"), signal.SIGKILL)
+            (tmp_path / f"wanted-{step}").unlink()
+        exit_code = run.end(400)
+        left = run.left_behind(within_s=3)
+    assert exit_code == 0, run.err
+    assert left == []
+    assert "going on after step 0" in run.out and "going on after step 2" in run.out
+    assert run.out.count("the ranks of the reference start again") == 1
+    train = [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"]
+    assert [record["step"] for record in train] == list(range(1, STEPS + 1))
+    assert [record["trainer/restarts"] for record in train][:2] == [1, 1]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["restarts"], summary["steps"]) == (3, STEPS)
+    assert summary["first_ppo_kl_max"] <= 1e-6 and summary["logprob_diff_mean"] <= 1e-4

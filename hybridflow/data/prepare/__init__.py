@@ -7,12 +7,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from hybridflow.data.prepare import arithmetic, gsm8k
 from hybridflow.data.prepare.manifest import (
     MANIFEST,
     build_manifest,
@@ -21,31 +19,11 @@ from hybridflow.data.prepare.manifest import (
     read_manifest,
     write_manifest,
 )
-from hybridflow.data.prepare.options import nearest, parse_options
+from hybridflow.data.prepare.options import parse_options
+from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A preparation: its options and how its files are written.
-
-    Attributes:
-        options: frozen dataclass; its fields are the option names, their types and defaults.
-        write: writes every file of the task into an existing empty folder and returns rows per parquet file.
-        source_files: names of the raw files the task reads; empty when it needs none.
-    """
-
-    options: type
-    write: Callable[[Any, Path, Path | None], dict[str, int]]
-    source_files: tuple[str, ...] = ()
-
-
-TASKS: dict[str, Task] = {
-    "arithmetic": Task(arithmetic.ArithmeticOptions, arithmetic.write),
-    "gsm8k": Task(gsm8k.Gsm8kOptions, gsm8k.write, gsm8k.SOURCE_FILES),
-}
 
 
 @dataclass(frozen=True)
@@ -76,12 +54,11 @@ def prepare(
     """Prepares a dataset in the folder `out`, or returns at once when it already holds this request unharmed.
 
     `out` is written as a whole: a temporary folder next to it is filled, its manifest written last, then renamed. An
-        `out` that an
-    earlier preparation wrote for another request (or whose files were changed since) is replaced; an `out` that holds
-    files no preparation wrote is refused, so that nothing of the user's is ever deleted.
+    `out` that an earlier preparation wrote for another request (or whose files were changed since) is replaced; an
+    `out` that holds files no preparation wrote is refused, so that nothing of the user's is ever deleted.
 
     Args:
-        task: "arithmetic" or "gsm8k".
+        task: a built-in task, or one of yours as path/to/file.py:name.
         out: folder that receives train.parquet, test.parquet, [sft.parquet], tokenizer/ and manifest.json.
         source: folder of raw files, for tasks that need one.
         options: the task's options by name; missing ones take their defaults.
@@ -92,8 +69,6 @@ def prepare(
         DataError: a raw file is missing or malformed, or `out` holds files that no preparation wrote.
     """
     known = TASKS.get(task)
-    if known is None:
-        raise ConfigError(f"unknown preparation task {task!r}{nearest(task, TASKS)}")
     parsed = parse_options(known.options, options or {}, task)
     out = Path(out)
     request = {"task": task, "options": asdict(parsed), "source": _source_hashes(task, known, source)}
@@ -117,15 +92,20 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
     """SHA-256 per raw file, so that a changed source is a changed request."""
     if not known.source_files:
         if source is not None:
-            raise ConfigError(f"task {task!r} reads no raw files: remove data.prepare.source (is {str(source)!r})")
+            raise ConfigError(
+                f"task {task!r} reads no raw files: remove {str(source)!r} (--source or data.prepare.source)"
+            )
         return {}
     if source is None:
-        raise ConfigError(f"task {task!r} needs data.prepare.source: a folder with {', '.join(known.source_files)}")
+        raise ConfigError(
+            f"task {task!r} reads {' and '.join(known.source_files)}: give their folder (--source DIR, or "
+            "data.prepare.source in a recipe)"
+        )
     missing = [name for name in known.source_files if not (source / name).is_file()]
     if missing:
         raise DataError(
             f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from "
-            f"data.prepare.source"
+            "this folder"
         )
     return listed_files(source, known.source_files)
 

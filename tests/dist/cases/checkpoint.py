@@ -98,6 +98,18 @@ def load_and_go_on(
     return result
 
 
+def resume_with_other_settings(parallel: dict[str, Any], hf: dict[str, Any], folder: str) -> Any:
+    """Load the checkpoint under other optimizer settings; the rate of the next update and the groups' weight decay."""
+    from hybridflow.mcore import checkpoint
+
+    policy = policy_of(parallel, hf)
+    policy.set_optimizer(OptimConfig(lr=1e-5, weight_decay=0.3, adam_eps=1e-3))
+    checkpoint.load(policy, Path(folder) / "good")
+    decays = {group["weight_decay"] for group in policy.optimizer.inner.param_groups}
+    [[_, rate]] = steps(policy, range(2, 3))
+    return {"rate": rate, "decays": sorted(decays)}
+
+
 def export_and_save(parallel: dict[str, Any], hf: dict[str, Any], folder: str, max_shard_bytes: int) -> None:
     """The same weights as a Hugging Face folder and as a checkpoint."""
     from hybridflow.mcore import checkpoint

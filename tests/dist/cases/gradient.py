@@ -109,11 +109,10 @@ def batch_with_columns(policy: Any, rows: int = ROWS) -> DataProto:
 
 def _gradient(policy: Any, batch: DataProto, config: ActorConfig | None, max_tokens: int) -> dict[str, torch.Tensor]:
     """The reduced gradient of one mini-batch as HF tensors, on each stage's leader."""
-    from benchmarks.support.gather import gather_stage
+    from benchmarks.support.gather import gather_stage, plan_stages
     from hybridflow.mcore.nonfinite import Watch
     from hybridflow.mcore.parallel import all_coordinates
     from hybridflow.mcore.step import backward
-    from hybridflow.reshard.plan import plan_stages
     from hybridflow.workers.losses import PolicyLoss, sft_loss
 
     loss = PolicyLoss(config) if config else sft_loss

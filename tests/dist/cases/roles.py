@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.batch import Jagged
 from hybridflow.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -47,7 +48,8 @@ def not_finite() -> dict[str, Any]:
     worker.set_optimizer(OptimConfig(lr=1e-2))
     before = {name: tensor.clone() for name, tensor in worker.model.parameters().items()}
     batch = with_targets(batch_of(4, 0), 0)
-    batch["returns"].values[0] = np.nan
+    returns = batch.jagged("returns")
+    batch = batch.with_columns(returns=Jagged(np.full_like(returns.values, np.nan), returns.offsets))
     [report] = worker.update_critic(batch, 4, 1)
     moved = [name for name, tensor in worker.model.parameters().items() if not tensor.equal(before[name])]
     [after] = worker.update_critic(with_targets(batch_of(4, 1), 1), 4, 1)

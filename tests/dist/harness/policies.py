@@ -76,13 +76,13 @@ def share_of(batch: DataProto) -> DataProto:
 def digest(policy: Any) -> dict[str, list[float]]:
     """Every HF tensor reduced to (sum, sum of squares), each element counted once; the same on all ranks."""
     from hybridflow.mcore.parallel import all_coordinates
-    from hybridflow.reshard.plan import plan_stages
+    from hybridflow.saving.ownership import megatron_owners
 
     shares: dict[str, Any] = {}
     parameters = policy.parameters()
-    for plan in plan_stages(policy.family, all_coordinates(), 1 << 16, 4):
-        for owned in (piece for bucket in plan.buckets for piece in bucket.pieces):
-            share = shares.setdefault(owned.piece.source, torch.zeros(2, dtype=torch.float64))
+    for name, pieces in megatron_owners(policy.family, all_coordinates()).items():
+        share = shares.setdefault(name, torch.zeros(2, dtype=torch.float64))
+        for owned in pieces:
             if owned.rank == dist.get_rank():
                 values = parameters[owned.parameter][owned.piece.slices()].double()
                 share += torch.stack([values.sum(), (values**2).sum()])

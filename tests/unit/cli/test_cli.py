@@ -197,14 +197,54 @@ def test_prepare_refuses_what_it_cannot_do(
     assert calls == []
 
 
-def test_the_listed_tasks_are_the_ones_that_exist() -> None:
-    from hybridflow.config.choices import PREPARE_TASKS
-    from hybridflow.data.prepare import TASKS
-
-    assert set(PREPARE_TASKS) == set(TASKS)
+def test_help_says_what_each_task_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    text = capsys.readouterr().out
+    assert "arithmetic  " in text and "Integer arithmetic written as characters" in text
+    assert "gsm8k  " in text and "GSM8K: grade-school word problems" in text
 
 
 def test_report_prints_where_it_is(calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").touch()
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     assert main(["report", "nowhere"]) == 2
+
+
+def test_report_of_a_folder_that_is_no_run(
+    calls: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "kimi-k2", "--trainer", "tp=8", "--engines", "tp=8"], "ranks=NUMBER is missing"),
+        (["--model", "kimi-k2", "--trainer", "ranks=8,tp=x", "--engines", "tp=8"], "write NAME=NUMBER"),
+        (["--model", "kimi-k3", "--trainer", "ranks=8", "--engines", "tp=8"], "kimi-k3"),
+    ],
+)
+def test_wrong_sizes_of_a_plan_exit_as_other_user_errors(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshard", "plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prepare_without_its_source_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "gsm8k", "--out", "out"]) == 2
+    error = capsys.readouterr().err
+    assert "--source DIR" in error and "train.jsonl" in error
+
+
+def test_config_keys_explains_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "keys", "actor.router_replay"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith('actor.router_replay = "none"  (none | compare | r2 | r3)') and "r2: those of" in out
+    assert main(["config", "keys", "actor.nothing"]) == 2
+    assert "unknown key actor.nothing" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -11,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import derived
-from hybridflow.config.build import all_keys, build, to_plain
-from hybridflow.config.check import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, check, problems
+from hybridflow.config.build import build, to_plain
+from hybridflow.config.check import check, problems
+from hybridflow.config.keys import Above, AtLeast, Bound, all_keys
 from hybridflow.config.load import load_config
+from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 from tests.unit.config.small import found, small
 
@@ -139,7 +140,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("rollout.sync.transport=shared_memory", "cluster.nodes=2", "p2p"),
         ),
         (("rollout.sync.timeout_s=0",), ("rollout.sync.timeout_s=0.0 must be more than 0",)),
-        (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be 0 or more",)),
+        (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be at least 0",)),
         (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
         (("rollout.tensor=2", "rollout.expert=3"), ("rollout.expert=3", "rollout.tensor=2", "divisor of 2")),
         (("rollout.data_parallel_attention=2",), ("rollout.data_parallel_attention=2", "rollout.tensor=1")),
@@ -208,7 +209,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("actor.optim.lr_decay_steps=5", "actor.optim.lr_warmup_steps=5"), ("lr_decay_steps=5", "lr_warmup_steps=5")),
         (("actor.optim.min_lr=1",), ("actor.optim.min_lr=1", "actor.optim.lr=")),
         (("sft.optim.adam_beta2=1.0",), ("sft.optim.adam_beta2=1.0",)),
-        (("rollout.val_sampling.temperature=-1",), ("rollout.val_sampling.temperature=-1", "negative")),
+        (("rollout.val_sampling.temperature=-1",), ("rollout.val_sampling.temperature=-1", "at least 0")),
         (("rollout.sampling.temperature=0",), ("rollout.sampling.temperature=0", "more than 0")),
         (("rollout.sampling.top_k=0",), ("rollout.sampling.top_k=0", "-1")),
         (("actor.clip_ratio_c=0.9",), ("actor.clip_ratio_c=0.9", "null")),
@@ -223,7 +224,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("data.train_files=[nowhere.parquet]",), ("data.train_files: nowhere.parquet", "hybridflow prepare")),
         (("data.val_files=[nowhere.parquet]",), ("data.val_files: nowhere.parquet",)),
         (("sft.steps=3",), ("sft.steps=3", "sft.train_files")),
-        (("actor.lora.rank=-8",), ("actor.lora.rank=-8 must be 0 or more",)),
+        (("actor.lora.rank=-8",), ("actor.lora.rank=-8 must be at least 0",)),
         (("actor.lora.rank=8", "actor.lora.alpha=0"), ("actor.lora.alpha=0.0 must be more than 0",)),
         (("actor.lora.rank=8", "actor.lora.dropout=0.1"), ("actor.lora.dropout=0.1 must be 0",)),
         (("actor.lora.targets=[linear_qkv]",), ("actor.lora.targets=['linear_qkv']", "set actor.lora.rank")),
@@ -258,19 +259,35 @@ def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, .
     assert any(all(part in line for part in parts) for line in lines), lines
 
 
-@pytest.mark.parametrize(
-    ("keys", "bad"),
-    [(AT_LEAST_ONE, 0), (NOT_NEGATIVE, -1), (ABOVE_ZERO, 0.0), (ABOVE_ZERO, math.nan), (ABOVE_ZERO, math.inf)],
-)
-def test_numbers_out_of_range_name_their_key(keys: tuple[str, ...], bad: float) -> None:
-    assert set(keys) <= set(all_keys())
-    plain = to_plain(small())
-    for key in keys:
-        values = copy.deepcopy(plain)
+@pytest.mark.parametrize("key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)])
+def test_numbers_out_of_range_name_their_key(key: str) -> None:
+    kind = dict(all_keys(RunConfig))[key]
+    outside: dict[type[Bound], float] = {Above: 0.0, AtLeast: -1.0}
+    bad = [kind.type(bound.limit + outside.get(type(bound), 1)) for bound in kind.bounds]
+    for value in (*bad, *((math.nan, math.inf) if kind.type is float else ())):
+        values = to_plain(small())
         *groups, name = key.split(".")
-        group = functools.reduce(dict.__getitem__, groups, values)
-        group[name] = bad
-        assert any(line.startswith(f"{key}=") for line in problems(build(values))), key
+        functools.reduce(dict.__getitem__, groups, values)[name] = value
+        assert any(line.startswith(f"{key}=") for line in problems(build(values))), value
+
+
+def test_the_keys_that_have_a_range() -> None:
+    """As many as have one; a key that loses its range fails here."""
+    ranged = [key for key, kind in all_keys(RunConfig) if kind.bounds]
+    assert {"seed", "rollout.n", "actor.parallel.tensor", "actor.clip_ratio_c", "rollout.val_sampling.top_p"} < set(
+        ranged
+    )
+    assert len(ranged) >= 110
+
+
+@pytest.mark.parametrize(("key", "value"), [("rollout.sampling", "-1"), ("rollout.val_sampling", "-1")])
+def test_a_temperature_below_zero_gets_one_message(key: str, value: str) -> None:
+    assert len([line for line in found(f"{key}.temperature={value}") if "temperature" in line]) == 1
+
+
+def test_all_checkpoints_can_be_kept() -> None:
+    """The key's description says `0: all`."""
+    assert found("trainer.max_checkpoints_to_keep=0") == []
 
 
 def test_an_unknown_linear_is_refused_with_those_there_are() -> None:

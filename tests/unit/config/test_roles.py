@@ -52,7 +52,7 @@ def test_the_recipes_pass() -> None:
                                                         r"longest sample, 24"),
         ((*PPO, "trainer.critic_warmup=2"), r"trainer.critic_warmup=2 leaves none of trainer.total_steps=2"),
         (("trainer.critic_warmup=1",), r"trainer.critic_warmup=1 without a critic; set algorithm.adv_estimator=gae"),
-        ((*PPO, "algorithm.lam=1.5"), r"algorithm.lam=1.5 must lie between 0 and 1"),
+        ((*PPO, "algorithm.lam=1.5"), r"algorithm.lam=1.5 must be at least 0 and at most 1"),
         ((*PPO, "critic.cliprange_value=0"), r"critic.cliprange_value=0.0 must be more than 0"),
         (("algorithm.kl_target=0.1",), r"algorithm.kl_target=0.1 steers algorithm.kl_coef, which is 0"),
         (("reward_model.path=nowhere",), r"reward_model.path=nowhere: no Hugging Face folder"),
@@ -70,7 +70,9 @@ def test_what_cannot_run_is_refused(overrides: tuple[str, ...], expected: str) -
 def test_a_teacher_needs_processes_of_its_own() -> None:
     [line] = found(f"reference.path={model_folder('teacher')}")
     assert "another model needs processes of its own; set reference.placement=own" in line
-    assert found("reference.path=teacher", "reference.placement=own") == []
+    assert found("reference.path=teacher", "reference.placement=own", "reference.offload.weights=true") == []
+    [line] = found("reference.offload.weights=true")
+    assert "with reference.placement=colocated the weights follow actor.offload.weights" in line
     text = explain(load_config("e2e", ["reference.path=teacher", "reference.placement=own"]), Origins(frozenset(), {}))
     assert "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own" in text
 

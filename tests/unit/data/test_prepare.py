@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.data.prepare import arithmetic, prepare
-from hybridflow.data.prepare.arithmetic import ArithmeticOptions, max_lengths, problem
+from hybridflow.data.prepare import prepare
+from hybridflow.data.prepare.tasks import arithmetic
+from hybridflow.data.prepare.tasks.arithmetic import ArithmeticOptions, max_lengths, problem
 from hybridflow.errors import ConfigError, DataError
 
 SMALL = {"max_operand": 12, "num_test": 20, "num_sft": 30}
@@ -134,7 +135,7 @@ def test_wrong_options_are_named_and_leave_nothing_behind(tmp_path, options, nam
 
 
 def test_an_unknown_task_names_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match=r"'arithmetics'; did you mean 'arithmetic'\?"):
+    with pytest.raises(ConfigError, match=r"task=arithmetics: .* did you mean 'arithmetic'\?"):
         prepare("arithmetics", tmp_path / "data")
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.data.prepare.arithmetic import CHARACTERS
+from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import END, PAD, ROLES, write_byte_tokenizer, write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import DataError

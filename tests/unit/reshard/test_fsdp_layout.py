@@ -12,8 +12,9 @@ import torch
 from hybridflow.config.check_backend import problems
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_owners, fsdp_tensors, shard_rows
+from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors, shard_rows
 from hybridflow.reshard.layout import Catalog
+from hybridflow.saving.ownership import fsdp_owners
 from hybridflow.sync.schedule import plan_and_prove
 from tests.unit.reshard.reshard_cases import Buffers, decoder_of, engine_buffers, execute, random_weights
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.reshard import regions as boxes
+from hybridflow.reshard.proof import cover_faults
 
 LIMIT = 6
 Rects = list[tuple[int, tuple[int, int], tuple[int, int]]]
@@ -80,7 +81,7 @@ def test_subtraction(found: Rects) -> None:
 @given(rects(5), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_cover_faults_agree_with_counting(found: Rects, shape: tuple[int, int]) -> None:
     bounds = np.array([shape] * 3, dtype=np.int64)
-    faulty = {fault.key for fault in boxes.cover_faults(*columns(found), bounds)}
+    faulty = {fault.key for fault in cover_faults(*columns(found), bounds)}
     wanted = np.zeros((3, LIMIT, LIMIT), dtype=int)
     wanted[:, : shape[0], : shape[1]] = 1
     painted = paint(found)
@@ -90,7 +91,7 @@ def test_cover_faults_agree_with_counting(found: Rects, shape: tuple[int, int]) 
 def test_faults_say_what_is_wrong() -> None:
     key, bounds = np.array([0, 0, 1, 2]), np.array([[4, 1], [4, 1], [4, 1]])
     start, size = np.array([[0, 0], [1, 0], [0, 0], [2, 0]]), np.array([[2, 1], [3, 1], [3, 1], [4, 1]])
-    faults = boxes.cover_faults(key, start, size, bounds)
+    faults = cover_faults(key, start, size, bounds)
     assert {(f.key, f.kind, f.elements) for f in faults} == {(0, "overlap", 1), (1, "missing", 1), (2, "beyond", 0)}
 
 

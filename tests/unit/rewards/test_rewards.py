@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.rewards import VERIFIERS, RewardManager, extract_gsm8k_answer
+from hybridflow.rewards import RewardManager
+from hybridflow.rewards.verifiers.base import by_data_source
+from hybridflow.rewards.verifiers.gsm8k import extract_gsm8k_answer
 
 GSM8K = "openai/gsm8k"
 
@@ -118,12 +120,12 @@ def test_an_unknown_source_lists_the_known_ones():
     manager = RewardManager(RewardConfig())
     with pytest.raises(
         DataError,
-        match=r"row 1: no built-in verifier for data_source 'gsm8k'.*known: arithmetic, openai/gsm8k.*reward\.path",
+        match=r"row 1: no verifier for data_source 'gsm8k'.*known: arithmetic, openai/gsm8k\); .*reward\.verifiers",
     ):
         manager.score(["arithmetic", "gsm8k"], ["1", "1"], ["1", "1"])
     with pytest.raises(DataError, match=r"did you mean 'arithmetic'\?"):
         manager.check_data_sources(["arithmetic", "arithmetics"])
-    manager.check_data_sources(VERIFIERS)
+    manager.check_data_sources(by_data_source())
 
 
 @pytest.mark.parametrize("truth", ["many", 5, None])
@@ -133,7 +135,7 @@ def test_a_ground_truth_the_verifier_cannot_use_is_named(truth):
 
 
 def test_unknown_arguments_for_the_built_in_verifiers_are_refused():
-    with pytest.raises(ConfigError, match=r"reward\.kwargs\.flexibel is taken by no built-in verifier .*flexible"):
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.flexibel is taken by no verifier .*flexible"):
         RewardManager(RewardConfig(kwargs={"flexibel": True}))
 
 
@@ -216,8 +218,11 @@ def test_a_function_cannot_spoil_the_dataset_through_extra_info(tmp_path):
 @pytest.mark.parametrize(
     ("code", "named"),
     [
-        ("def compute_scores(): pass", r"reward\.py has no function 'compute_score'.*did you mean 'compute_scores'"),
-        ("compute_score = 3", "'compute_score' .* is a int, not a function"),
+        (
+            "def compute_scores(): pass",
+            r"\(reward\.name\): 'compute_score' is not a function; did you mean 'compute_scores'",
+        ),
+        ("compute_score = 3", "'compute_score' is not a function"),
         ("def compute_score(data_source, text): pass", r"compute_score\(data_source, text\) cannot be called with"),
         ("import no_such_module_here", r"cannot be imported: ModuleNotFoundError: .* \(line 1\)"),
         ("x = 1\ndef compute_score(:", r"cannot be imported: SyntaxError: .*\(line 2\)"),
@@ -234,8 +239,59 @@ def test_kwargs_the_function_does_not_take_are_reported(tmp_path):
 
 
 def test_a_missing_file_is_reported(tmp_path):
-    with pytest.raises(ConfigError, match=r"reward\.path .*nowhere\.py' is no file"):
+    with pytest.raises(ConfigError, match=r"reward\.path: .*nowhere\.py' is no file"):
         RewardManager(RewardConfig(path=str(tmp_path / "nowhere.py")))
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_ends_the_process_is_reported_as_any_other_error(tmp_path, kind):
+    code = f"""
+        import sys
+
+        {kind} compute_score(data_source, solution_str, ground_truth, extra_info):
+            sys.exit(3) if solution_str == "bad" else None
+            return 1.0
+    """
+    with pytest.raises(DataError, match=r"row 1: reward function .*raised SystemExit: 3 \(line 5\)"):
+        _custom(tmp_path, code).score(["a"] * 2, ["ok", "bad"], ["c"] * 2)
+
+
+def test_a_file_that_ends_the_process_is_reported(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be imported: SystemExit: 1 \(line 2\)"):
+        _custom(tmp_path, "import sys\nsys.exit(1)")
+
+
+VERIFIER_OF_MINE = """
+    import sys
+    from hybridflow.rewards.verifiers.base import verifier
+
+    @verifier("upper", data_sources=["mine", "arithmetic"])
+    def upper(response, ground_truth, *, partial=0.0):
+        if response == "exit":
+            sys.exit(1)
+        return {"score": 1.0 if response == ground_truth.upper() else partial, "length": len(response)}
+"""
+
+
+def test_a_verifier_from_a_file_scores_the_rows_of_its_data_sources(tmp_path):
+    """Rows of other sources keep the built-in verifier; reward.kwargs reach those that take them."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
+    manager = RewardManager(RewardConfig(verifiers=(f"{tmp_path}/mine.py:upper",), kwargs={"partial": 0.25}))
+    manager.check_data_sources(["mine", GSM8K])
+    found = manager.score(["mine", GSM8K, "arithmetic"], ["YES", "#### 5", "no"], ["yes", "5", "no"])
+    assert [result.score for result in found] == [1.0, 1.0, 0.25]
+    assert [result.extra for result in found] == [{"length": 3}, {"answer": "5"}, {"length": 2}]
+    with pytest.raises(DataError, match=r"row 0: the verifier of data_source 'mine' .*SystemExit: 1 \(line 8\)"):
+        manager.score(["mine"], ["exit"], ["x"])
+    assert RewardManager(RewardConfig()).score(["arithmetic"], ["no"], ["no"])[0].score == 1.0
+
+
+def test_a_verifier_that_a_file_lacks_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
+    with pytest.raises(ConfigError, match=r"reward\.verifiers=.*registers no verifier 'lower'; it registers: upper"):
+        RewardManager(RewardConfig(verifiers=(f"{tmp_path}/mine.py:lower",)))
+    with pytest.raises(ConfigError, match="registers no verifier 'gsm8k'"):
+        RewardManager(RewardConfig(verifiers=(f"{tmp_path}/mine.py:gsm8k",)))
 
 
 def test_two_files_of_one_name_do_not_meet(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ class Ranks:
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.saves.append((phase, step, background))
         folder.mkdir()
-        (folder / "__0_0.distcp").write_text("weights")
+        (folder / "rank_0.bin").write_text("weights")
         self.folder = folder
         if not background:
             self.finish()
@@ -56,7 +58,7 @@ def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> 
     assert store.latest() is None and names(tmp_path) == ["global_step_1.partial"]
     ranks.finish()
     deadline = time.monotonic() + 10
-    while store.latest() is None:  # without the training's help: its step may last
+    while not (tmp_path / "latest.json").exists():  # without the training's help: its step may last
         assert time.monotonic() < deadline
         time.sleep(0.01)
     latest = store.latest()
@@ -196,6 +198,45 @@ def test_who_asks_while_a_newer_one_replaces_the_last_is_told_of_the_newer(
     (tmp_path / "global_step_3" / "driver.json").unlink()
     with pytest.raises(CheckpointError, match=r"latest\.json does not lead to a whole checkpoint"):
         store.latest()
+
+
+def test_a_pointer_leads_to_no_other_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    other = store_in(tmp_path / "elsewhere")
+    ranks = Ranks()
+    other.save("rl", 1, {}, ranks)
+    ranks.finish()
+    other.wait()
+    for name in ("../elsewhere/global_step_1", str(tmp_path / "elsewhere" / "global_step_1"), "..", ""):
+        (folder / "latest.json").write_text(json.dumps({"folder": name}))
+        with pytest.raises(CheckpointError, match="is no name of a file inside the folder"):
+            store_in(folder).latest()
+
+
+def test_without_a_pointer_the_newest_whole_checkpoint_is_in_force(tmp_path: Path) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    for step in (1, 2):
+        store.save("rl", step, {"number": step}, ranks)
+        ranks.finish()
+        store.wait()
+    (tmp_path / "latest.json").unlink()
+    (tmp_path / "global_step_3").mkdir()  # without a manifest it does not count
+    shutil.copy(tmp_path / "global_step_2" / "driver.json", tmp_path / "global_step_3")
+    latest = store_in(tmp_path).latest()
+    assert latest is not None and latest.step == 2 and latest.state == {"number": 2}
+
+
+@pytest.mark.parametrize("change", [lambda text: text.replace("7", "8"), lambda text: text[:-20], lambda text: "{}"])
+def test_the_drivers_part_of_a_checkpoint_is_checked(tmp_path: Path, change: Callable[[str], str]) -> None:
+    store, ranks = store_in(tmp_path), Ranks()
+    store.save("rl", 1, {"sampler": 7}, ranks)
+    ranks.finish()
+    store.wait()
+    file = tmp_path / "global_step_1" / "driver.json"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(CheckpointError, match=r"driver\.json"):
+        store_in(tmp_path).latest()
 
 
 def test_a_pointer_that_cannot_be_read_is_named(tmp_path: Path) -> None:

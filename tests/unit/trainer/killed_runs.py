@@ -21,7 +21,7 @@ from typing import Any
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import DataConfig, OptimConfig, RolloutConfig, RunConfig, TrainerConfig
 from hybridflow.data.custom import open_prompts
-from hybridflow.data.prepare.arithmetic import CHARACTERS
+from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.rollout.evaluation import Validator

@@ -128,8 +128,6 @@ def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("algorithm.adv_estimator=grop", "there is no advantage estimator of this name; did you mean 'grpo'"),
-        ("actor.policy_loss=pop", "there is no policy loss of this name; did you mean 'ppo'"),
         ("algorithm.adv_estimator_options={lamb: 1}", "unknown key algorithm.adv_estimator_options.lamb"),
         ("algorithm.adv_estimator_options={norm_adv_by_std: 1}", "this option is the key algorithm.norm_adv_by_std"),
         ("algorithm.adv_estimator=missing.py:mine", "'missing.py' is no file"),
@@ -139,6 +137,12 @@ def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) 
 def test_a_wrong_name_or_option_is_said_before_anything_starts(word: str, said: str) -> None:
     [line] = problems(load_config("e2e", [word]))
     assert said in line
+
+
+@pytest.mark.parametrize(("word", "near"), [("algorithm.adv_estimator=grop", "grpo"), ("actor.policy_loss=pop", "ppo")])
+def test_a_wrong_name_is_refused_as_the_configuration_is_read(word: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"choose one of: .*, or path/to/file\.py:name; did you mean {near}\?"):
+        load_config("e2e", [word])
 
 
 def test_an_option_of_a_file_is_checked(entries: Path) -> None:

@@ -58,10 +58,15 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_after(kills: list[Kill], every: int) -> int:
-    """The step whose checkpoint is in force after these kills: a save counts once latest.json points to it."""
-    done = [step if name in IN_A_STEP or name in IN_A_SAVE else 0 for step, name in kills]
-    last = max(done, default=0)
-    return max((step for step in range(1, last) if is_saved(step, every)), default=0)
+    """The step whose checkpoint is in force after these kills: a save counts once latest.json points to it; before any
+    has come so far, as soon as it has its name."""
+    pointed_to = named = 0
+    for step, name in kills:
+        first = (pointed_to or named) + 1
+        pointed_to = max((saved for saved in range(first, step) if is_saved(saved, every)), default=pointed_to)
+        if name == "not pointed to yet":
+            named = step
+    return pointed_to or named
 
 
 def test_the_uninterrupted_run_takes_every_row_once_an_epoch(runs: Path) -> None:

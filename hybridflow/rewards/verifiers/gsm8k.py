@@ -1,12 +1,11 @@
-"""Built-in verifiers: each compares the text of a response with the ground truth and scores 1.0 or 0.0."""
+"""GSM8K: the number after "####" compared with the ground truth."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+
+from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 _MARK = "####"
 # ASCII digits on purpose: \d would take digits of other scripts. Commas only between digits.
@@ -15,28 +14,7 @@ _LEADING_NUMBER = re.compile(rf"(?P<sign>[-+\u2212]?)\s*\$?\s*(?P<inner>[-+\u221
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![0-9])[-\u2212])?\s?\$?(?P<digits>{_NUMBER})")
 
 
-@dataclass(frozen=True)
-class ScoreResult:
-    """The score of one response and whatever else is worth logging about it.
-
-    Attributes:
-        score: the reward; finite.
-        extra: more values by name, e.g. the parsed answer. They go into rollout dumps and metrics, not into the
-            advantage.
-    """
-
-    score: float
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-def exact(response: str, ground_truth: str) -> ScoreResult:
-    """1.0 when the response is the ground truth, leading and trailing white space aside.
-
-    Ground truths with the digits reversed or padded need nothing special: they are compared as they are written.
-    """
-    return ScoreResult(float(response.strip() == ground_truth.strip()))
-
-
+@verifier("gsm8k", data_sources=["openai/gsm8k"])
 def gsm8k(response: str, ground_truth: str, *, flexible: bool = False) -> ScoreResult:
     """1.0 when the response's final answer equals the ground truth as an exact decimal number ("72" = "72.0" = "+72").
 
@@ -79,8 +57,3 @@ def _leading_number(text: str) -> str | None:
         return None
     negative = (match["sign"] or match["inner"]) in ("-", "\u2212")
     return ("-" if negative else "") + match["digits"].replace(",", "")
-
-
-Verifier = Callable[..., ScoreResult]
-
-VERIFIERS: dict[str, Verifier] = {"arithmetic": exact, "openai/gsm8k": gsm8k}

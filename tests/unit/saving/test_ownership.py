@@ -1,33 +1,25 @@
-"""The plan that brings every element of the checkpoint to a stage's leader once, and what happens when a map is
-wrong."""
+"""Owners of the slices of an export: every element has one, and a wrong map is found before anything is written."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import ModelError
 from hybridflow.models import family_of
 from hybridflow.models.layout import Coordinates, LocalTensor
-from hybridflow.reshard.plan import StagePlan, plan_stages
-from tests.models import FAMILIES, MAP_MODELS, MAP_MOE
+from hybridflow.saving.ownership import megatron_owners
+from tests.models import MAP_MODELS, MAP_MOE
 from tests.unit.models.map_cases import LAYOUTS, coordinates, hf_weights, local_weights
-
-BYTES = 4
-
-
-def pieces_of(plans: list[StagePlan]) -> list[Any]:
-    return [owned for plan in plans for bucket in plan.buckets for owned in bucket.pieces]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MAP_MODELS)
-def test_executing_the_plan_by_hand_gives_the_checkpoint(model: str, layout: tuple[int, int, int, int]) -> None:
+def test_reading_every_owned_slice_gives_the_checkpoint(model: str, layout: tuple[int, int, int, int]) -> None:
     """Write every owned piece from the rank's memory into the whole tensor: each element exactly once, each with its
     value."""
     family = family_of(MAP_MODELS[model])
@@ -35,58 +27,26 @@ def test_executing_the_plan_by_hand_gives_the_checkpoint(model: str, layout: tup
     memory = [local_weights(family, at, hf) for at in ranks]
     written = {name: np.zeros(shape, np.int64) for name, shape in family.tensors().items()}
     times = {name: np.zeros(shape, np.int64) for name, shape in family.tensors().items()}
-    plans = plan_stages(family, ranks, 1 << 10, BYTES)
-    for plan in plans:
-        assert ranks[plan.leader].pp_rank == plan.stage
-        for bucket in plan.buckets:
-            for owned in bucket.pieces:
-                assert ranks[owned.rank].pp_rank == plan.stage
-                assert owned.piece.source in dict(bucket.tensors)
-                region = tuple(
-                    slice(a, a + n) for a, n in zip(owned.piece.source_start, owned.piece.shape, strict=True)
-                )
-                written[owned.piece.source][region] = memory[owned.rank][owned.parameter][owned.piece.slices()]
-                times[owned.piece.source][region] += 1
+    owners = megatron_owners(family, ranks)
+    assert owners.keys() == family.tensors().keys()
+    for name, pieces in owners.items():
+        assert len({ranks[owned.rank].pp_rank for owned in pieces}) == 1  # one stage writes a tensor
+        for owned in pieces:
+            region = tuple(slice(a, a + n) for a, n in zip(owned.piece.source_start, owned.piece.shape, strict=True))
+            assert owned.piece.source == name
+            written[name][region] = memory[owned.rank][owned.parameter][owned.piece.slices()]
+            times[name][region] += 1
     for name, expected in hf.items():
         assert (times[name] == 1).all(), name
         np.testing.assert_array_equal(written[name], expected, err_msg=name)
-    planned = Counter(name for plan in plans for bucket in plan.buckets for name, _ in bucket.tensors)
-    assert planned == Counter(family.tensors().keys())  # each tensor in one bucket of one stage
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 1 << 10, 1 << 14, 1 << 30])
-def test_buckets_are_bounded(bucket_bytes: int) -> None:
-    family = family_of(MAP_MOE)
-    plans = plan_stages(family, coordinates(2, 2, 2, 1), bucket_bytes, BYTES)
-    buckets = [bucket for plan in plans for bucket in plan.buckets]
-    assert all(bucket.numel * BYTES <= bucket_bytes or len(bucket.tensors) == 1 for bucket in buckets)
-    assert sum(bucket.numel for bucket in buckets) == sum(prod(shape) for shape in family.tensors().values())
-    if bucket_bytes == 1 << 30:
-        assert len(buckets) == 2  # one a stage: nothing is split without need
-
-
-@pytest.mark.parametrize("bucket_bytes", [64, 1 << 14])
-def test_what_an_engine_joins_travels_in_one_bucket(bucket_bytes: int) -> None:
-    """DeepSeek's two down projections: SGLang's loader drops one that comes without the other."""
-    family = family_of(FAMILIES["deepseek_v3"])
-    plans = plan_stages(family, coordinates(2, 2, 2, 1), bucket_bytes, BYTES)
-    together = 0
-    for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        names = {name for name, _ in bucket.tensors}
-        first = {name.replace("q_a_proj", "kv_a_proj_with_mqa") for name in names if ".q_a_proj." in name}
-        assert first == {name for name in names if "kv_a_proj_with_mqa" in name}
-        together += len(first)
-    assert together == 4
-    planned = [name for plan in plans for bucket in plan.buckets for name, _ in bucket.tensors]
-    assert sorted(planned) == sorted(family.tensors())
-
-
-def test_replicas_are_sent_by_different_ranks() -> None:
+def test_replicas_are_written_by_different_ranks() -> None:
     """Tensor-parallel copies of norms and data-parallel copies of everything: nobody sends much more than its share."""
     family = family_of(MAP_MODELS["dense"])
     ranks = [Coordinates(tp, 2, pp, 2) for pp in range(2) for tp in range(2)] * 3  # three data-parallel copies
     sent = Counter[int]()
-    for owned in pieces_of(plan_stages(family, ranks, 1 << 20, BYTES)):
+    for owned in (owned for pieces in megatron_owners(family, ranks).values() for owned in pieces):
         sent[owned.rank] += owned.piece.numel
     for stage in range(2):
         loads = [sent[rank] for rank, at in enumerate(ranks) if at.pp_rank == stage]
@@ -146,12 +106,12 @@ def shifted(pieces: Any) -> Any:
         ),
     ],
 )
-def test_a_wrong_map_is_caught_before_anything_is_sent(change: Any, message: str) -> None:
-    with pytest.raises(WeightSyncError, match=message):
-        plan_stages(Wrong(change), coordinates(2, 2, 2, 1), 1 << 20, BYTES)
+def test_a_wrong_map_is_caught_before_anything_is_written(change: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        megatron_owners(Wrong(change), coordinates(2, 2, 2, 1))
 
 
 def test_a_tensor_unknown_to_the_map_is_caught() -> None:
     shapes = {**family_of(MAP_MOE).tensors(), "model.layers.0.extra.bias": (3,)}
-    with pytest.raises(WeightSyncError, match=r"leaves out \['model.layers.0.extra.bias'\]"):
-        plan_stages(Wrong(lambda local: local, shapes), coordinates(1, 1, 1, 1), 1 << 20, BYTES)
+    with pytest.raises(ModelError, match=r"leaves out \['model.layers.0.extra.bias'\]"):
+        megatron_owners(Wrong(lambda local: local, shapes), coordinates(1, 1, 1, 1))

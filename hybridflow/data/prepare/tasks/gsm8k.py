@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from hybridflow.data.prepare.options import require
 from hybridflow.data.prepare.rows import prompt_row, write_prompts
+from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_byte_tokenizer
 from hybridflow.errors import DataError
 
@@ -84,3 +85,6 @@ def _parse(line: bytes, where: str) -> tuple[str, str]:
     if not row["answer"].rpartition(_MARK)[2].strip() or _MARK not in row["answer"]:
         raise DataError(f'{where}: the answer has no final answer after "{_MARK}"')
     return row["question"], row["answer"]
+
+
+TASKS.register("gsm8k", Task(Gsm8kOptions, write, SOURCE_FILES))

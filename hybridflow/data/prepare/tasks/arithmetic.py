@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from hybridflow.data.prepare.options import nearest, require
 from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_pairs, write_prompts
+from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.errors import ConfigError
 
@@ -236,3 +237,6 @@ def max_lengths(options: ArithmeticOptions) -> tuple[int, int]:
     operand = len(str(options.max_operand))
     answer = len(str(operation.largest(options.min_operand, options.max_operand))) + (operation.symbol == "-")
     return 2 * operand + 2, answer + 1
+
+
+TASKS.register("arithmetic", Task(ArithmeticOptions, write))

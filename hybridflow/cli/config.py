@@ -1,0 +1,49 @@
+"""`hybridflow config keys | schema`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+CONFIG = """\
+examples:
+  hybridflow config keys actor.optim                  type, default and meaning of each key of a group
+  hybridflow config keys                              every key
+  hybridflow config schema > configs/schema.json      for editors: completion and checks of recipes
+"""
+
+
+def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put the command and its two actions into the parser."""
+    group = add_command(commands, "config", "explain the keys of a configuration", CONFIG, lambda args: 0)
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    keys = add_command(actions, "keys", "print type, default and meaning of keys", CONFIG, run_keys)
+    keys.add_argument("prefix", nargs="?", default="", metavar="KEY", help="a key or group (default: every key)")
+    add_command(actions, "schema", "print a JSON schema of recipes", CONFIG, run_schema)
+
+
+def run_keys(args: argparse.Namespace) -> int:
+    """`hybridflow config keys`."""
+    from hybridflow.config.build import to_plain
+    from hybridflow.config.keys import all_keys, description, require_key, value_at
+    from hybridflow.config.schema import RunConfig
+
+    if args.prefix:
+        require_key(RunConfig, args.prefix)
+    for key, kind in all_keys(RunConfig):
+        if f"{key}.".startswith(f"{args.prefix}." if args.prefix else ""):
+            wanted = " | ".join(kind.choices) or " ".join([str(kind), *map(str, kind.bounds)])
+            default = json.dumps(to_plain(value_at(RunConfig(), key)))
+            meaning = description(RunConfig, key)
+            print(f"{key} = {default}  ({wanted})" + (f"\n    {meaning}" if meaning else ""))
+    return 0
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    """`hybridflow config schema`."""
+    from hybridflow.config.json_schema import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=1))
+    return 0

@@ -1,0 +1,233 @@
+"""What a key of the schema says about its values, and the schema read as a list of keys.
+
+A key's annotation holds everything: its type, `| None`, the choices (`Literal`), the range (`Annotated[int,
+AtLeast(1)]`) and the registry whose entries it names (`Annotated[str, Entry(...)]`). The comment after a key, or on the
+lines before it, is its description.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
+
+from hybridflow.config.registry import Registry, is_user_entry, package_folder
+from hybridflow.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """One end of a range of numbers; `keyword` is its name in JSON Schema."""
+
+    limit: float
+    words: ClassVar[str]
+    keyword: ClassVar[str]
+    compare: ClassVar[Callable[[float, float], bool]]
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.limit:g}"
+
+
+class AtLeast(Bound):
+    """Values from `limit` on."""
+
+    words, keyword, compare = "at least", "minimum", operator.ge
+
+
+class Above(Bound):
+    """Values over `limit`."""
+
+    words, keyword, compare = "more than", "exclusiveMinimum", operator.gt
+
+
+class AtMost(Bound):
+    """Values up to `limit`."""
+
+    words, keyword, compare = "at most", "maximum", operator.le
+
+
+class Below(Bound):
+    """Values under `limit`."""
+
+    words, keyword, compare = "less than", "exclusiveMaximum", operator.lt
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The key names an entry of the registry of this package, one in a user's file (`path/to/file.py:name`), or a value
+    of `also`, which is no entry."""
+
+    kind: str
+    package: str
+    also: tuple[str, ...] = ()
+    packages: bool = False
+
+    def names(self) -> tuple[str, ...]:
+        """The values without the user's own; the entries are read from the package's folder, nothing is imported."""
+        return (*self.also, *Registry[Any](self.kind, self.package, "", packages=self.packages).names())
+
+    def summaries(self) -> dict[str, str]:
+        """{built-in entry: the first paragraph of its module's docstring}."""
+        texts = {file.stem: file.read_text(encoding="utf-8") for file in package_folder(self.package).glob("*.py")}
+        docs = {name: ast.get_docstring(ast.parse(texts[name])) or "" for name in self.names() if name in texts}
+        return {name: doc.partition("\n\n")[0].replace("\n", " ") for name, doc in docs.items()}
+
+
+ENGINE = Entry("engine kind", "hybridflow.engines", packages=True)
+ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
+POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
+PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
+TRACKER = Entry("tracker", "hybridflow.observe.trackers")
+VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """An annotation taken apart. `type` is the bare type (of an item, for a list)."""
+
+    type: Any
+    is_list: bool = False
+    optional: bool = False
+    bounds: tuple[Bound, ...] = ()
+    entry: Entry | None = None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that a key can take, for keys with choices; a registry's built-in entries for others."""
+        if typing.get_origin(self.type) is typing.Literal:
+            return typing.get_args(self.type)
+        return self.entry.names() if self.entry else ()
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the value is a mapping with keys of its own (`model.hf_config`)."""
+        return typing.get_origin(self.type) is dict
+
+    @property
+    def plain(self) -> Any:
+        """`type`, with str for choices."""
+        return str if typing.get_origin(self.type) is typing.Literal else self.type
+
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` is one of the choices; true without choices."""
+        return not self.choices or value in self.choices or (self.entry is not None and is_user_entry(value))
+
+    def __str__(self) -> str:
+        """The type as a user would say it: `whole number or null`, `list of strings`."""
+        names = {str: "string", bool: "true/false", int: "whole number", float: "number"}
+        name = "mapping" if self.is_mapping else names.get(self.plain, "group of keys")
+        return (f"list of {name}s" if self.is_list else name) + (" or null" if self.optional else "")
+
+
+def kind_of(annotation: Any) -> Kind:
+    """Take an annotation apart: `Annotated`, `| None` and `tuple[..., ...]` in any order."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        inner, marks = kind_of(args[0]), annotation.__metadata__
+        entry = next((mark for mark in marks if isinstance(mark, Entry)), inner.entry)
+        bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
+        return dataclasses.replace(inner, bounds=inner.bounds + bounds, entry=entry)
+    if origin in (types.UnionType, typing.Union):
+        inner = kind_of(next(member for member in args if member is not type(None)))
+        return dataclasses.replace(inner, optional=True)
+    if origin is tuple:
+        return dataclasses.replace(kind_of(args[0]), is_list=True)
+    return Kind(annotation)
+
+
+def hints_of(cls: type) -> dict[str, Any]:
+    """{field: annotation} of a group, with what `Annotated` adds."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Kind]]:
+    """Every key under a group with its dotted name, groups excluded."""
+    for name, annotation in hints_of(cls).items():
+        if dataclasses.is_dataclass(annotation):
+            yield from all_keys(cast(type, annotation), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind_of(annotation)
+
+
+def require_key(root: type, dotted: str) -> None:
+    """Raise unless `dotted` names a group or key under `root`, or an entry inside a mapping (such as
+    `model.hf_config.X`)."""
+    annotation: Any = root
+    seen: list[str] = []
+    for part in dotted.split("."):
+        if not dataclasses.is_dataclass(annotation):
+            kind = kind_of(annotation)
+            if kind.is_mapping:
+                return
+            raise ConfigError(f"{dotted}: {'.'.join(seen)} is a single value of type {kind}, it has no keys of its own")
+        hints = hints_of(cast(type, annotation))
+        if part not in hints:
+            raise unknown_key(root, dotted, part, list(hints), ".".join(seen))
+        annotation = hints[part]
+        seen.append(part)
+
+
+def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
+    """The error for `dotted`, whose `part` does not exist in the group `prefix`; names the nearest key, there or
+    elsewhere."""
+    near = difflib.get_close_matches(part, valid, n=1, cutoff=0.5)
+    suggestion = f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part)
+    where = f"the keys of {prefix} are" if prefix else "the top-level keys are"
+    hint = f"; did you mean {suggestion}?" if suggestion else ""
+    return ConfigError(f"unknown key {dotted}{hint} ({where}: {', '.join(valid)})")
+
+
+def _elsewhere(root: type, part: str) -> str:
+    """A key whose last name is close to `part` though it lives in another group (`lr` -> `actor.optim.lr`)."""
+    by_name: dict[str, str] = {}
+    for key, _ in all_keys(root):
+        by_name.setdefault(key.rsplit(".", 1)[-1], key)
+    near = difflib.get_close_matches(part, by_name, n=1, cutoff=0.7)
+    return by_name[near[0]] if near else ""
+
+
+def value_at(config: Any, dotted: str) -> Any:
+    """The value of a key by its dotted name."""
+    return operator.attrgetter(dotted)(config)
+
+
+def out_of_range(config: Any) -> Iterator[str]:
+    """Every number of `config` that lies outside of its key's range or is not finite, as one line each."""
+    for key, kind in all_keys(type(config)):
+        value = value_at(config, key)
+        if kind.type not in (int, float) or value is None or kind.is_list:
+            continue
+        if not math.isfinite(value) or not all(type(bound).compare(value, bound.limit) for bound in kind.bounds):
+            wanted, meaning = " and ".join(map(str, kind.bounds)) or "finite", description(type(config), key)
+            yield f"{key}={value} must be {wanted}" + (f" ({meaning})" if meaning else "")
+
+
+def description(root: type, dotted: str) -> str:
+    """The comment of a key; empty without one."""
+    *groups, name = dotted.split(".")
+    for group in groups:
+        root = hints_of(root).get(group, root)
+        if not dataclasses.is_dataclass(root):
+            return ""  # an option of an entry
+    return descriptions(root).get(name, "")
+
+
+def descriptions(cls: type) -> dict[str, str]:
+    """{key: its comment} of a group, from the source: after the key, or on the lines before it."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        before: list[str] = []
+        for line in inspect.getsource(base).splitlines():
+            code, _, comment = line.strip().partition("# ")
+            name, colon, _ = code.partition(": ")
+            if code and colon and name.isidentifier() and (text := " ".join([*before, comment]).strip()):
+                found[name] = text
+            before = [*before, comment] if comment and not code else []
+    return found

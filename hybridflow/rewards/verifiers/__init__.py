@@ -1,0 +1,1 @@
+"""Verifiers, one file each; `base.py` says what a verifier is given and how it is registered."""

@@ -1,0 +1,100 @@
+"""Which rank writes which slice of a Hugging Face tensor in an export: each element has one owner.
+
+This is pure arithmetic: every rank computes the same owners from the same coordinates. Of replicas (tensor-parallel
+copies of norms, embeddings that two stages share, data-parallel copies of everything) the rank with the fewest bytes so
+far owns a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hybridflow.errors import ModelError
+from hybridflow.models import Family
+from hybridflow.models.layout import Coordinates, Piece
+from hybridflow.reshard.fsdp_layout import fsdp_tensors
+from hybridflow.reshard.layout import rank_tensors
+
+Owners = dict[str, list["OwnedPiece"]]  # of each HF tensor its slices, by rank
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A slice, the rank that owns it, and the local parameter it is read from."""
+
+    rank: int
+    parameter: str
+    piece: Piece
+
+
+def megatron_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
+    """The owners of every slice in a Megatron world; `ranks` are the coordinates by global rank.
+
+    Raises:
+        ModelError: the pieces do not cover every element of every tensor exactly once.
+    """
+    owned = _assign_owners(family, ranks)
+    _prove_cover(family.tensors(), owned)
+    return {name: sorted(pieces, key=lambda one: one.rank) for name, pieces in owned.items()}
+
+
+def fsdp_owners(family: Family, ranks: int) -> Owners:
+    """The owners of every slice among `ranks` FSDP ranks, which hold nothing twice."""
+    found: Owners = {}
+    for rank in range(ranks):
+        for local in fsdp_tensors(family, rank, ranks):
+            found.setdefault(local.name, []).extend(OwnedPiece(rank, local.name, piece) for piece in local.pieces)
+    return found
+
+
+def _assign_owners(family: Family, ranks: Sequence[Coordinates]) -> Owners:
+    candidates: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[OwnedPiece]] = {}
+    first_stage: dict[str, int] = {}
+    for rank, at in enumerate(ranks):
+        for local in rank_tensors(family, at):
+            for piece in local.pieces:
+                # embeddings that two stages share are written by ranks of the first of them
+                stage = first_stage.setdefault(piece.source, at.pp_rank)
+                if stage == at.pp_rank:
+                    candidates.setdefault(piece.region, []).append(OwnedPiece(rank, local.name, piece))
+    load = [0] * len(ranks)
+    owned: Owners = {}
+    for options in candidates.values():
+        chosen = min(options, key=lambda option: (load[option.rank], option.rank))
+        load[chosen.rank] += chosen.piece.numel
+        owned.setdefault(chosen.piece.source, []).append(chosen)
+    return owned
+
+
+def _prove_cover(shapes: Mapping[str, tuple[int, ...]], owned: Mapping[str, Sequence[OwnedPiece]]) -> None:
+    unknown, missing = sorted(owned.keys() - shapes.keys()), sorted(shapes.keys() - owned.keys())
+    if unknown or missing:
+        raise ModelError(
+            f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or leaves out {missing[:4]}"
+        )
+    for name, shape in shapes.items():
+        pieces = [option.piece for option in owned[name]]
+        if any(
+            start + size > full
+            for p in pieces
+            for start, size, full in zip(p.source_start, p.shape, shape, strict=True)
+        ):
+            raise ModelError(f"a piece of {name} reaches beyond its shape {shape}")
+        if sum(piece.numel for piece in pieces) != prod(shape) or _any_overlap(pieces):
+            raise ModelError(f"the pieces of {name} {shape} do not cover every element exactly once")
+
+
+def _any_overlap(pieces: Sequence[Piece]) -> bool:
+    # sorted by the first row, only pieces whose row ranges meet need to be compared
+    ordered = sorted(pieces, key=lambda piece: piece.source_start)
+    for index, piece in enumerate(ordered):
+        end = piece.source_start[0] + piece.shape[0]
+        for other in ordered[index + 1 :]:
+            if other.source_start[0] >= end:
+                break
+            spans = zip(piece.source_start, piece.shape, other.source_start, other.shape, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in spans):
+                return True
+    return False

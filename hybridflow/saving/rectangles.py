@@ -1,0 +1,117 @@
+"""The tensors of a checkpoint on the disk: one file for each rank, holding rectangles of global tensors as bare bytes,
+hashed as they are written.
+
+Megatron's own writer forks two processes a rank out of one that runs gloo's threads, and starts a manager of 270 MB
+that outlives a killed rank (filesystem_async.py:266 and :55). Here a rank writes one file itself, in whatever thread
+calls, and no file needs a pickle to be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from hybridflow.errors import CheckpointError
+from hybridflow.saving.manifest import FileRecord
+
+Chunk = dict[str, Any]  # key, dtype, shape (global), start, size, file, offset, length
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """`data` is `key[global_offset : +local_shape]` of a tensor of `global_shape`. Megatron's ShardedTensor has the
+    same attributes."""
+
+    key: str
+    data: torch.Tensor
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type of the data."""
+        return self.data.dtype
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the data."""
+        return tuple(self.data.shape)
+
+
+@dataclass(frozen=True)
+class HfSlice:
+    """`source[source_start : +shape]` of the Hugging Face model is `key[start : +shape]` of the checkpoint, apart from
+    leading axes of length one that only the key has."""
+
+    source: str
+    source_start: tuple[int, ...]
+    shape: tuple[int, ...]
+    key: str
+    start: tuple[int, ...]
+
+
+def size_of(tensor: Any) -> tuple[int, ...]:
+    """A rectangle's size in the global tensor, prepended axes (layer, expert) included."""
+    return (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+
+
+def write_tensors(folder: Path, rank: int, tensors: Iterable[Any]) -> tuple[list[Chunk], dict[str, FileRecord]]:
+    """Write this rank's rectangles (`Rectangle`, or Megatron's ShardedTensor) to `rank_R.bin`.
+
+    Returns what lies where in it, and the file's size and hash.
+
+    Raises:
+        OSError: as the system gave it (a full disk, for example).
+    """
+    name, hasher, offset = f"rank_{rank}.bin", xxhash.xxh3_128(), 0
+    chunks: list[Chunk] = []
+    with (folder / name).open("xb", buffering=1 << 20) as stream:
+        for tensor in tensors:
+            data = tensor.data.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            if data.nbytes:
+                stream.write(data.data)
+                hasher.update(data.data)
+            chunks.append(_describe(tensor, name, offset, data.nbytes))
+            offset += data.nbytes
+        stream.flush()
+        os.fsync(stream.fileno())
+    return chunks, {name: FileRecord(offset, hasher.hexdigest())}
+
+
+def _describe(tensor: Any, file: str, offset: int, length: int) -> Chunk:
+    return {
+        "key": tensor.key,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.global_shape),
+        "start": list(tensor.global_offset),
+        "size": list(size_of(tensor)),
+        "file": file,
+        "offset": offset,
+        "length": length,
+    }
+
+
+def check_cover(chunks: Sequence[Chunk]) -> None:
+    """CheckpointError when the rectangles do not cover every tensor exactly."""
+    seen: dict[str, tuple[list[int], int]] = {}
+    starts = set()
+    for chunk in chunks:
+        key, place = chunk["key"], (chunk["key"], *chunk["start"])
+        shape, covered = seen.get(key, (chunk["shape"], 0))
+        ends = [start + size for start, size in zip(chunk["start"], chunk["size"], strict=True)]
+        if shape != chunk["shape"] or place in starts or any(end > full for end, full in zip(ends, shape, strict=True)):
+            raise CheckpointError(f"two ranks disagree about {key} {shape}: {chunk['shape']} at {chunk['start']}")
+        starts.add(place)
+        seen[key] = shape, covered + prod(chunk["size"])
+    for key, (shape, covered) in seen.items():
+        if covered != prod(shape):
+            raise CheckpointError(f"the ranks hold {covered} elements of {key} {shape}, which has {prod(shape)}")
