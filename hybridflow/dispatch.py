@@ -304,7 +304,7 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
         raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
     if len({len(batch) for batch in batches}) != 1:
         raise SchemaError(
-            f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split alike"
+            f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split over the same ranks"
         )
     _require_reads(spec, batches)
     rows = len(batches[0])
