@@ -1,4 +1,4 @@
-"""Cross-field checks of the roles beside the policy: critic, reference, reward model, teacher. Part of
+"""Checks across the keys of the roles other than the policy: critic, reference, reward model, teacher. Part of
 `config.check`."""
 
 from __future__ import annotations

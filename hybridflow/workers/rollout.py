@@ -207,7 +207,7 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Over all parameters of the engine."""
+        """A checksum over all parameters of the engine."""
         return self.supervisor.engine.weights_checksum()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -241,7 +241,7 @@ def _columns(completions: list[Completion]) -> DataProto:
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """Of every token, the version of the weights that made it `[t]`; -1 for a name that is no number (before the first
+    """The version of the weights that made each token `[t]`; -1 for a name that is no number (before the first
     sync)."""
     versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
     for span in completion.weight_versions:

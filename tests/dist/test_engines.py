@@ -298,7 +298,7 @@ def test_pause_abort_ends_requests(pair: Pair) -> None:
 
 
 def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
-    """Last: it costs the engine its life."""
+    """This is the last test of the module: it kills the engine."""
     server = pair.servers[1]
     server.check_alive()
     scheduler = next(

@@ -338,7 +338,6 @@ def test_derived_numbers_of_the_demo_layout() -> None:
     assert derived.data_parallel_size(config) == 2
     assert derived.expert_tensor_size(config.actor.parallel) == 1
     assert derived.expert_model_parallel_size(config.actor.parallel) == 4
-    assert derived.expert_data_parallel_size(config) == 2
     assert derived.samples_per_step(config) == 128
     assert derived.samples_per_mini_batch(config) == 32
     assert derived.updates_per_step(config) == 8

@@ -47,7 +47,7 @@ def stub() -> Any:
     server = Stub()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
-    server.gone.set()
+    server.closing.set()
     server.shutdown()
     server.server_close()
 
