@@ -28,17 +28,22 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "ground_truth": (str, "expected answer; JSON when it is not text"),
     "score": (np.float32, "reward from the verifier, before any KL penalty"),
     "rm_score": (np.float32, "score of the reward model as it gives it, before squash and weight"),
-    "advantage": (np.float32, "advantage of the sample; mean over its tokens"),
+    "advantage": (np.float32, "advantage of the sample; mean over its sampled tokens"),
     "prompt_length": (np.int32, "tokens of the prompt"),
     "response_length": (np.int32, "tokens of the response"),
+    "response_mask": (
+        Jagged,
+        "[1: sampled by the policy, 0: put in by a tool or an environment; tokens in a row] through the response",
+    ),
     "finish_reason": (str, "stop | length | abort"),
     "weight_version": (str, "version of the weights that made the last token"),
     "response_versions": (
         Jagged,
         "[version of the weights, tokens that they made in a row] through the response",
     ),
-    "logprob_diff_mean": (np.float32, "mean over tokens of |rollout - trainer| log-probability"),
-    "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a token"),
+    "logprob_diff_mean": (np.float32, "mean over sampled tokens of |rollout - trainer| log-probability"),
+    "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a sampled token"),
+    "reward_extra": (str, "JSON of what the reward returned beside the score"),
     "extra_info": (str, "JSON of the dataset row's extra_info"),
 }
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")

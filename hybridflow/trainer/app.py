@@ -8,11 +8,13 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
+from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
@@ -126,7 +128,9 @@ class _Job:
         path = self.config.model.path if role == "actor" else getattr(self.config, role).path
         is_policy = role == "actor" or path is None
         hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
-        return RoleSpec(self.config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
+        actor = replace(self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss))
+        config = replace(self.config, actor=actor)
+        return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
         """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the
@@ -227,8 +231,8 @@ def _train(job: _Job) -> dict[str, Any]:
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
     return {
-        "accuracy_before": totals.get("accuracy_before"),
-        "accuracy_after": totals.get("accuracy_after"),
+        "score_before": totals.get("score_before"),
+        "score_after": totals.get("score_after"),
         "seconds_sft": totals.get("seconds_sft", 0.0),
         "seconds_grpo": totals.get("seconds_grpo", 0.0),
         "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / steps,

@@ -129,11 +129,6 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("expert_tensor=2", "mixture of experts", "null"),
         ),
         (("cluster.procs_per_node=2", "actor.parallel.expert_tensor=3"), ("expert_tensor=3", "multiple of 3")),
-        (("cluster.procs_per_node=4", "actor.parallel.pipeline=4"), ("num_hidden_layers=2", "pipeline=4")),
-        (
-            ("cluster.procs_per_node=2", "actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2"),
-            ("num_hidden_layers=2", "pipeline=2 x virtual_pipeline=2"),
-        ),
         (("rollout.tensor=3",), ("num_attention_heads=4", "rollout.tensor=3")),
         (
             ("cluster.nodes=2", "rollout.sync.transport=shared_memory"),
@@ -180,12 +175,6 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("shared", "33"),
         ),
         (("rollout.tensor=8", "rollout.data_parallel_attention=1"), ("num_attention_heads=4", "rollout.tensor=8")),
-        (("cluster.procs_per_node=3", "actor.parallel.expert=3", "rollout.n=3"), ("num_experts=4", "expert=3")),
-        ((*TP2, "model.hf_config.moe_intermediate_size=33"), ("moe_intermediate_size=33", "expert_tensor=2")),
-        (
-            ("model=tiny-dense", "model.hf_config.intermediate_size=33", *TP2[:2]),
-            ("intermediate_size=33", "tensor=2"),
-        ),
         (
             ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
             ("train_batch_size=6", "ppo_mini_batch_size=4", "divides 6"),
