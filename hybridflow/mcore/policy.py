@@ -17,6 +17,7 @@ from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
+from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
 from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.lora import Adapters
@@ -38,7 +39,6 @@ from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import WeightSource
-from hybridflow.saving.reference import HoldsReference
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 
@@ -142,7 +142,8 @@ class Policy(HoldsReference):
         )
 
     def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
-        """One optimizer update on the gradients that `accumulate` leaves in the buffers; see `train_mini_batch`."""
+        """One optimizer update on the gradients that `accumulate` leaves in the buffers; returns and raises what
+        `train_mini_batch` does."""
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()

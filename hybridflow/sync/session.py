@@ -103,14 +103,14 @@ class Outcome:
 
     Attributes:
         rank: the trainer rank for a sender, -1 for the engine.
-        fate: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes the
-            next order), lost (dead or without answer: it has to be started again). A sender knows only served and
+        status: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes
+            the next order), lost (ended or without answer: it has to be started again). A sender knows only served and
             stale.
     """
 
     engine: str
     number: int
-    fate: str
+    status: str
     error: str = ""
     nbytes: int = 0
     seconds: float = 0.0

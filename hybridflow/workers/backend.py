@@ -1,5 +1,4 @@
-"""What a training backend offers to the workers; `mcore` and `fsdp` have one implementation of `Backend` each, and mypy
-holds both to it."""
+"""The interface between workers and training backends; `mcore` and `fsdp` implement `Backend`, and mypy checks both."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.device.residency import Part
-from hybridflow.models import Family, family_of
+from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.process.rendezvous import join_world
@@ -56,7 +55,7 @@ class Model(Holder, Protocol):
         ...
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """How to list weights, gradients, optimizer state and reference now."""
+        """For each part a function that lists its present tensors: an optimizer may be replaced, a reference appear."""
         ...
 
     def saver(self, timeout_s: float) -> Saver:
@@ -137,6 +136,7 @@ class Backend(Model, Protocol):
 
 def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:
     """Join the world and build the policy that `actor.backend` names. Collective."""
+    use_family(config.model.family)
     family = family_of(hf_config)
     source: WeightSource = RandomWeights(family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02)))
     if config.model.path is not None:
