@@ -76,7 +76,7 @@ def train_reward(config: RunConfig) -> None:
 
 
 class _Job:
-    """What all jobs share: the session, the data, the tokenizer, and how groups are started."""
+    """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
 
     def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
         self.config, self.session, self.stack, self.progress = config, session, stack, progress

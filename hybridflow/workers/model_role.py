@@ -22,8 +22,8 @@ from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 @dataclass(frozen=True)
 class ModelRole:
-    """What tells a role from the others: whether a job of reinforcement learning has it, and the head of its model (a
-    scalar for each token or for a sequence; None: the vocabulary's)."""
+    """The declaration of a role: whether a job of reinforcement learning has it, and the head of its model (a scalar
+    for each token or for a sequence; None: the vocabulary's)."""
 
     is_wanted: Callable[[RunConfig], bool]
     head: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Pa
     world = Fragile()
     trainer = after_a_warm_start(tmp_path, world)
     trainer.session.store.wait()
-    (trainer.session.folder / "checkpoints" / "latest.json").unlink()
+    shutil.rmtree(trainer.session.folder / "checkpoints")
     with pytest.raises(CheckpointError, match="no checkpoint holds the weights of the warm start"):
         fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
     assert "freeze_reference" not in world.calls
