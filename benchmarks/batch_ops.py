@@ -1,9 +1,5 @@
 """concat, select and reorder of a 445 MB batch, against verl's DataProto and against numpy's allocate-and-copy of the
-same bytes.
-
-Ours copy nothing before a column is read as a whole, so they are also measured with that: every column read once,
-joined.
-"""
+same bytes."""
 
 from __future__ import annotations
 
@@ -49,18 +45,10 @@ def main() -> None:
         theirs.reorder(order_torch)  # in place: the batch stays a batch of these rows
         return theirs
 
-    def read(batch: DataProto) -> Any:
-        return batch.fetch()
-
     operations: dict[str, dict[str, Callable[[], Any]]] = {
         "concat of 32 parts": {
             "dense": lambda: DataProto.concat(dense_parts),
             "jagged": lambda: DataProto.concat(jagged_parts),
-            "peer": lambda: Peer.concat(peer_parts),
-        },
-        "concat of 32 parts, all read": {
-            "dense": lambda: read(DataProto.concat(dense_parts)),
-            "jagged": lambda: read(DataProto.concat(jagged_parts)),
             "peer": lambda: Peer.concat(peer_parts),
         },
         "select of 4 columns": {
@@ -71,11 +59,6 @@ def main() -> None:
         "reorder": {
             "dense": lambda: dense.reorder(order),
             "jagged": lambda: jagged.reorder(order),
-            "peer": peer_reorder,
-        },
-        "reorder, all read": {
-            "dense": lambda: read(dense.reorder(order)),
-            "jagged": lambda: read(jagged.reorder(order)),
             "peer": peer_reorder,
         },
     }

@@ -24,7 +24,7 @@ MODEL_BYTES = LAYERS * ROWS * COLUMNS * 4
 
 
 def counts() -> list[dict[str, object]]:
-    """For every setting and design: bytes of the busiest rank."""
+    """The bytes of the busiest rank, for every setting and design."""
     pool = Pool(8, "support.transition_ranks:Ranks", port=free_port(), world=8)
     found: list[dict[str, object]] = []
     try:

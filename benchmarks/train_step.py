@@ -98,8 +98,8 @@ def batch_of(sequences: int, tokens: int, vocab: int) -> DataProto:
 
 
 def matrix_flops(model: dict[str, Any], sequences: int, tokens: int) -> float:
-    """Of all matrix products of a forward and a backward pass (three times the forward's), causal attention counted as
-    half.
+    """Operations of all matrix products of a forward and a backward pass (three times the forward's), with causal
+    attention counted as half.
 
     A token goes through its own experts alone; the head's products are those of response tokens.
     """

@@ -1,8 +1,8 @@
 """How a worker method is called: `@register` says how arguments reach the ranks of a group and how results come back.
 
-Pure: no Ray, no torch. A worker module imports this and nothing of the controller, so the same class also runs under
-`torchrun` or in a plain test. `plan_call` turns (method, arguments) into the call of every rank; `single_controller`
-only carries it out.
+A worker module imports this and nothing of the controller, so that the same class also runs under `torchrun` or in a
+plain test. `plan_call` turns a method and its arguments into the call of every rank; `single_controller` carries it
+out. Neither Ray nor torch is imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridflow.errors import HybridFlowError, SchemaError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "__hybridflow_method__"
-PADDING_META = "dp_padding_rows"  # meta of a chunk: how many of its last rows repeat others only to fill it up
+PADDING_META = "dp_padding_rows"  # key of a chunk's meta: how many of its last rows are repeated rows that fill it up
 
 
 class MeshError(HybridFlowError):
@@ -29,11 +29,11 @@ class MeshError(HybridFlowError):
 class Dispatch(enum.Enum):
     """How the arguments of a call reach the ranks, and what comes back."""
 
-    ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; a list of all results
-    ALL_TO_ALL = "all_to_all"  # every argument is a list with one value a rank; a list of all results
-    RANK_ZERO = "rank_zero"  # only rank 0 is called; its result
-    DP = "dp"  # DataProto arguments are split over the data-parallel groups; one DataProto
-    DP_METRIC = "dp_metric"  # split likewise; a list with the result of each collecting rank, in dp order
+    ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; returns the list of results
+    ALL_TO_ALL = "all_to_all"  # every argument is a list with one value per rank; returns the list of results
+    RANK_ZERO = "rank_zero"  # only rank 0 is called; returns its result
+    DP = "dp"  # DataProto arguments are split over the data-parallel groups; returns one DataProto
+    DP_METRIC = "dp_metric"  # split likewise; returns the list of the collecting ranks' results, by data-parallel rank
 
 
 class Execute(enum.Enum):
@@ -45,7 +45,7 @@ class Execute(enum.Enum):
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """Where a rank stands: its data-parallel group, how many there are, and whether its result stands for the group."""
+    """The data-parallel group of a rank, the number of groups, and whether the rank returns the group's result."""
 
     dp_rank: int
     dp_size: int
@@ -54,7 +54,7 @@ class MeshPosition:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is told at construction: `cls(context, *args)`. `log_path` receives its stdout and stderr."""
+    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives its stdout and stderr."""
 
     rank: int
     world_size: int
@@ -99,11 +99,10 @@ class Mesh:
         return self.positions[0].dp_size
 
     def of(self, ranks: Sequence[int]) -> Mesh:
-        """The mesh of these ranks alone, renumbered from 0 in the given order; whole data-parallel groups must be kept
-        or left out.
+        """The mesh of these ranks alone, renumbered from 0 in the given order.
 
         Raises:
-            MeshError: a group is cut.
+            MeshError: some ranks of a data-parallel group are given and others are not.
         """
         groups = sorted({self.positions[rank].dp_rank for rank in ranks})
         cut = [
@@ -111,7 +110,7 @@ class Mesh:
         ]
         if cut or not ranks:
             raise MeshError(
-                f"ranks {list(ranks)} hold parts of data-parallel groups {cut}"
+                f"ranks {list(ranks)} are only a part of data-parallel groups {cut}"
                 if cut
                 else "a call needs at least one rank"
             )
@@ -121,14 +120,14 @@ class Mesh:
 
     @property
     def collectors(self) -> tuple[int, ...]:
-        """Global rank of the collecting rank of each group, in dp order."""
+        """The collecting rank of each group, by data-parallel rank."""
         by_dp = {position.dp_rank: rank for rank, position in enumerate(self.positions) if position.collects}
         return tuple(by_dp[dp] for dp in range(self.dp_size))
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """Arguments of one rank. Ranks that get the same batch hold the same object, so that it is sent once."""
+    """Arguments of one rank. Ranks that get the same batch have the same object here, so that it is sent once."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -136,30 +135,25 @@ class RankCall:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """One call of a group: the calls by rank (ranks that are absent do not run) and how their results become one
-    value."""
+    """One call of a group: the calls by rank (ranks that are absent do not run), and what makes one value of their
+    results."""
 
     calls: Mapping[int, RankCall]
     collect: Callable[[Mapping[int, Any]], Any]
-    chunk_rows: int = 0  # rows that each data-parallel group gets and returns
 
     def on(self, ranks: Sequence[int]) -> CallPlan:
-        """The same call with rank `ranks[i]` in the place of rank i."""
+        """The same call, with rank `ranks[i]` in place of rank i."""
         calls = {ranks[i]: call for i, call in self.calls.items()}
         place = {rank: i for i, rank in enumerate(ranks)}
-        return CallPlan(
-            calls,
-            lambda results: self.collect({place[rank]: value for rank, value in results.items()}),
-            self.chunk_rows,
-        )
+        return CallPlan(calls, lambda results: self.collect({place[rank]: value for rank, value in results.items()}))
 
 
 @dataclass(frozen=True)
 class CustomDispatch:
-    """A pair of functions for a method that none of `Dispatch` fits. Make one with `custom_dispatch`.
+    """A pair of functions for a method that no mode of `Dispatch` fits; `custom_dispatch` makes them.
 
-    `split(world_size, mesh, args, kwargs)` gives the call of each rank; `collect(mesh, results by rank)` the value of
-    the call. `mesh` is None for workers without `mesh_position`.
+    `split(world_size, mesh, args, kwargs)` returns the call of each rank, `collect(mesh, results by rank)` the value of
+    the call. `mesh` is None without `needs_mesh`.
     """
 
     name: str
@@ -206,7 +200,7 @@ def custom_dispatch(
     *,
     needs_mesh: bool = True,
 ) -> CustomDispatch:
-    """Register a pair under a name that is not taken; pass the result to `@register`."""
+    """Register a pair of functions under a name that is not taken, for `@register`."""
     if name in _custom or name in {mode.value for mode in Dispatch}:
         raise ValueError(f"a dispatch named {name!r} exists already")
     _custom[name] = CustomDispatch(name, split, collect, needs_mesh)
@@ -225,9 +219,9 @@ def register(
     Args:
         dispatch: how arguments are spread and results gathered.
         execute: which ranks run it.
-        blocking: False makes `WorkerGroup.run` return a Future at once.
-        reads: columns the method needs; with DP, only these are sent. Empty: all.
-        writes: columns the method returns; with DP, the result is checked. Empty: unchecked.
+        blocking: False makes `WorkerGroup.run` return a `Future` at once.
+        reads: columns the method needs; with `DP`, only these are sent. Empty: all columns.
+        writes: columns the method returns; with `DP`, the result must have exactly these. Empty: not checked.
 
     Raises:
         ValueError: a data-parallel method that only rank 0 runs, or a column declared twice.
@@ -244,11 +238,6 @@ def register(
         return function
 
     return mark
-
-
-def is_registered(function: Callable[..., Any]) -> bool:
-    """Whether `function` has gone through `@register`."""
-    return hasattr(function, _ATTRIBUTE)
 
 
 def method_spec(function: Callable[..., Any]) -> MethodSpec:
@@ -282,11 +271,11 @@ def check_dataflow(steps: Iterable[Callable[..., Any] | DataflowStep], available
 def plan_call(
     spec: MethodSpec, world_size: int, mesh: Mesh | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CallPlan:
-    """The calls of all ranks and the way back.
+    """The calls of all ranks, and how their results become one value.
 
     Raises:
         SchemaError: arguments that do not fit the dispatch mode, or a missing column.
-        MeshError: a data-parallel call on workers that told no positions.
+        MeshError: a data-parallel call on workers without positions.
     """
     if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
         raise MeshError(
@@ -332,7 +321,7 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
     chunk_rows = -(-rows // mesh.dp_size)
     if spec.dispatch is Dispatch.DP_METRIC:
         return CallPlan(calls, lambda results: [results[rank] for rank in mesh.collectors])
-    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows), chunk_rows)
+    return CallPlan(calls, lambda results: _concatenate(spec, mesh, results, rows, chunk_rows))
 
 
 def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
@@ -345,8 +334,7 @@ def _require_reads(spec: MethodSpec, batches: Sequence[DataProto]) -> None:
 
 
 def _chunks(spec: MethodSpec, batch: DataProto, dp_size: int) -> list[DataProto]:
-    """One piece a data-parallel group, all of one size: training code may count on equal numbers of rows on all
-    ranks."""
+    """One piece for each data-parallel group, all with the same number of rows, on which training code may rely."""
     if spec.reads:
         batch = batch.select(name for name in spec.reads if name in batch)
     padded, num_padding = batch.pad_to_divisor(dp_size)

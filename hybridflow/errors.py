@@ -33,17 +33,17 @@ class SchemaError(DataError):
 
 
 class ModelError(HybridFlowError):
-    """A model cannot be built or cut as asked: unknown family, sizes that do not divide, missing weights."""
+    """A model cannot be built or sharded as configured: unknown family, sizes that do not divide, missing weights."""
 
     exit_code = 2
 
 
 class ResourceError(HybridFlowError):
-    """The cluster cannot hold what was asked for. Says what is free where."""
+    """The cluster lacks what was asked for. Says what is free on which node."""
 
 
 class MemoryExhaustedError(ResourceError):
-    """A device, or the machine, ran out of memory. Says in which phase, how much was held, and which keys lower it."""
+    """A device or the machine ran out of memory. Says in which phase, how much was in use, and which keys lower it."""
 
 
 class WorkerError(HybridFlowError):
@@ -90,11 +90,11 @@ class EngineSilent(EngineError):
 
 
 class EnginesLostError(EngineError):
-    """No engine is left that could answer: all have died or are without weights. Says why of each."""
+    """No engine can answer: all have died or have no current weights. Gives the reason for each."""
 
 
 class WeightSyncError(HybridFlowError):
-    """Weights could not be brought to an engine, or what arrived is not what was sent."""
+    """Weights could not be sent to an engine, or what arrived is not what was sent."""
 
 
 class LogprobMismatchError(HybridFlowError):
@@ -102,13 +102,12 @@ class LogprobMismatchError(HybridFlowError):
 
 
 class RouterReplayError(HybridFlowError):
-    """Router replay is not live: a router did not use the experts it was given, or the routes do not fit the batch or
-    the model."""
+    """Router replay failed: a router did not use the experts it was given, or the routes do not fit the batch or the
+    model."""
 
 
 class NonFiniteError(HybridFlowError):
-    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the weights are as they
-    were."""
+    """A loss or gradient is NaN or infinite. Says on which rank and in which micro-batch; the weights are unchanged."""
 
 
 class CheckpointError(HybridFlowError):
@@ -116,21 +115,20 @@ class CheckpointError(HybridFlowError):
 
 
 class RunInterrupted(HybridFlowError):
-    """The user asked to stop. Says how to resume."""
+    """The user stopped the run. Says how to resume it."""
 
     exit_code = 130
 
 
 def to_json(error: HybridFlowError) -> str:
-    """One of our errors as JSON (type, message, attributes), to cross processes without a pickle. `from_json` is its
-    inverse."""
+    """The error as JSON (type, message, attributes), which crosses processes without a pickle. `from_json` reads it."""
     state = {key: value for key, value in error.__dict__.items() if isinstance(value, str | int | float | bool | None)}
     return json.dumps({"type": type(error).__qualname__, "message": str(error), "state": state})
 
 
 def from_json(text: str, note: str = "") -> HybridFlowError:
-    """The error that `to_json` described, `note` added to its message. A type that is not known here comes back as the
-    base type."""
+    """The error that `to_json` described, with `note` added to its message. A type that this process does not know
+    becomes the base type."""
     described: dict[str, Any] = json.loads(text)
     kind = next((kind for kind in _kinds(HybridFlowError) if kind.__qualname__ == described["type"]), HybridFlowError)
     error = kind.__new__(kind)  # not its constructor, which would compose the message a second time

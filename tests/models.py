@@ -348,6 +348,19 @@ FP8_MOE: HfConfig = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+# the folder of a reader of the README, whose vocabulary is the byte-level tokenizer's
+STRANGER: HfConfig = {
+    "vocab_size": 262,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 
 # ---- every field of a config, followed or refused: required fields and small sizes alone
 

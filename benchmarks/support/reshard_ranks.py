@@ -210,26 +210,26 @@ class Ranks:
         if not self._bare_memory:
             self._bare_memory = {peer: torch.ones(amount, dtype=torch.uint8) for peer, amount in amounts.items()}
         work: dict[tuple[int, int], Any] = {}
-        for peer, turn, nbytes in self._rounds(amounts, bucket_bytes):
-            if (peer, turn - 2) in work:
-                work.pop((peer, turn - 2)).wait()
-            begin = (turn % 2 if cached else turn) * bucket_bytes
+        for peer, number, nbytes in self._rounds(amounts, bucket_bytes):
+            if (peer, number - 2) in work:
+                work.pop((peer, number - 2)).wait()
+            begin = (number % 2 if cached else number) * bucket_bytes
             part = [self._bare_memory[peer][begin : begin + nbytes]]
             if self.is_trainer:
-                work[peer, turn] = self.bare_group.send(part, self.trainers + peer, turn)
+                work[peer, number] = self.bare_group.send(part, self.trainers + peer, number)
             else:
-                work[peer, turn] = self.bare_group.recv(part, peer, turn)
+                work[peer, number] = self.bare_group.recv(part, peer, number)
         for last in work.values():
             last.wait()
         return sum(amounts.values())
 
     @staticmethod
     def _rounds(amounts: dict[int, int], bucket_bytes: int) -> Iterator[tuple[int, int, int]]:
-        turns = max(-(-amount // bucket_bytes) for amount in amounts.values())
-        for turn in range(turns):
+        rounds = max(-(-amount // bucket_bytes) for amount in amounts.values())
+        for number in range(rounds):
             for peer, amount in amounts.items():
-                if (left := amount - turn * bucket_bytes) > 0:
-                    yield peer, turn, min(left, bucket_bytes)
+                if (left := amount - number * bucket_bytes) > 0:
+                    yield peer, number, min(left, bucket_bytes)
 
 
 def make_buffers(layout: Layout, rank: int) -> dict[str, torch.Tensor]:

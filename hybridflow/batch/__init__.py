@@ -1,7 +1,49 @@
-"""The batch: immutable named columns, dense, jagged or object. Everything that the rest of the system uses is imported
-from here."""
+"""The batch: immutable named columns, dense, jagged or object. Other rooms import everything from here.
 
+What needs pyarrow is imported when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.batch.columns import Column, Deferred
 from hybridflow.batch.jagged import Jagged
 from hybridflow.batch.protocol import DataProto
+from hybridflow.batch.routes import FREE, ROUTES, num_experts, unknown_routes, with_free_end
 
-__all__ = ["DataProto", "Jagged"]
+if TYPE_CHECKING:
+    from hybridflow.batch.arrow import (
+        from_stream,
+        from_table,
+        iter_parquet,
+        read_parquet,
+        to_stream,
+        to_table,
+        write_parquet,
+    )
+
+__all__ = [
+    "FREE",
+    "ROUTES",
+    "Column",
+    "DataProto",
+    "Deferred",
+    "Jagged",
+    "from_stream",
+    "from_table",
+    "iter_parquet",
+    "num_experts",
+    "read_parquet",
+    "to_stream",
+    "to_table",
+    "unknown_routes",
+    "with_free_end",
+    "write_parquet",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hybridflow.batch import arrow
+
+    return getattr(arrow, name)

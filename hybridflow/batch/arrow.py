@@ -1,8 +1,8 @@
-"""`DataProto` as an Arrow table and on disk as parquet: readable by any tool, and safe to load (no pickle).
+"""Batches as Arrow tables, parquet files and IPC streams: readable by any tool, and safe to load (no pickle).
 
 Jagged columns are lists, dense columns with inner dimensions fixed-size lists, objects strings (or JSON where they are
-not all strings; tuples come back as lists). Field metadata says how a column was held, so a round trip gives the same
-batch; a table written by somebody else is read by its Arrow types.
+not all strings; tuples, integer keys and arrays in it are tagged). Field metadata says how a column was held, so that a
+round trip gives the same batch; a table written by somebody else is read by its Arrow types.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,33 +21,30 @@ import pyarrow.parquet as pq
 
 from hybridflow.batch.columns import Column
 from hybridflow.batch.jagged import Jagged, describe
+from hybridflow.batch.protocol import DataProto
 from hybridflow.errors import DataError, SchemaError
 
 _KEY = b"hybridflow"
-_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an IPC stream; the reader does not ask for it
-_SUM = b"HFcrc32\x00"  # then 4 bytes, little-endian: behind the end mark, where readers of Arrow streams do not look
+_STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # end mark of an IPC stream; Arrow's own reader does not require it
+# Before the 4 bytes of the checksum (little-endian); both follow the end mark, where readers of streams do not look.
+_CHECKSUM_MARK = b"HFcrc32\x00"
 
 
-Parts: TypeAlias = tuple[
-    Mapping[str, Column], Mapping[str, Any], Iterable[str]
-]  # columns, meta, names of bfloat16 columns
-
-
-def to_table(columns: Mapping[str, Column], meta: Mapping[str, Any], bfloat16: Iterable[str]) -> pa.Table:
-    """Arrow table of the parts of a batch; SchemaError names a column that has no Arrow form."""
-    arrays, fields, tags = [], [], set(bfloat16)
-    for name, column in columns.items():
-        array, note = _array(name, column)
-        if name in tags:
-            note = {"bfloat16": True}
+def to_table(batch: DataProto) -> pa.Table:
+    """The batch as an Arrow table with the meta in its schema; SchemaError names a column that has no Arrow form."""
+    arrays, fields = [], []
+    for name in batch.columns:
+        array, note = _array(name, batch[name])
+        note = {"bfloat16": True} if name in batch.bfloat16 else note
         arrays.append(array)
         fields.append(pa.field(name, array.type, metadata={_KEY: json.dumps(note).encode()} if note else None))
-    metadata = {_KEY: json.dumps({"meta": dict(meta)}).encode()}
+    metadata = {_KEY: json.dumps({"meta": _tagged(dict(batch.meta))}).encode()}
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
 
 
-def from_table(table: pa.Table) -> Parts:
-    """Parts of the batch in an Arrow table; SchemaError names a column with nulls or a type that has no form here."""
+def from_table(table: pa.Table) -> DataProto:
+    """The batch in an Arrow table, ours or another's (lists become jagged columns). SchemaError names a column with
+    missing values or a type that has no form in a batch."""
     columns: dict[str, Column] = {}
     tags = []
     for field, chunked in zip(table.schema, table.columns, strict=True):
@@ -54,63 +52,117 @@ def from_table(table: pa.Table) -> Parts:
         array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
         columns[field.name] = _column(field.name, array, note)
         tags += [field.name] if note.get("bfloat16") else []
-    return columns, _note(table.schema.metadata).get("meta", {}), tags
+    return DataProto(columns, _untagged(_note(table.schema.metadata).get("meta", {})), tags)
 
 
-def write_parquet(table: pa.Table, path: Path) -> None:
-    """Write under a temporary name, then rename: a reader never sees half a file. DataError names the file."""
+def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) -> None:
+    """Write one file with the rows of all `batches`, which have the same columns. It appears whole or not at all.
+
+    Raises:
+        DataError: the file cannot be written.
+        SchemaError: a column has no Arrow form.
+    """
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    writer: pq.ParquetWriter | None = None
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, temporary)
-        os.replace(temporary, path)
-    except (OSError, pa.ArrowException) as error:
+        for table in map(to_table, [batches] if isinstance(batches, DataProto) else batches):
+            with _naming(f"{path}: cannot be written"):
+                writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd")
+                writer.write_table(table)
+        if writer is None:
+            raise DataError(f"{path}: there are no batches to write, so its columns are unknown")
+        with _naming(f"{path}: cannot be written"):
+            writer.close()
+            os.replace(temporary, path)
+    finally:
+        if writer is not None:
+            writer.close()
         temporary.unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error}") from error
 
 
-def read_parquet(path: Path) -> Parts:
-    """Read one file; DataError names the file, and the column where one is at fault."""
+def read_parquet(path: str | Path) -> DataProto:
+    """All rows of one file; errors as in `iter_parquet`."""
+    with _open_parquet(path) as file:
+        return from_table(file.read())
+
+
+def iter_parquet(
+    path: str | Path, required: Sequence[str], optional: Sequence[str] = (), rows: int = 4096
+) -> Iterator[DataProto]:
+    """The rows of one file in batches of at most `rows`, with the named columns.
+
+    Args:
+        path: the file.
+        required, optional: columns that the file must, and may, have.
+        rows: rows of a batch.
+
+    Raises:
+        DataError: the file is missing, not a whole parquet file, or lacks a required column. Names the file.
+        SchemaError: a column has missing values, or a type that has no form in a batch. Names the file and the column.
+    """
+    with _open_parquet(path) as file:
+        present = file.schema_arrow.names
+        if missing := [name for name in required if name not in present]:
+            raise DataError(
+                f"{path}: column {', '.join(map(repr, missing))} is missing; the file has "
+                f"{', '.join(present) or 'no columns'}"
+            )
+        columns = [*required, *(name for name in optional if name in present)]
+        for piece in file.iter_batches(rows, columns=columns):
+            yield from_table(pa.Table.from_batches([piece]))
+
+
+@contextmanager
+def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
+    if not Path(path).exists():
+        raise DataError(f"{path}: no such file")
     try:
-        return from_table(pq.read_table(path, partitioning=None))
+        # not pq.read_table, which takes a folder named `lr=1` for a partition
+        with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:
+            yield file
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
-    except (
-        OSError,
-        pa.ArrowException,
-        ValueError,
-    ) as error:  # damaged: a footer is ArrowInvalid, a page OSError, a name ValueError
-        raise DataError(f"cannot read {path} as parquet: {error}") from error
 
 
-def to_stream(table: pa.Table) -> bytes:
-    """The table as one Arrow IPC stream, for sockets and pipes, and a checksum behind it."""
-    sink = pa.BufferOutputStream()
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{what}: {error}") from error
+
+
+def to_stream(batch: DataProto) -> bytes:
+    """The batch as one Arrow IPC stream, for sockets and pipes, followed by a checksum."""
+    sink, table = pa.BufferOutputStream(), to_table(batch)
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     data: bytes = sink.getvalue().to_pybytes()
-    return data + _SUM + zlib.crc32(data).to_bytes(4, "little")
+    return data + _CHECKSUM_MARK + zlib.crc32(data).to_bytes(4, "little")
 
 
-def from_stream(data: bytes | memoryview) -> Parts:
-    """Parts of the batch in an Arrow IPC stream; DataError when it is cut off, damaged, or no such stream. Others' lack
-    our checksum."""
-    stream = _checked_sum(memoryview(data))
+def from_stream(data: bytes | memoryview) -> DataProto:
+    """The batch in an Arrow IPC stream, with or without our checksum; DataError when it is cut off or damaged."""
+    stream = _without_checksum(memoryview(data))
     try:
         with pa.ipc.open_stream(pa.py_buffer(stream)) as reader:
             table = reader.read_all()
         table.validate(full=True)  # offsets of a damaged stream may point anywhere
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise DataError(f"{len(data)} bytes are no whole Arrow stream: {error}") from error
-    if bytes(stream[-len(_END) :]) != _END:
+        raise DataError(f"{len(data)} bytes are not a whole Arrow stream: {error}") from error
+    if bytes(stream[-len(_STREAM_END) :]) != _STREAM_END:
         raise DataError(f"an Arrow stream of {len(data)} bytes lacks its end mark: it was cut off after a whole batch")
     return from_table(table)
 
 
-def _checked_sum(data: memoryview) -> memoryview:
-    """The stream without its checksum, which must be right where there is one."""
-    stream, mark, found = data[: -len(_SUM) - 4], data[-len(_SUM) - 4 : -4], data[-4:]
-    if bytes(mark) != _SUM:
+def _without_checksum(data: memoryview) -> memoryview:
+    """The stream alone, once its checksum, if there is one, has been compared."""
+    size = len(_CHECKSUM_MARK)
+    stream, mark, found = data[: -size - 4], data[-size - 4 : -4], data[-4:]
+    if bytes(mark) != _CHECKSUM_MARK:
         return data
     expected, actual = int.from_bytes(found, "little"), zlib.crc32(stream)
     if actual != expected:
@@ -129,7 +181,8 @@ def _array(name: str, column: Column) -> tuple[pa.Array, dict[str, Any]]:
 
 def _numeric_array(name: str, column: Column) -> pa.Array:
     values = column.values if isinstance(column, Jagged) else column
-    array = pa.array(np.ascontiguousarray(values).reshape(-1))
+    native = values.astype(values.dtype.newbyteorder("="), copy=False)
+    array = pa.array(np.ascontiguousarray(native).reshape(-1))
     for size in reversed(values.shape[1:]):
         if size == 0:
             raise SchemaError(f"column {name!r}: an inner dimension of size 0 has no Arrow form ({describe(values)})")
@@ -143,17 +196,54 @@ def _object_array(name: str, column: np.ndarray) -> tuple[pa.Array, dict[str, An
     texts = []
     for i, value in enumerate(column):
         try:
-            texts.append(json.dumps(value, default=_plain))
+            texts.append(json.dumps(_tagged(value)))
         except (TypeError, ValueError) as error:
             raise SchemaError(f"column {name!r} row {i} cannot be written as JSON: {error}") from error
     return pa.array(texts, pa.large_string()), {"json": True}
 
 
-def _plain(value: object) -> Any:
-    """JSON form of numpy scalars and arrays inside objects."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not JSON-able")
+def _tagged(value: Any) -> Any:
+    """`value` in JSON's types alone: {"$tag": ...} stands for what JSON has no form for."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _tagged(entry) for key, entry in value.items()}
+        return {"$items": [[_tagged(key), _tagged(entry)] for key, entry in value.items()]}
+    if isinstance(value, (list, tuple)):
+        entries = [_tagged(entry) for entry in value]
+        return entries if isinstance(value, list) else {"$tuple": entries}
+    if isinstance(value, np.generic):
+        return {"$scalar": [value.dtype.str, value.item()]}
+    if isinstance(value, np.ndarray):
+        return {
+            "$array": [value.dtype.str, list(value.shape), [_tagged(entry) for entry in value.reshape(-1).tolist()]]
+        }
+    return value
+
+
+def _untagged(value: Any) -> Any:
+    """What `_tagged` was given."""
+    if isinstance(value, list):
+        return [_untagged(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    return _TAGS[tag](value[tag]) if tag in _TAGS else {key: _untagged(entry) for key, entry in value.items()}
+
+
+def _read_array(content: Any) -> np.ndarray:
+    kind, shape, entries = content
+    array = np.empty(len(entries), np.dtype(kind))
+    for i, entry in enumerate(entries):  # a slice assignment would read lists of one length as a matrix
+        array[i] = _untagged(entry)
+    return array.reshape(shape)
+
+
+_TAGS: dict[str, Callable[[Any], Any]] = {
+    "$items": lambda pairs: {_untagged(key): _untagged(entry) for key, entry in pairs},
+    "$tuple": lambda entries: tuple(_untagged(entry) for entry in entries),
+    "$scalar": lambda content: np.dtype(content[0]).type(content[1]),
+    "$array": _read_array,
+}
 
 
 def _note(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
@@ -166,6 +256,8 @@ def _note(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
 
 
 def _column(name: str, array: pa.Array, note: Mapping[str, Any]) -> Column:
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     kind = array.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         if _is_number(_leaf(kind.value_type)):
@@ -181,7 +273,7 @@ def _column(name: str, array: pa.Array, note: Mapping[str, Any]) -> Column:
     values = array.to_pylist()
     if note.get("json"):
         try:
-            values = [json.loads(text) for text in values]
+            values = [_untagged(json.loads(text)) for text in values]
         except (TypeError, ValueError) as error:
             raise SchemaError(f"column {name!r} should hold JSON: {error}") from error
     column = np.empty(len(values), dtype=object)

@@ -1,8 +1,7 @@
 """`Jagged`: rows of different lengths in two numpy arrays, without padding.
 
-Row `i` is `values[offsets[i]:offsets[i + 1]]`. The pair is what crosses process boundaries: numpy buffers go
-out-of-band through Ray's object store, and torch, Arrow and Megatron's packed sequences (`cu_seqlens`) take the same
-layout without a copy.
+Row `i` is `values[offsets[i]:offsets[i + 1]]`. This pair crosses processes: numpy buffers go out-of-band through
+Ray's object store, and torch, Arrow and Megatron's packed sequences (`cu_seqlens`) use the same layout without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ import numpy.typing as npt
 
 from hybridflow.errors import SchemaError
 
-NUMERIC_KINDS = "biuf"  # bool, signed, unsigned, floating
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether a column may have this type: bool, integers and floats of up to 64 bits, which torch and Arrow have."""
+    return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -35,7 +37,7 @@ class Jagged:
         offsets: `[B + 1]` int64; starts at 0, never decreases, ends at `len(values)`.
 
     Raises:
-        SchemaError: when the two do not fit together or `values` is not numeric.
+        SchemaError: the offsets do not fit the values, or the values are not numeric.
     """
 
     values: npt.NDArray[Any]
@@ -43,7 +45,7 @@ class Jagged:
 
     def __post_init__(self) -> None:
         values, offsets = self.values, self.offsets
-        if not isinstance(values, np.ndarray) or values.dtype.kind not in NUMERIC_KINDS or values.ndim < 1:
+        if not isinstance(values, np.ndarray) or not is_numeric(values.dtype) or values.ndim < 1:
             raise SchemaError(f"jagged values must be a numeric array [sum(t), ...], not {describe(values)}")
         if (
             not isinstance(offsets, np.ndarray)
@@ -64,8 +66,7 @@ class Jagged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Jagged:
-        """Jagged from a list of arrays or lists, each `[t_i, ...]`. An empty list gives no rows and one-dimensional
-        values."""
+        """Jagged from a list of arrays or lists, each `[t_i, ...]`; without any, the values are one-dimensional."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         for i, array in enumerate(arrays):
             if array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:]:
@@ -109,8 +110,7 @@ class Jagged:
         return f"Jagged({len(self)} rows, {len(self.values)} values, {self.dtype})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Contiguous arrays pickle as out-of-band buffers of exactly the view's bytes; a strided one would be copied
-        # in-band.
+        # Contiguous arrays pickle as out-of-band buffers of exactly the view's bytes; strided ones are copied in-band.
         return Jagged, (np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets))
 
     def row(self, i: int) -> npt.NDArray[Any]:
@@ -121,8 +121,7 @@ class Jagged:
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def slice(self, start: int, stop: int) -> Jagged:
-        """Rows `start..stop` with the values as a view: nothing is copied but the few offsets, which start at 0
-        again."""
+        """Rows `start..stop`. The values are a view; the offsets are copied, as they start at 0 again."""
         stop = max(stop, start)
         first, last = self.offsets[start], self.offsets[stop]
         return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)

@@ -2,12 +2,11 @@
 
 A column is a dense array `[B, ...]`, a `Jagged` (rows of different lengths) or an object array `[B]` (strings, dicts).
 numpy lies underneath because it moves through Ray's object store 20 times faster than torch tensors do; torch views are
-made at use, Arrow tables at the disk boundary. bfloat16 has no numpy type: such a column is held as uint16 and tagged.
+made where tensors are used, and `hybridflow.batch.arrow` writes and reads files and streams. numpy has no bfloat16:
+such a column is held as uint16 and tagged.
 
-A column may also be `Deferred`: its rows lie in the object store until somebody asks for them. Such a batch is cut,
-reordered and sent on like any other; reading the column fetches it. `here()` brings columns within reach without a
-copy: one that several ranks made stays in `Blocks`, and is joined when it is read as a whole. So are large columns of
-batches that were concatenated or reordered.
+A column may also be `Deferred`: its rows are in the object store until somebody reads them. A batch with such columns
+is cut, reordered and sent on like any other.
 
 Every operation returns a new batch, which may share memory with those it came from. Arrays are read-only.
 """
@@ -15,29 +14,25 @@ Every operation returns a new batch, which may share memory with those it came f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridflow.batch.blocks import Blocks, Picked, for_each
 from hybridflow.batch.columns import (
-    Column,
     Deferred,
     Held,
-    all_here,
     checked_column,
     checked_meta,
     concat_column,
     human_bytes,
-    lengths_of,
     merged_meta,
     named_lengths,
     row_type,
     same_column,
     same_row_type,
+    same_value,
     shape_text,
     shown,
     slice_column,
@@ -47,10 +42,7 @@ from hybridflow.batch.jagged import Jagged, describe
 from hybridflow.errors import SchemaError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import torch
-
-__all__ = ["Column", "DataProto", "Jagged", "RowIndex"]
 
 RowIndex: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | np.ndarray
 
@@ -106,7 +98,11 @@ class DataProto:
 
     def with_columns(self, **columns: Held) -> DataProto:
         """Batch with columns added or replaced; a replaced column loses its bfloat16 tag."""
-        self._same_length_or_empty({name: len(checked_column(name, column)) for name, column in columns.items()})
+        wrong = {
+            name: len(column) for name, column in columns.items() if len(checked_column(name, column)) != len(self)
+        }
+        if wrong and set(self._columns) - set(columns):
+            raise SchemaError(f"a batch of {len(self)} rows cannot take " + named_lengths(wrong))
         return DataProto({**self._columns, **columns}, self._meta, self._bfloat16 - set(columns))
 
     def with_torch(self, **tensors: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> DataProto:
@@ -117,8 +113,8 @@ class DataProto:
         columns: dict[str, Held] = {}
         tags = set()
         for name, tensor in tensors.items():
-            values, is_bfloat16 = to_numpy(tensor[0] if isinstance(tensor, tuple) else tensor)
-            columns[name] = Jagged(values, to_numpy(tensor[1])[0]) if isinstance(tensor, tuple) else values
+            values, is_bfloat16 = to_numpy(name, tensor[0] if isinstance(tensor, tuple) else tensor)
+            columns[name] = Jagged(values, to_numpy(name, tensor[1])[0]) if isinstance(tensor, tuple) else values
             tags |= {name} if is_bfloat16 else set()
         added = self.with_columns(**columns)
         return DataProto(added._columns, added._meta, added._bfloat16 | tags)
@@ -149,67 +145,44 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the columns; an object counts as one pointer."""
+        """Bytes of all columns, wherever they are; an object counts as one pointer."""
         return sum(column.nbytes for column in self._columns.values())
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
     def __getitem__(self, name: str) -> Any:
-        self._require([name])
-        return shown(self._columns[name])
+        return shown(self._held(name))
 
     def items(self) -> Iterable[tuple[str, Held]]:
-        """Pairs of name and column, as it is held."""
+        """Pairs of name and column; deferred columns stay deferred."""
         return self._columns.items()
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """Names of the columns that lie elsewhere."""
+        """Names of the columns that are not in this process yet."""
         return tuple(name for name, column in self._columns.items() if isinstance(column, Deferred))
 
-    def here(self) -> DataProto:
-        """The same batch with every column within reach, and nothing copied that lies on this node already.
-
-        A column that several ranks made stays in blocks: `blocks()` and `torch_blocks()` give them, rows and pieces
-        inside one block are views, reading the whole column joins it.
-        """
-        far = {name: column for name, column in self._columns.items() if isinstance(column, Deferred)}
-        if not far:
+    def fetch(self) -> DataProto:
+        """The same batch with every column in this process."""
+        found = {name: column.fetch() for name, column in self._columns.items() if isinstance(column, Deferred)}
+        if not found:
             return self
-        found = all_here(far)
         tags = self._bfloat16 | {name for name, (_, is_bfloat16) in found.items() if is_bfloat16}
         return DataProto({**self._columns, **{name: column for name, (column, _) in found.items()}}, self._meta, tags)
 
-    def fetch(self) -> DataProto:
-        """The same batch with every column here and in one piece."""
-        near = self.here()
-        apart = {name: column for name, column in near._columns.items() if isinstance(column, (Blocks, Picked))}
-        if not apart:
-            return near
-        joined = for_each(lambda column: column.join(), apart, sum(column.nbytes for column in apart.values()))
-        return DataProto({**near._columns, **joined}, near._meta, near._bfloat16)
-
     def pieces(self, names: Iterable[str], nbytes: int = 4 << 20) -> Iterator[DataProto]:
-        """The named columns in consecutive pieces of about `nbytes`, each here: a loop over them never holds a whole
-        deferred column."""
+        """The named columns in consecutive, fetched pieces of about `nbytes`: a loop over them never holds a whole
+        deferred column. A batch without deferred columns is one piece."""
         part = self.select(names)
         far = part.deferred and part.nbytes
         for piece in part.split(max(1, len(part) * nbytes // far)) if far and len(part) else [part]:
             yield piece.fetch()
 
-    def blocks(self, name: str) -> list[Column]:
-        """Column `name` as the consecutive pieces that it lies in: one, unless several ranks made it. Nothing is
-        copied."""
-        self._require([name])
-        column = self._columns[name]
-        found = column.here()[0] if isinstance(column, Deferred) else column
-        return list(found.blocks) if isinstance(found, Blocks) else [shown(found)]
-
     def lengths(self, name: str) -> np.ndarray:
         """Row lengths `[B]` of the jagged column `name`, without fetching it."""
-        self._require([name])
-        found = lengths_of(self._columns[name])
+        column = self._held(name)
+        found = None if isinstance(column, np.ndarray) else column.lengths
         if found is None:
             raise SchemaError(f"column {name!r} is not jagged; it has no row lengths")
         return found
@@ -231,41 +204,26 @@ class DataProto:
     def torch(self, name: str) -> Any:
         """Column as torch view(s) without a copy: a tensor `[B, ...]`, or (values, offsets) for a jagged column.
 
-        Writing into a view would change the batch for everyone who shares the memory (Ray's store included): clone
-        first.
+        Clone a view before writing to it: a write would change the batch for everyone who shares the memory, Ray's
+        store included.
         """
         from hybridflow.batch.torch_views import view
 
-        here = self.select([name]).fetch()
-        column, is_bfloat16 = here[name], name in here._bfloat16
+        near = self.select([name]).fetch()
+        column, is_bfloat16 = near[name], name in near._bfloat16
         if isinstance(column, Jagged):
             return view(column.values, is_bfloat16), view(column.offsets)
         if column.dtype == object:
             raise SchemaError(f"column {name!r} holds Python objects; it has no tensor form")
         return view(column, is_bfloat16)
 
-    def torch_blocks(self, name: str) -> list[Any]:
-        """What `torch` gives, for each of `blocks(name)`: views without a copy, where `torch` would join the blocks."""
-        near = self.select([name]).here()
-        tags = near._bfloat16
-        return [DataProto({name: block}, {}, tags).torch(name) for block in near.blocks(name)]
-
     def equals(self, other: DataProto) -> bool:
         """Same columns in any order, same rows, types, tags and meta; NaN equals NaN."""
         return (
             set(self.columns) == set(other.columns)
-            and dict(self._meta) == dict(other._meta)
+            and same_value(dict(self._meta), dict(other._meta))
             and self._bfloat16 == other._bfloat16
             and all(same_column(column, other._columns[name]) for name, column in self._columns.items())
-        )
-
-    def is_like(self, other: DataProto) -> bool:
-        """Same columns in the same order, row types, tags and meta: what makes two batches parts of one."""
-        return (
-            self.columns == other.columns
-            and self._bfloat16 == other._bfloat16
-            and dict(self._meta) == dict(other._meta)
-            and all(same_row_type(column, other._columns[name]) for name, column in self._columns.items())
         )
 
     def __repr__(self) -> str:
@@ -282,19 +240,17 @@ class DataProto:
 
     def select(self, names: Iterable[str]) -> DataProto:
         """Only the named columns, in the order given."""
-        names = list(names)
-        self._require(names)
-        return DataProto({n: self._columns[n] for n in names}, self._meta, self._bfloat16 & set(names))
+        columns = {name: self._held(name) for name in names}
+        return DataProto(columns, self._meta, self._bfloat16 & set(columns))
 
     def drop(self, names: Iterable[str]) -> DataProto:
         """All but the named columns."""
-        gone = list(names)
-        self._require(gone)
-        return self.select(name for name in self._columns if name not in gone)
+        dropped = self.select(names)
+        return self.select(name for name in self._columns if name not in dropped)
 
     def rename(self, mapping: Mapping[str, str]) -> DataProto:
         """Columns renamed from key to value; a name that is taken is an error."""
-        self._require(mapping)
+        self.select(mapping)  # raises for a column that is missing
         names = [mapping.get(name, name) for name in self._columns]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -322,15 +278,12 @@ class DataProto:
     # --- rows -----------------------------------------------------------------------------------------------
 
     def rows(self, index: RowIndex) -> DataProto:
-        """Rows by int (one row), slice, list, boolean mask or index array. A slice of step 1 and an int are views;
-        large columns are copied when they are first read.
-        """
-        if isinstance(index, (int, np.integer)):
-            start = self._positions(np.asarray([index]))[0]
-            return self._slice(int(start), int(start) + 1)
+        """Rows by int (one row), slice, list, boolean mask or index array. Consecutive rows are views."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             return self._slice(start, stop) if step == 1 else self._take(np.arange(start, stop, step))
+        if isinstance(index, (int, np.integer)):
+            index = [int(index)]
         array = np.asarray(index)
         if array.ndim != 1:
             raise SchemaError(f"a row index is one-dimensional, got {describe(array)}")
@@ -338,7 +291,7 @@ class DataProto:
             if len(array) != len(self):
                 raise SchemaError(f"a mask of {len(array)} values for {len(self)} rows")
             array = np.flatnonzero(array)
-        return self._take(self._positions(array))
+        return self._take(_positions(array, len(self)))
 
     def reorder(self, index: npt.ArrayLike) -> DataProto:
         """Rows in the order of `index` `[B]`, which must be a permutation of all rows."""
@@ -418,50 +371,6 @@ class DataProto:
                     break
                 yield self._slice(start, stop) if order is None else self._take(order[start:stop])
 
-    # --- disk -----------------------------------------------------------------------------------------------
-
-    def to_table(self) -> pa.Table:
-        """Arrow table: jagged columns as lists, objects as strings (JSON where they are not all strings), meta in the
-        schema."""
-        from hybridflow.batch.arrow import to_table
-
-        whole = self.fetch()
-        return to_table({name: shown(column) for name, column in whole._columns.items()}, self._meta, whole._bfloat16)
-
-    @classmethod
-    def from_table(cls, table: pa.Table) -> DataProto:
-        """Batch from an Arrow table of ours or of others (lists become jagged; a type without a form is a
-        SchemaError)."""
-        from hybridflow.batch.arrow import from_table
-
-        return cls(*from_table(table))
-
-    def to_stream(self) -> bytes:
-        """One Arrow IPC stream, for sockets and pipes: what `to_table` gives, without a pickle."""
-        from hybridflow.batch.arrow import to_stream
-
-        return to_stream(self.to_table())
-
-    @classmethod
-    def from_stream(cls, data: bytes | memoryview) -> DataProto:
-        """Batch from an Arrow IPC stream; DataError when it is cut off or damaged."""
-        from hybridflow.batch.arrow import from_stream
-
-        return cls(*from_stream(data))
-
-    def write_parquet(self, path: str | Path) -> None:
-        """Write one parquet file; it appears whole or not at all."""
-        from hybridflow.batch.arrow import write_parquet
-
-        write_parquet(self.to_table(), Path(path))
-
-    @classmethod
-    def read_parquet(cls, path: str | Path) -> DataProto:
-        """Read one parquet file; DataError naming the file when it is missing or damaged."""
-        from hybridflow.batch.arrow import read_parquet
-
-        return cls(*read_parquet(Path(path)))
-
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _slice(self, start: int, stop: int) -> DataProto:
@@ -476,25 +385,20 @@ class DataProto:
             {name: take_column(column, index) for name, column in self._columns.items()}, self._meta, self._bfloat16
         )
 
-    def _positions(self, index: np.ndarray) -> np.ndarray:
-        if not len(index):
-            return np.empty(0, dtype=np.int64)
-        if index.dtype.kind not in "iu":
-            raise SchemaError(f"a row index holds integers or booleans, got {describe(index)}")
-        index = index.astype(np.int64)
-        outside = index[(index < -len(self)) | (index >= len(self))]
-        if len(outside):
-            raise SchemaError(f"row {outside[0]} is outside a batch of {len(self)} rows")
-        return np.where(index < 0, index + len(self), index)
+    def _held(self, name: str) -> Held:
+        if name not in self._columns:
+            raise SchemaError(f"no column {name!r}; there are {', '.join(self._columns) or 'none'}")
+        return self._columns[name]
 
-    def _require(self, names: Iterable[str]) -> None:
-        missing = [name for name in names if name not in self._columns]
-        if missing:
-            raise SchemaError(
-                f"no column {', '.join(map(repr, missing))}; there are {', '.join(self._columns) or 'none'}"
-            )
 
-    def _same_length_or_empty(self, lengths: Mapping[str, int]) -> None:
-        wrong = {name: n for name, n in lengths.items() if n != len(self)}
-        if wrong and set(self._columns) - set(lengths):
-            raise SchemaError(f"a batch of {len(self)} rows cannot take " + named_lengths(wrong))
+def _positions(index: np.ndarray, rows: int) -> np.ndarray:
+    """The index with negative positions counted from the end; SchemaError for one outside `rows`."""
+    if not len(index):
+        return np.empty(0, dtype=np.int64)
+    if index.dtype.kind not in "iu":
+        raise SchemaError(f"a row index holds integers or booleans, got {describe(index)}")
+    index = index.astype(np.int64)
+    outside = index[(index < -rows) | (index >= rows)]
+    if len(outside):
+        raise SchemaError(f"row {outside[0]} is outside a batch of {rows} rows")
+    return np.where(index < 0, index + rows, index)

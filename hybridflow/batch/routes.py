@@ -1,4 +1,4 @@
-"""The batch column that holds which experts a token went through, and what engines return, as numpy. No torch."""
+"""The batch column with the experts that computed each token, made of what engines return."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
 
     Args:
         routes: [tokens - 1, layers x k]: an engine routes a token when it computes the next one, so the last token has
-            none; the trainer routes it freely, which nothing depends on (it predicts no token of the sample).
-        tokens: prompt and response.
-        layers: of the model, those without experts included.
-        what: whose routes, for messages.
+            none. The trainer routes it freely, on which nothing depends: it predicts no token of the sample.
+        tokens: tokens of prompt and response.
+        layers: layers of the model, including those without experts.
+        what: whose routes they are, for messages.
 
     Returns:
         [tokens, layers, k] int16, the last row `FREE`.
 
     Raises:
-        RouterReplayError: another number of rows, or rows that are no multiple of `layers`.
+        RouterReplayError: the number of rows is not `tokens` - 1, or their width is not a multiple of `layers`.
     """
     if routes.ndim != 2 or len(routes) != tokens - 1 or routes.shape[1] % layers or not routes.shape[1]:
         raise RouterReplayError(f"{what}: routes of shape {list(routes.shape)} for {tokens} tokens and {layers} layers")
@@ -37,16 +37,12 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
     return column
 
 
-def unknown(tokens: int, layers: int, topk: int) -> np.ndarray:
-    """[tokens, layers, k]: all free."""
+def unknown_routes(tokens: int, layers: int, topk: int) -> np.ndarray:
+    """Routes `[tokens, layers, k]` of which none is known."""
     return np.full((tokens, layers, topk), FREE, dtype=np.int16)
 
 
 def num_experts(hf_config: Any) -> int:
-    """Experts a layer of a Hugging Face config, 0 for a dense model."""
-    return int(
-        next(
-            (hf_config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if hf_config.get(key)),
-            0,
-        )
-    )
+    """Experts of a layer in a Hugging Face config, 0 for a dense model."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((hf_config[key] for key in keys if hf_config.get(key)), 0))

@@ -1,5 +1,4 @@
-"""numpy arrays as torch tensors and back, without copies. Imported only where a tensor is asked for: it imports
-torch."""
+"""numpy arrays as torch tensors and back, without copies. Only this module of the room imports torch."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from hybridflow.errors import SchemaError
 
 
 class _Writable:
@@ -33,10 +34,15 @@ def view(array: npt.NDArray[Any], bfloat16: bool = False) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if bfloat16 else tensor
 
 
-def to_numpy(tensor: torch.Tensor) -> tuple[npt.NDArray[Any], bool]:
+def to_numpy(name: str, tensor: torch.Tensor) -> tuple[npt.NDArray[Any], bool]:
     """Array over the memory of a CPU tensor (copied from another device) and whether its bits are bfloat16 (then
-    uint16)."""
+    uint16). SchemaError names the column `name` where numpy has no such type: fp8, for example."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.uint16).numpy(), True
-    return tensor.numpy(), False
+    try:
+        return tensor.numpy(), False
+    except TypeError as error:
+        raise SchemaError(
+            f"column {name!r} has dtype {tensor.dtype}, which numpy lacks; convert it, or store its bytes as uint8"
+        ) from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.batch.routes import num_experts
+from hybridflow.batch import num_experts
 from hybridflow.config import check_backend, check_engines, check_entries, check_files, check_lora, derived, roles
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.schema import OptimConfig, RunConfig

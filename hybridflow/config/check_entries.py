@@ -1,17 +1,23 @@
-"""Whether the advantage estimator and the policy loss exist, take the given options, and fit the rest."""
+"""Whether the advantage estimator, the policy loss and the trackers exist, take the given options, and fit the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from hybridflow.config.entries import ESTIMATORS, estimator_options, policy_loss_options
+from hybridflow.config.entries import ESTIMATORS, TRACKERS, estimator_options, policy_loss_options
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig) -> Iterator[str]:
     """Every problem of the names and options as one line. Imports what the configuration names."""
-    for build in (lambda: estimator_options(config.algorithm), lambda: policy_loss_options(config.actor)):
+    builds: list[Callable[[], object]] = [
+        lambda: estimator_options(config.algorithm),
+        lambda: policy_loss_options(config.actor),
+        *(partial(TRACKERS.get, name) for name in config.trainer.loggers),
+    ]
+    for build in builds:
         try:
             build()
         except ConfigError as error:

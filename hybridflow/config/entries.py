@@ -1,7 +1,7 @@
-"""Advantage estimators and policy losses: what an entry declares where it is registered, and the registries.
+"""Advantage estimators, policy losses and trackers: what an entry declares where it is registered, and the registries.
 
-Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. An entry lives in
-`hybridflow/algorithms`; this room holds what must be known before torch is imported.
+Checks, `--explain`, the roles of a run and the columns of its steps follow from these declarations. Entries live in
+`hybridflow/algorithms` and `hybridflow/observe/trackers`; this room holds what must be known before torch is imported.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config.build import build_options
-from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS
+from hybridflow.config.keys import ESTIMATOR, POLICY_LOSS, TRACKER
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
@@ -57,6 +58,7 @@ class TokenLoss:
 
 ESTIMATORS: Registry[Estimator] = Registry(ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator")
 POLICY_LOSSES: Registry[TokenLoss] = Registry(POLICY_LOSS.kind, POLICY_LOSS.package, "actor.policy_loss")
+TRACKERS: Registry[Callable[[Path], Any]] = Registry(TRACKER.kind, TRACKER.package, "trainer.loggers")
 
 
 def estimator_options(algorithm: AlgorithmConfig) -> Any:

@@ -1,4 +1,4 @@
-"""Cross-field checks of the roles beside the policy: critic, reference, reward model, teacher. Part of
+"""Checks across the keys of the roles other than the policy: critic, reference, reward model, teacher. Part of
 `config.check`."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridflow.config import check_entries, derived
 from hybridflow.config.derived import Role
-from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
+from hybridflow.config.schema import ModelConfig, OffloadConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError
 
 
@@ -108,11 +108,19 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
 
 
 def _other_model(config: RunConfig) -> Iterator[str]:
-    if config.reference.path is not None and config.reference.placement == "colocated":
+    """A colocated reference is a second set of the policy's weights."""
+    reference = config.reference
+    if reference.placement != "colocated":
+        return
+    if reference.path is not None:
         yield (
-            f"reference.path={config.reference.path} with reference.placement=colocated: another model needs "
-            f"processes of its own; set "
-            "reference.placement=own"
+            f"reference.path={reference.path} with reference.placement=colocated: another model needs processes of its "
+            "own; set reference.placement=own"
+        )
+    if reference.offload != OffloadConfig():
+        yield (
+            "reference.offload is given, but with reference.placement=colocated the weights follow "
+            "actor.offload.weights; set that, or reference.placement=own"
         )
 
 

@@ -14,6 +14,7 @@ from hybridflow.config.keys import (
     ESTIMATOR,
     POLICY_LOSS,
     PREPARE_TASK,
+    TRACKER,
     TRANSPORT,
     VERIFIER,
     Above,
@@ -394,7 +395,7 @@ class TrainerConfig:
     # each role that only computes, within the step; of all engines when none is left that could answer. 0: the job ends
     max_restarts: NonNegativeInt = 1
     export: bool = True  # write a Hugging Face folder at the end
-    loggers: tuple[Literal["console", "jsonl", "tensorboard"], ...] = ("console", "jsonl", "tensorboard")
+    loggers: tuple[Annotated[str, TRACKER], ...] = ("console", "jsonl", "tensorboard")
     dump_rollouts_every_steps: NonNegativeInt = 1  # parquet; 0: never
     report: bool = True
 

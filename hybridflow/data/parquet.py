@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
+from hybridflow.batch import iter_parquet
 from hybridflow.errors import DataError
-
-_BATCH_ROWS = 4096  # rows turned into Python objects at a time
 
 
 @dataclass(frozen=True)
@@ -65,24 +63,12 @@ def read_rows(path: str | Path, required: Sequence[str], optional: Sequence[str]
     Raises:
         DataError: the file is missing, is not (whole) parquet, or lacks a required column.
     """
-    try:
-        with pq.ParquetFile(path) as file:
-            present = file.schema_arrow.names
-            missing = [name for name in required if name not in present]
-            if missing:
-                raise DataError(
-                    f"{path}: column {', '.join(map(repr, missing))} is missing; the file has "
-                    f"{', '.join(present) or 'no columns'}"
-                )
-            columns = [*required, *(name for name in optional if name in present)]
-            number = 0
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
-                for values in batch.to_pylist():
-                    yield Row(str(path), number, values)
-                    number += 1
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: not a readable parquet file ({error}); it may be truncated: write it again"
-        ) from error
+    number = 0
+    for batch in iter_parquet(path, required, optional):
+        for values in zip(*(batch[name] for name in batch.columns), strict=True):
+            yield Row(str(path), number, dict(zip(batch.columns, map(_plain, values), strict=True)))
+            number += 1
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value

@@ -1,4 +1,4 @@
-"""cpu or cuda: the only room that asks which. Everybody else is handed a `Platform`. torch is imported at first use."""
+"""The kind of device, cpu or cuda, and what is asked of it. torch is imported at first use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Platform:
 
     @classmethod
     def detect(cls) -> Platform:
-        """cuda when torch sees a device, else cpu. `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides.
+        """cuda when torch sees a device, else cpu; `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides it.
 
         Raises:
-            ResourceError: the override is neither, or asks for cuda where there is none.
+            ResourceError: the override has another value, or asks for cuda where there is none.
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):
@@ -44,23 +44,17 @@ class Platform:
 
     @property
     def collective_backend(self) -> str:
-        """Name for `torch.distributed.init_process_group`."""
+        """Backend for `torch.distributed.init_process_group`."""
         return "nccl" if self.kind == "cuda" else "gloo"
 
     @property
     def weight_transport(self) -> str:
-        """Of `sync.transports`: what carries weights between ranks of any two hosts fastest."""
+        """The fastest of `sync.transports` between ranks of any two hosts."""
         return "p2p" if self.kind == "cuda" else "tcp"
 
     @property
-    def ray_resource(self) -> str:
-        """Resource a worker process occupies in a Ray placement group."""
-        return "GPU" if self.kind == "cuda" else "CPU"
-
-    @property
     def cache_bytes(self) -> int:
-        """Size of the pieces in which memory that is gone through several times stays in a core's cache; 0 where pieces
-        only cost."""
+        """Size of pieces that stay in a core's cache while they are read several times; 0 where pieces do not help."""
         return 0 if self.kind == "cuda" else 1 << 20
 
     def device(self, local_rank: int = 0) -> torch.device:
@@ -70,11 +64,17 @@ class Platform:
         return torch.device("cuda", local_rank) if self.kind == "cuda" else torch.device("cpu")
 
     def set_device(self, local_rank: int = 0) -> None:
-        """Make the device current for this process."""
+        """Make the `local_rank`-th device current for this process."""
         if self.kind == "cuda":
             import torch
 
             torch.cuda.set_device(local_rank)
+
+    def current_device(self) -> torch.device:
+        """The device that `set_device` chose for this process."""
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
 
     def capability(self) -> tuple[int, int]:
         """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
@@ -105,8 +105,7 @@ class Platform:
         return max(peak, self.memory_bytes())
 
     def reset_peak_memory(self) -> None:
-        """Let `peak_memory_bytes` count from now on. Where the kernel refuses (a read-only /proc), the peak stays that
-        of the process."""
+        """Restart `peak_memory_bytes`. Where the kernel refuses (read-only /proc), the peak stays the process's."""
         if self.kind == "cuda":
             import torch
 
@@ -116,7 +115,7 @@ class Platform:
             Path("/proc/self/clear_refs").write_text("5")
 
     def reserved_memory_bytes(self) -> int:
-        """The most bytes that torch's allocator has reserved (cuda); on cpu the same as the peak."""
+        """The most bytes that torch's allocator has reserved on cuda; on cpu the same as the peak."""
         if self.kind == "cuda":
             import torch
 
@@ -124,7 +123,7 @@ class Platform:
         return self.peak_memory_bytes()
 
     def total_memory_bytes(self) -> int:
-        """Bytes the device (cuda) or the machine (cpu) has."""
+        """Memory of the device (cuda) or of the machine (cpu)."""
         if self.kind == "cuda":
             import torch
 
@@ -132,13 +131,13 @@ class Platform:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
-        """Give cached, unused device memory back: to the driver, or on cpu from the C library's heap to the system."""
+        """Give unused cached memory back: to the CUDA driver, or on cpu from the C library's heap to the system."""
         if self.kind == "cuda":
             import torch
 
             torch.cuda.empty_cache()
             return
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep no large free blocks
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others keep no large free blocks
         if trim is not None:
             trim(0)
 

@@ -1,13 +1,13 @@
-"""What of a model lies on the device: weights, gradients, optimizer state and reference weights leave and come back,
-byte for byte.
+"""Which parts of a model are on the device: weights, gradients, optimizer state and reference weights can be offloaded
+and come back byte for byte.
 
-A tensor keeps its identity: its storage is resized to nothing and, on the way back, to its old size, so all views stay
-what they are: Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, `main_grad`. Only
-the address changes, and nothing of Megatron-Core 0.16.1 keeps an address between steps (NCCL-registered buffers,
-`nccl_ub`, would; we do not ask for them).
+A tensor keeps its identity: its storage is resized to nothing and later to its old size, so that all views stay valid:
+Megatron's flat buffers and the parameters in them, the distributed optimizer's shards, `main_grad`. Only the address
+changes, and nothing in Megatron-Core 0.16.1 keeps an address between steps (NCCL-registered buffers, `nccl_ub`, would,
+and are not used).
 
-On CUDA the bytes wait in pinned host memory, which is kept for the next time. On CPU, where "device memory" is this
-process's own, they wait in an unlinked temporary file (in TMPDIR) that disappears with the process, however it ends.
+On CUDA the bytes are kept in pinned host memory, which is allocated once. On CPU, where "device memory" is that of the
+process, they are kept in an unlinked temporary file in TMPDIR, which disappears with the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridflow.errors import ResourceError
 
 Part = Literal["weights", "gradients", "optimizer", "reference"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
-_SMALL = 4096  # bytes; step counters and the like stay: thousands of tiny copies would cost more than they free
+_SMALL = 4096  # bytes; smaller tensors (step counters) stay: thousands of tiny copies cost more than they free
 
 
 class Residency:
@@ -39,11 +39,11 @@ class Residency:
         role: str = "actor",
     ) -> None:
         """Args:
-        tensors: how to list the tensors of each part now. A storage that two parts share belongs to the first of
-            `PARTS`.
-        platform: where they are.
-        settle: called before weights leave; waits for communication that still writes to them.
-        role: whose parts they are; its section of the configuration has the keys that messages name.
+        tensors: for each part a function that lists its tensors. A storage that two parts share belongs to the first
+            of them in `PARTS`.
+        platform: the device they are on.
+        settle: called before weights are offloaded, to wait for communication that still writes to them.
+        role: the role that has these parts; messages name the keys in its section of the configuration.
         """
         self._tensors, self._platform, self._settle, self.role = tensors, platform, settle, role
         self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
@@ -63,11 +63,10 @@ class Residency:
         return sum(size for storages in self._asleep.values() for _, size in storages)
 
     def sleep(self, *parts: Part) -> int:
-        """Take these parts off the device; returns the bytes freed. Parts that are asleep already stay so.
+        """Offload these parts, unless they are offloaded already; returns the bytes freed.
 
         Raises:
-            ResourceError: there is no room for them elsewhere; that part and those after it are still on the device,
-            whole.
+            ResourceError: there is no room for a part elsewhere. That part and those after it stay on the device.
         """
         freed = 0
         for part in parts:
@@ -87,7 +86,7 @@ class Residency:
         return freed
 
     def wake(self, *parts: Part) -> None:
-        """Bring these parts back. Parts that are on the device already stay there."""
+        """Bring these parts back to the device, unless they are there already."""
         for part in parts:
             for storage, size in self._asleep.get(part, ()):
                 storage.resize_(size)
@@ -98,8 +97,8 @@ class Residency:
     def resident(
         self, *, weights: bool = False, gradients: bool = False, optimizer: bool = False, reference: bool = False
     ) -> Iterator[None]:
-        """These parts are on the device inside; at the end, those that this call brought in leave again. May be
-        nested."""
+        """Keep these parts on the device inside the `with`; those that it brought back are offloaded again at its end.
+        May be nested."""
         wanted = zip(PARTS, (weights, gradients, optimizer, reference), strict=True)
         brought: tuple[Part, ...] = tuple(part for part, wish in wanted if wish and part in self._asleep)
         self.wake(*brought)
@@ -109,11 +108,11 @@ class Residency:
             self.sleep(*brought)
 
     def _key(self, part: Part) -> str:
-        """That sends the part away; the reference goes with the weights."""
+        """The configuration key that offloads the part; the reference goes with the weights."""
         return f"{self.role}.offload.{'weights' if part == 'reference' else part}"
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """Each storage once."""
+        """The storages of each part, each storage once."""
         seen: set[int] = set()
         found: dict[Part, list[torch.UntypedStorage]] = {}
         for part in PARTS:
@@ -125,16 +124,15 @@ class Residency:
                 seen.add(storage._cdata)
                 if not storage.resizable():
                     raise ResourceError(
-                        f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is shared, with numpy for "
-                        f"one, and cannot "
-                        f"be offloaded; set {self._key(part)}=false"
+                        f"the memory of the {part} (a tensor of shape {list(tensor.shape)}) is shared, for example "
+                        f"with numpy, and cannot be offloaded; set {self._key(part)}=false"
                     )
                 found[part].append(storage)
         return found
 
 
 class _Store(Protocol):
-    """Where the bytes of a part wait. `key` is that which sends them there, for messages."""
+    """Where the bytes of an offloaded part are kept. `key` is the configuration key that offloads it, for messages."""
 
     def write(self, key: str, storages: list[torch.UntypedStorage]) -> None: ...
 
@@ -142,7 +140,7 @@ class _Store(Protocol):
 
 
 class _FileStore:
-    """An unlinked temporary file, written again at each sleep."""
+    """An unlinked temporary file, rewritten by each offload."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -159,8 +157,7 @@ class _FileStore:
             size = sum(storage.nbytes() for storage in storages)
             raise ResourceError(
                 f"no room to offload {size / 2**20:.0f} MiB ({key}) to a file in {tempfile.gettempdir()}: "
-                f"{error.strerror}. They are "
-                f"still in memory. Set TMPDIR to a folder with room, or {key}=false"
+                f"{error.strerror}. They are still in memory. Set TMPDIR to a folder with room, or {key}=false"
             ) from error
 
     def read(self, storages: list[torch.UntypedStorage]) -> None:
@@ -173,7 +170,7 @@ class _FileStore:
 
 
 class _PinnedStore:
-    """Pinned host memory, one block a storage, kept: pinning anew costs more than the copy."""
+    """Pinned host memory, one block per storage, which is kept: pinning again costs more than the copy."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -189,8 +186,7 @@ class _PinnedStore:
                 size = sum(storage.nbytes() for storage in storages)
                 raise ResourceError(
                     f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. They are still on "
-                    f"the device. "
-                    f"Free host memory, or set {key}=false"
+                    f"the device. Free host memory, or set {key}=false"
                 ) from error
         for block, storage in zip(self._blocks, storages, strict=True):
             block.copy_(_bytes(storage), non_blocking=True)
@@ -199,12 +195,11 @@ class _PinnedStore:
     def read(self, storages: list[torch.UntypedStorage]) -> None:
         for block, storage in zip(self._blocks, storages, strict=True):
             _bytes(storage).copy_(block, non_blocking=True)
-        torch.cuda.synchronize()  # a sleep could follow at once and overwrite the blocks
+        torch.cuda.synchronize()  # the next offload may overwrite the blocks
 
 
 def _memory(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage in this process. Not through numpy: `Tensor.numpy()` makes a storage unresizable for
-    good."""
+    """The bytes of a storage in this process. `Tensor.numpy()` would make the storage unresizable for good."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 

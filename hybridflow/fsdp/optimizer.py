@@ -54,7 +54,7 @@ class Optimizer:
             }
 
     def zero_grad(self) -> None:
-        """Before each mini-batch."""
+        """Forget the gradients; called before each mini-batch."""
         self.inner.zero_grad()
 
     def step(self) -> tuple[float, float]:
@@ -69,7 +69,7 @@ class Optimizer:
         return norm, rate
 
     def learning_rate(self) -> float:
-        """Of the last update."""
+        """The learning rate of the last update."""
         return learning_rate(self.config, max(1, self.updates))
 
     def gradients(self) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ import os
 import sys
 import warnings
 
-import torch
+from hybridflow.device.platform import Platform
 
-if not torch.cuda.is_available():
+if Platform.detect().kind == "cpu":
     # megatron/core/jit.py:24: jit_fuser is torch.compile, which needs a C++ tool chain and minutes of warm-up on a CPU
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     if "torch._dynamo" in sys.modules:  # it read the variable when it was imported
@@ -35,4 +35,4 @@ def backend_name() -> str:
     """What computes the layers: recorded with every run."""
     if HAVE_TRANSFORMER_ENGINE:
         return "transformer-engine"
-    return "torch (cuda)" if torch.cuda.is_available() else "torch (cpu)"
+    return f"torch ({Platform.detect().kind})"

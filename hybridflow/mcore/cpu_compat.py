@@ -1,5 +1,4 @@
-"""Makes Megatron-Core 0.16.1 run where there is no CUDA. Installed by `bootstrap` before megatron is imported; a no-op
-with CUDA.
+"""Makes Megatron-Core 0.16.1 run on the CPU. `bootstrap` installs it there before megatron is imported.
 
 Megatron asks torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
 with `device="cuda"`, and compares type strings. Each replacement below says who needs it. Gloo's own gaps are in
@@ -92,9 +91,9 @@ class _Generators:
 
 
 def install() -> None:
-    """Replace what Megatron calls. Does nothing when CUDA is available or when called again."""
+    """Replace what Megatron calls; a second call does nothing. Only for processes that compute on the CPU."""
     global _installed
-    if _installed or torch.cuda.is_available():
+    if _installed:
         return
     _installed = True
     _replace_cuda_state()

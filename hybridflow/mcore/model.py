@@ -19,6 +19,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
+from hybridflow.device.platform import Platform
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap
 from hybridflow.mcore.parallel import coordinates
@@ -53,7 +54,7 @@ def transformer_config(
     family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none"
 ) -> TransformerConfig:
     """Megatron's config: what the family says, the layout, and no fusion that needs a CUDA extension."""
-    is_cuda, params_dtype = torch.cuda.is_available(), DTYPES[dtype]
+    is_cuda, params_dtype = Platform.detect().kind == "cuda", DTYPES[dtype]
     settings: dict[str, Any] = {
         "activation_func": F.silu,
         "hidden_dropout": 0.0,

@@ -40,7 +40,7 @@ def _main_parameters(policy: Policy) -> list[torch.Tensor]:
 
 
 def _gradients(policy: Policy) -> list[torch.Tensor]:
-    """Of parameters and main parameters, where they are no views of the flat buffers."""
+    """Gradients of parameters and main parameters that are not views of the flat buffers."""
     owners = (*_held(policy), *_main_parameters(policy))
     return [owner.grad for owner in owners if owner.grad is not None]
 

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
+from hybridflow.device.platform import Platform
 from hybridflow.models.layout import Coordinates
 from hybridflow.process.rendezvous import join_world
 
@@ -41,8 +42,8 @@ def is_initialized() -> bool:
 
 
 def device() -> torch.device:
-    """Where this rank computes: the current CUDA device, or (through `cpu_compat`) the CPU."""
-    return torch.device(torch.cuda.current_device())
+    """Where this rank computes."""
+    return Platform.detect().current_device()
 
 
 def coordinates() -> Coordinates:

@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
 
+from hybridflow.device.platform import Platform
 from hybridflow.models.rotary import Rotary
 
 
@@ -22,8 +23,8 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     def __init__(self, rotary: Rotary, config: TransformerConfig) -> None:
         is_on_cpu = bool(config.use_cpu_initialization)
         super().__init__(rotary.dim, 1.0, rotary_base=rotary.theta, use_cpu_initialization=is_on_cpu)
-        device = "cpu" if is_on_cpu else torch.cuda.current_device()
-        self.inv_freq = rotary.frequencies().to(device)
+        platform = Platform("cpu") if is_on_cpu else Platform.detect()
+        self.inv_freq = rotary.frequencies().to(platform.current_device())
         self.factor = rotary.attention_factor if config.multi_latent_attention else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -34,8 +34,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import FREE, ROUTES
+from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
 from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag

@@ -87,7 +87,7 @@ class AdapterMap:
         return {name: kept for name, kept in pairs.items() if name != kept}
 
     def local(self, tensors: Iterable[LocalTensor]) -> list[AdaptedWeight]:
-        """Those of a rank's `tensors` that have adapters."""
+        """The weights among a rank's `tensors` that have adapters."""
         return [self._adapted(local) for local in tensors if any(piece.source in self._uncut for piece in local.pieces)]
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

@@ -103,7 +103,7 @@ class Rotary:
 
     def _yarn(self, wavelengths: torch.Tensor) -> torch.Tensor:
         """Fast rotations stay, slow ones are interpolated, with a linear ramp over the dimensions between."""
-        low, high = (self._dimension_of(self.settings.get(name) or turns) for name, turns in _BETAS)
+        low, high = (self._dimension_of(self.settings.get(name) or rotations) for name, rotations in _BETAS)
         if self.settings.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -111,9 +111,9 @@ class Rotary:
         keep = 1 - torch.clamp(steps / (high - low if high != low else 0.001), 0, 1)
         return 1.0 / (self.settings["factor"] * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
-    def _dimension_of(self, turns: float) -> float:
-        """The dimension that turns so often within the original length."""
-        return self.dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+    def _dimension_of(self, rotations: float) -> float:
+        """The dimension that rotates so often within the original length."""
+        return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
         factor, slow, fast = (self.settings[name] for name in _NEEDS["llama3"])

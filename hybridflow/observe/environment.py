@@ -1,5 +1,5 @@
-"""What a run ran on: versions, machine size, commit. No host, user or folder names, so that a run folder can be shown
-to others."""
+"""What a run ran on: versions, machine size, commit. Host, user and folder names are left out, so that a run folder can
+be shared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GIB = 2**30
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; what is not there is null or
+    """Versions, platform, cores, memory, accelerators and git commit as plain JSON values; unknown values are null or
     left out."""
     return {
         "hybridflow": hybridflow.__version__,
@@ -71,7 +71,7 @@ def _packages() -> dict[str, str]:
 
 
 def _accelerators() -> list[str]:
-    """Asked of the driver's tool, not of torch: importing torch here would cost seconds on the driver."""
+    """The accelerators that nvidia-smi lists; importing torch to ask it would take seconds."""
     if shutil.which("nvidia-smi") is None:
         return []
     listed = _run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
@@ -79,8 +79,7 @@ def _accelerators() -> list[str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that holds `folder`; None for an installed package, even when it lies inside someone
-    else's checkout."""
+    """Commit of the checkout that tracks `folder`; None for an installed package, even inside another checkout."""
     if _run(["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"]) is None:
         return None
     commit = _run(["git", "-C", str(folder), "rev-parse", "HEAD"])

@@ -1,5 +1,5 @@
-"""JSON-lines files that survive a kill: appended a whole line at a time, read with torn lines left out, cut back on
-resume."""
+"""JSON-lines files that survive a kill: lines are appended whole, torn lines are skipped, and a resumed run cuts the
+file back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 
 class JsonlWriter:
-    """Appends one JSON object a line and flushes each. A torn last line left by a killed process is removed when the
-    file is opened."""
+    """Appends one JSON object per line and flushes each. A torn last line of a killed process is removed when the file
+    is opened."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -49,7 +49,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, in order. Lines that are not a whole JSON object are left out; a missing file has none."""
+    """The records of a file, in order. Lines that are not a whole JSON object are skipped; a missing file has none."""
     path = Path(path)
     if not path.exists():
         return
@@ -61,8 +61,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_records(path: str | Path, wanted: Callable[[dict[str, Any]], bool]) -> int:
-    """Rewrite a file with the records for which `wanted` is true; returns how many were dropped. Replaced at once, or
-    not at all."""
+    """Rewrite a file atomically with the records for which `wanted` is true; returns how many were dropped."""
     path = Path(path)
     if not path.exists():
         return 0
@@ -82,7 +81,7 @@ def keep_records(path: str | Path, wanted: Callable[[dict[str, Any]], bool]) -> 
 
 
 def repair(path: Path) -> None:
-    """Make the file end with a whole line, so that the next record does not grow onto half of an older one."""
+    """Make the file end with a whole line, so that the next record starts a line of its own."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

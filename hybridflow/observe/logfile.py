@@ -1,5 +1,5 @@
-"""Python logging into the run folder: everything of HybridFlow and the warnings of the libraries; only warnings reach
-the terminal."""
+"""Python logging into the run folder: all records of HybridFlow and the warnings of libraries. The terminal shows
+warnings only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
 
 
 def stop_logging() -> None:
-    """Take our handlers away again and close the file."""
+    """Remove the handlers of `setup_logging` and close the file."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if handler.get_name() == _OURS]:
         root.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Progress a person can follow: a live bar in a terminal, plain single lines in a file or a pipe.
+"""Progress display: a live bar in a terminal, plain lines in a file or a pipe.
 
     with Progress(total=60, title="GRPO") as progress:
         with progress.stage("start engines"):
@@ -33,12 +33,11 @@ class Progress:
     messages.
 
     Args:
-        total: steps in all; 0 for a part of the job that has only stages.
-        title: what is being counted, e.g. "GRPO".
-        initial: the step a resumed run goes on from.
-        throttle_s: least seconds between two plain lines (the first and last are always printed); for the short steps
-            of SFT.
-        enabled: False shows nothing at all.
+        total: number of steps; 0 for a part of the job that has only stages.
+        title: what is counted, for example "GRPO".
+        initial: the step that a resumed run continues from.
+        throttle_s: least seconds between two plain lines, except the first and the last; for the short steps of SFT.
+        enabled: False shows nothing.
         stream: where to write; None is stdout.
     """
 
@@ -61,7 +60,7 @@ class Progress:
             self._display = _Live(out, self._state)
         else:
             self._display = _Plain(out, self._state, throttle_s)
-        # A run that dies without leaving the `with` must still give the cursor back.
+        # A run that ends without leaving the `with` must still restore the cursor.
         atexit.register(self.close)
 
     def update(self, step: int, fields: Mapping[str, float | str], phases: Mapping[str, float] | None = None) -> None:
@@ -122,7 +121,7 @@ class State:
         self.phases = {name.removeprefix("timing_s/"): seconds for name, seconds in phases.items()}
         self._step_seconds = self.phases.pop("step", None) or (sum(self.phases.values()) or None)
         if not self._marks and self._step_seconds is not None and step > self.step:
-            # the first step tells a duration already
+            # so that the first step already predicts the rest
             self._marks.append((time.monotonic() - self._step_seconds, step - 1))
         self._marks.append((time.monotonic(), step))
         self.started, self.step, self.fields = True, step, dict(fields)
@@ -195,7 +194,7 @@ class _Silent:
 
 
 class _Plain:
-    """One line an event."""
+    """One line for each event."""
 
     def __init__(self, out: TextIO, state: State, throttle_s: float) -> None:
         self._out, self._state, self._throttle_s = out, state, throttle_s
@@ -234,7 +233,7 @@ class _Live:
         self._state = state
         self._console: Console = Console(file=out, highlight=False, emoji=False)
         self._unicode = "utf" in (self._console.encoding or "").lower()
-        # one for all renders: it counts its frames from its own start
+        # one spinner for all renders, as it counts its frames from its own start
         self._spinner = Spinner("dots" if self._unicode else "line")
         self._new_live = lambda: Live(self, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False)
         self._live: Any = None
@@ -258,7 +257,7 @@ class _Live:
         took = f"{outcome + ' after ' if outcome else ''}{duration(seconds)}"
         self._console.print(Text.assemble(mark, " ", title, "  ", (took, "dim")))
         if not self._state.stages and not self._state.started:
-            self._hide()  # nothing is left to show: what others print now needs no care
+            self._hide()  # nothing is left to show, and others may print again
 
     def close(self) -> None:
         self._hide()

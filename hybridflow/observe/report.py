@@ -1,5 +1,5 @@
-"""`report.html`: one self-contained page about a run, from what its folder holds; no external resource, and all text of
-the run escaped.
+"""`report.html`: one self-contained page about a run, made from its folder. It loads no external resource, and all text
+of the run is escaped.
 
 From summary.json the page takes `status`, `accuracy_before`, `accuracy_after`, `steps` and `wall_time_s` when they are
 there, and works them out from the metrics otherwise; the rest of the summary is shown as it is.
@@ -28,8 +28,7 @@ Fact = tuple[str, str, str]  # label, value, small print
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run folder and return its path. Works with whatever the folder holds, and says what is
-    missing."""
+    """Write `report.html` into a run folder and return its path. The page says what is missing in the folder."""
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -89,7 +88,7 @@ def facts(run: RunFolder) -> list[Fact]:
 
 
 def missing(run: RunFolder) -> list[str]:
-    """What the page cannot show, in words."""
+    """Sentences about what the page cannot show."""
     found = list(run.missing)
     for phase, names in EXPECTED_METRICS.items():
         if phase == "sft" and run.setting("sft.steps") in (0, None):
@@ -106,7 +105,7 @@ def missing(run: RunFolder) -> list[str]:
 
 
 def shown(text: Any) -> str:
-    """Text of a prompt or response, cut when very long, its control characters made visible."""
+    """Text of a prompt or response, shortened if very long, with visible control characters."""
     plain = "" if text is None else str(text)
     more = len(plain) - _TEXT_LIMIT
     cut = plain[:_TEXT_LIMIT] + (f"\n… {more:,} more characters" if more > 0 else "")
@@ -225,7 +224,7 @@ def _time_rows(run: RunFolder) -> list[tuple[str, str, str]]:
 
 
 def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
-    """Phases of the job that belong to no step, e.g. the start of the engines."""
+    """Phases of the job outside of steps, for example the start of the engines."""
     return [(str(record["name"]), duration(record["seconds"])) for record in run.timeline if record.get("step") is None]
 
 

@@ -1,46 +1,45 @@
 """Dumps of rollouts and validation answers as parquet: one file a step, `rollouts/step_000001.parquet`,
 `validation/step_000000.parquet`.
 
-The columns of `ROLLOUT_COLUMNS` have a fixed type, wherever they appear; every one may be left out. Other columns are
-kept with the type that Arrow finds; values that Arrow cannot take (mixed types) are written as JSON text.
+The columns of `ROLLOUT_COLUMNS` have a fixed type; each may be left out. Other columns are written as text, which is
+JSON where a value is not text.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
-from hybridflow.errors import DataError, SchemaError
+from hybridflow.batch import Column, DataProto, Jagged, read_parquet, write_parquet
+from hybridflow.errors import SchemaError
 
-ROLLOUT_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
-    "step": (pa.int64(), "training step that the row belongs to"),
-    "uid": (pa.int64(), "prompt of the dataset: the samples of one group share it"),
-    "data_source": (pa.string(), "which verifier scored it"),
-    "prompt_text": (pa.string(), "decoded prompt with the chat template"),
-    "response_text": (pa.string(), "decoded response"),
-    "ground_truth": (pa.string(), "expected answer; JSON when it is not text"),
-    "score": (pa.float32(), "reward from the verifier, before any KL penalty"),
-    "rm_score": (pa.float32(), "score of the reward model as it gives it, before squash and weight"),
-    "advantage": (pa.float32(), "advantage of the sample; mean over its tokens"),
-    "prompt_length": (pa.int32(), "tokens of the prompt"),
-    "response_length": (pa.int32(), "tokens of the response"),
-    "finish_reason": (pa.string(), "stop | length | abort"),
-    "weight_version": (pa.string(), "version of the weights that made the last token"),
+# Type of a value (`Jagged`: rows of pairs of integers) and what it means.
+ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
+    "step": (np.int64, "training step that the row belongs to"),
+    "uid": (np.int64, "prompt of the dataset: the samples of one group share it"),
+    "data_source": (str, "which verifier scored it"),
+    "prompt_text": (str, "decoded prompt with the chat template"),
+    "response_text": (str, "decoded response"),
+    "ground_truth": (str, "expected answer; JSON when it is not text"),
+    "score": (np.float32, "reward from the verifier, before any KL penalty"),
+    "rm_score": (np.float32, "score of the reward model as it gives it, before squash and weight"),
+    "advantage": (np.float32, "advantage of the sample; mean over its tokens"),
+    "prompt_length": (np.int32, "tokens of the prompt"),
+    "response_length": (np.int32, "tokens of the response"),
+    "finish_reason": (str, "stop | length | abort"),
+    "weight_version": (str, "version of the weights that made the last token"),
     "response_versions": (
-        pa.list_(pa.list_(pa.int64())),
+        Jagged,
         "[version of the weights, tokens that they made in a row] through the response",
     ),
-    "logprob_diff_mean": (pa.float32(), "mean over tokens of |rollout - trainer| log-probability"),
-    "logprob_diff_max": (pa.float32(), "largest |rollout - trainer| log-probability of a token"),
-    "extra_info": (pa.string(), "JSON of the dataset row's extra_info"),
+    "logprob_diff_mean": (np.float32, "mean over tokens of |rollout - trainer| log-probability"),
+    "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a token"),
+    "extra_info": (str, "JSON of the dataset row's extra_info"),
 }
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
@@ -53,39 +52,19 @@ def dump_path(folder: str | Path, step: int) -> Path:
 def dump_rollouts(path: str | Path, rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]]) -> Path:
     """Write columns of equal length to a parquet file, or pieces of them one after another. The file appears whole or
     not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with ExitStack() as stack:
-            writer: pq.ParquetWriter | None = None
-            for piece in [rows] if isinstance(rows, Mapping) else rows:
-                table = _table(path, piece)
-                writer = writer or stack.enter_context(pq.ParquetWriter(temporary, table.schema, compression="zstd"))
-                writer.write_table(table.cast(writer.schema))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
-
-
-def _table(path: Path, rows: Mapping[str, Sequence[Any]]) -> pa.Table:
-    lengths = {name: len(values) for name, values in rows.items()}
-    if len(set(lengths.values())) > 1:
-        raise SchemaError(
-            f"{path}: rollout columns of unequal length: " + ", ".join(f"{name} {n}" for name, n in lengths.items())
-        )
-    return pa.table({name: _column(name, list(values)) for name, values in rows.items()})
+    pieces = [rows] if isinstance(rows, Mapping) else rows
+    write_parquet(path, (DataProto({name: _column(name, row) for name, row in piece.items()}, {}) for piece in pieces))
+    return Path(path)
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a dump as dictionaries; DataError when the file cannot be read."""
-    try:
-        with pq.ParquetFile(path) as file:  # not read_table: it takes a run folder named `lr=1` for a partition
-            rows: list[dict[str, Any]] = file.read().to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable parquet file: {error}") from error
-    return rows
+    batch = read_parquet(path)
+    columns = {
+        name: [row.tolist() for row in held] if isinstance(held := batch[name], Jagged) else held.tolist()
+        for name in batch.columns
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
@@ -95,27 +74,21 @@ def list_dumps(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def remove_dumps_after(folder: str | Path, step: int) -> int:
-    """Delete the dumps of later steps, on resume; returns how many."""
+    """Delete the dumps of later steps, which a resumed run makes again; returns how many."""
     late = [path for at, path in list_dumps(folder) if at > step]
     for path in late:
         path.unlink()
     return len(late)
 
 
-def _column(name: str, values: list[Any]) -> pa.Array:
-    plain = [value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value for value in values]
-    wanted = ROLLOUT_COLUMNS.get(name)
-    if wanted is None:
-        try:
-            return pa.array(plain)
-        except (pa.ArrowException, TypeError):
-            return pa.array([_text(value) for value in plain], pa.string())
-    if pa.types.is_string(wanted[0]):
-        return pa.array([_text(value) for value in plain], pa.string())
+def _column(name: str, values: Sequence[Any]) -> Column:
+    kind = ROLLOUT_COLUMNS.get(name, (str, ""))[0]
     try:
-        return pa.array(plain, wanted[0])
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise SchemaError(f"rollout column {name!r}: expected {wanted[0]}: {error}") from error
+        if kind is Jagged:
+            return Jagged.from_rows([np.reshape(value, (-1, 2)) for value in values], np.int64)
+        return np.array([_text(value) for value in values], object) if kind is str else np.asarray(values, kind)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"rollout column {name!r}: expected {kind.__name__}: {error}") from error
 
 
 def _text(value: Any) -> str | None:

@@ -1,5 +1,4 @@
-"""Reading a run folder for the report. Whatever is missing or broken is noted and left out: a killed run has a report
-too."""
+"""Reading a run folder for the report. What is missing or damaged is noted and left out, as after a kill."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class Sample:
 
 @dataclass
 class RunFolder:
-    """All that a run left behind. `missing` says in words what is not there."""
+    """The contents of a run folder. `missing` says in words what is not there."""
 
     path: Path
     config_text: str = ""
@@ -44,7 +43,7 @@ class RunFolder:
     missing: list[str] = field(default_factory=list)
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
-        """(step, value) of a metric, by step; of a step recorded twice the later record counts."""
+        """(step, value) of a metric, by step; the last record of a step counts."""
         found = {
             record["step"]: record[name]
             for record in self.metrics
@@ -93,7 +92,7 @@ def load_run(path: Path) -> RunFolder:
 
 
 def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[dict[str, Any]]:
-    """Half of the best and half of the worst rows by score, best first, of different prompts where scores are equal."""
+    """The best and the worst rows by score, half each, best first; of different prompts where scores are equal."""
     ranked = sorted(rows, key=_score, reverse=True)
     if len(ranked) <= count:
         return ranked
@@ -104,7 +103,7 @@ def pick_rows(rows: list[dict[str, Any]], count: int = _ROWS_PER_DUMP) -> list[d
 
 
 def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first `count` rows; among those that score like the first, one a prompt before a second one of the same."""
+    """The first `count` rows; among those that score like the first, one of each prompt comes before a second one."""
     seen: set[Any] = set()
     first, later = [], []
     for row in ranked:
@@ -142,7 +141,7 @@ def _score(row: Mapping[str, Any]) -> float:
 
 
 def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows of a row; a number that is none becomes None."""
+    """What the page shows of a row; None stands for a number that is missing or not a number."""
     numbers = {
         name: row[name] if _is_number(row.get(name)) else None
         for name in ("score", "response_length", "logprob_diff_mean")

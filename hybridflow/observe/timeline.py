@@ -1,8 +1,8 @@
-"""When the controller did what: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
+"""What the controller did when: `timeline.jsonl`, and the `timing_s/*` metrics made from it.
 
-One line a finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start and
-end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`; the phase
-`step` is the whole step and gives no prefix. A phase that raised carries `"error"`, the name of the exception.
+One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start
+and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`, except
+inside the phase `step`, which is the whole step. The record of a phase that raised has `"error"`, the exception's name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Open:
 
 
 class Timeline:
-    """Records phases as context managers; phases nest, and each thread has a nesting of its own."""
+    """Records phases as context managers. Phases nest, for each thread by itself."""
 
     def __init__(self, path: str | Path) -> None:
         self._writer = JsonlWriter(path)
@@ -73,7 +73,7 @@ class Timeline:
         return {f"timing_s/{name}": seconds for name, seconds in self.step_seconds(step).items()}
 
     def truncate_after(self, step: int) -> None:
-        """Forget phases of later steps: called on resume, so that steps made again are not recorded twice."""
+        """Forget phases of later steps: called on resume, so that repeated steps are recorded once."""
         self._writer.keep(lambda record: record.get("step") is None or record["step"] <= step)
         with self._lock:
             self._sums = {at: sums for at, sums in self._sums.items() if at <= step}

@@ -1,1 +1,1 @@
-"""How processes find each other, talk before any collective runs, and end with the process that started them."""
+"""How processes find each other, exchange texts outside of the training's collectives, and end with their parents."""

@@ -1,7 +1,6 @@
-"""A torch TCPStore that listens where it is told to.
+"""A torch TCPStore that listens on one interface, and joining a world through it.
 
-Left to itself TCPStore listens on all interfaces, whatever host it is given, so the master's socket is bound here
-first.
+TCPStore by itself listens on all interfaces, whatever host it is given; therefore the master's socket is bound here.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def master_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The store's server and first client. `port` 0 takes a free one (see `store.port`). Raises OSError when the port
+    """The store's server and first client. With `port` 0 it listens on a free port, `store.port`. OSError when the port
     is taken."""
     from torch.distributed import TCPStore
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # connections of a former store on this port may linger for a minute; another listener is still refused
+    # Connections of a former store on this port may linger for a minute. Another listener is still refused.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen(1024)
@@ -45,16 +44,16 @@ def client_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def join_world(backend: str, timeout_s: float) -> None:
-    """`torch.distributed` over the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name, unless this process
-    has joined one.
+    """Start `torch.distributed` in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, unless this
+    process has joined one.
 
-    `timeout_s` bounds every collective: a rank that is gone becomes an error in the others, not a hang.
+    `timeout_s` bounds every collective: when a rank dies, the others get an error and do not hang.
     """
     import torch
     import torch.distributed as dist
 
     if backend == "gloo":
-        torch.set_num_threads(1)  # ranks share the cores; a second thread each costs more than it brings
+        torch.set_num_threads(1)  # ranks share the cores, and a second thread for each only slows them
     if dist.is_initialized():
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -10,7 +10,7 @@ HOUR_S = 3600.0
 
 
 class RestartLimit:
-    """At most `most` restarts within any hour; 0 allows none.
+    """Allows at most `most` restarts within any hour; 0 allows none.
 
     A long run loses processes now and then; something that fails again and again has a cause that a restart does not
     remove.

@@ -46,7 +46,7 @@ class Quantised:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Quantised:
-        """From the catalog's table of scales."""
+        """Read the catalog's table of scales."""
         scale_of, weight_of = (np.full(len(catalog.names), -1, dtype=np.int64) for _ in range(2))
         block = np.ones_like(catalog.shapes)
         weight, scale = catalog.scales[:, 0], catalog.scales[:, 1]

@@ -95,7 +95,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[LocalTensor], catalog: Mapping[str, int], dtype: str) -> RankLayout:
-        """From descriptions of local tensors.
+        """The layout of a rank that holds these local tensors.
 
         Raises:
             WeightSyncError: a piece names a tensor that the catalog lacks, or a buffer appears twice.

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import ROUTES
+from hybridflow.batch import ROUTES, DataProto, Jagged
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.dispatch import DataflowStep
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.protocols import RolloutService
@@ -27,6 +27,11 @@ _NOT_DUMPED = (
 )
 
 
+SCORING = DataflowStep(
+    "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
+)
+
+
 class Scorer:
     """Decodes responses and asks the reward function."""
 
@@ -34,7 +39,7 @@ class Scorer:
         self.rewards, self.tokenizer = rewards, tokenizer
 
     def score(self, batch: DataProto) -> DataProto:
-        """Columns response_text (objects) and scores [B] f32."""
+        """Columns response_text (objects) and scores [B] f32; `SCORING` declares what is read and written."""
         pieces = batch.pieces(["response_ids"])
         texts = [
             self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")

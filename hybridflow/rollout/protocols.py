@@ -40,7 +40,7 @@ class SyncReport:
     stale: Mapping[str, str]
 
     def metrics(self) -> dict[str, float]:
-        """For the step's record."""
+        """The metrics of this sync for the step's record."""
         return {
             "sync/seconds": self.seconds,
             "sync/bytes": float(self.nbytes),

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import hybridflow
+from hybridflow.device.platform import Platform
 from hybridflow.errors import CheckpointError
 from hybridflow.models import Family
 from hybridflow.process.exchange import Exchange
@@ -165,6 +166,7 @@ class Staging:
     a GPU, that every save uses again. It grows when a later state is larger and is never given back."""
 
     def __init__(self) -> None:
+        self._platform = Platform.detect()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -178,7 +180,7 @@ class Staging:
         sizes = [-(-tensor.data.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
         if sum(sizes) > self.size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first: never both
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._platform.kind == "cuda")
         memory, start, copies = self._buffer.numpy(), 0, []
         for tensor, size in zip(tensors, sizes, strict=True):
             source = tensor.data
@@ -191,8 +193,7 @@ class Staging:
                 target = torch.empty_like(source, device="cpu")
             copies.append(replace(tensor, data=target))
             start += size
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        self._platform.synchronize()
         return copies
 
 

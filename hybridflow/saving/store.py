@@ -130,7 +130,7 @@ class CheckpointStore:
         return final
 
     def check(self) -> None:
-        """Between steps: CheckpointError when the save in the background has failed."""
+        """Raise CheckpointError if the save in the background has failed; called between steps."""
         pending = self._pending
         if pending is None:
             return

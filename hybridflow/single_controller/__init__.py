@@ -1,10 +1,10 @@
-"""Ray, and nowhere else: the cluster, pools of process slots, and groups of worker processes."""
+"""The controller: a Ray cluster, pools of process slots, and groups of worker processes. Only this room imports ray."""
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
 from hybridflow.single_controller.future import Future, waited_seconds
-from hybridflow.single_controller.keeping import keep_in_store
 from hybridflow.single_controller.resource_pool import ResourcePool
+from hybridflow.single_controller.stored import keep_in_store
 from hybridflow.single_controller.worker_group import WorkerGroup
 
 __all__ = ["Cluster", "Future", "ResourcePool", "WorkerGroup", "colocated", "keep_in_store", "waited_seconds"]

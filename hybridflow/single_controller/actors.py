@@ -1,5 +1,4 @@
-"""The actor processes of a group: starting them, finding those of a detached group again, and making sure that they
-end."""
+"""The actor processes of a group: starting them, finding those of a detached group, and making sure that they end."""
 
 from __future__ import annotations
 
@@ -16,19 +15,17 @@ from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, Identity
 from hybridflow.single_controller.resource_pool import ResourcePool
 
-NAMESPACE = "hybridflow"  # of detached groups: every driver has one of its own otherwise
+NAMESPACE = "hybridflow"  # detached groups share it; otherwise every driver has a namespace of its own
 _KILL_WAIT_S = 5.0
 
 
-def start_actors(
-    cluster: Cluster, pool: ResourcePool, host: type[Host], role: str, log_dir: Path, name: str | None
-) -> list[Rank]:
+def start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None) -> list[Rank]:
     """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     share = round(1.0 / pool.max_colocate, 4)
-    remote = ray.remote(host)
+    remote = ray.remote(Host)
     here = ray.util.get_node_ip_address()
     ranks = []
     for r, slot in enumerate(pool.slots):
@@ -44,7 +41,7 @@ def start_actors(
         )
         try:
             actor = options.remote()
-        except ValueError as error:  # Ray says so of a name that is taken
+        except ValueError as error:  # what Ray raises when a name is taken
             raise ResourceError(
                 f"a detached group named {name!r} exists already: join it, or choose another name"
             ) from error
@@ -76,7 +73,7 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads, and one thread a process; `extra` wins."""
+    """The variables that torch.distributed reads, one thread per process, and `extra`, which takes precedence."""
     env = {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
@@ -91,8 +88,7 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
 
 
 def end_processes(pids: Sequence[int]) -> None:
-    """Wait until the processes are gone, and make sure of it: one that is stuck in the kernel's or its own code gets
-    SIGKILL."""
+    """Wait until the processes have ended; after a few seconds those that are left get SIGKILL."""
     deadline = time.monotonic() + _KILL_WAIT_S
     left = list(pids)
     while left and time.monotonic() < deadline:

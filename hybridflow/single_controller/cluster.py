@@ -1,7 +1,7 @@
 """Starting, joining and stopping a Ray cluster.
 
-A local cluster is ours alone: it listens on loopback only, asks every client for a random token, lives in its own short
-temporary folder, and disappears with the driver, even one that was killed with SIGKILL.
+A local cluster listens on loopback only, asks every client for a random token, has a temporary folder of its own, and
+ends with the driver, even when the driver was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MIN_AGE_TO_SWEEP_S = 60.0
 
 @dataclass(frozen=True)
 class NodeState:
-    """One live node: its address, and what it has and has free (Ray resource name → amount)."""
+    """One live node: its address, and its total and free resources (Ray resource name → amount)."""
 
     node_id: str
     address: str
@@ -45,8 +45,8 @@ class NodeState:
 
 @dataclass(frozen=True)
 class _Local:
-    """The temporary folder of a local cluster, the lock that says its owner lives, and the guard that clears up after a
-    SIGKILL."""
+    """The temporary folder of a local cluster, the lock that its owner holds, and the guard process that clears up
+    after a SIGKILL."""
 
     temp_dir: Path
     lock: int
@@ -79,7 +79,7 @@ class _Local:
 
 
 class Cluster:
-    """A started or joined Ray cluster. Use `Cluster.start(...)` as a context manager; one at a time in a process."""
+    """A started or joined Ray cluster: `with Cluster.start(...) as cluster`. A process has one at a time."""
 
     def __init__(self, config: ClusterConfig, run_dir: Path, local: _Local | None) -> None:
         self.config, self.run_dir = config, run_dir
@@ -102,7 +102,7 @@ class Cluster:
             config: address, sizes and deadlines.
             run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
             object_store_bytes: shared memory for batches, local cluster only.
-            num_cpus: logical CPUs of a local cluster; they only count slots and may exceed the cores.
+            num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the number of cores.
 
         Raises:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
@@ -136,11 +136,10 @@ class Cluster:
                 _temp_dir=str(local.temp_dir),
                 _node_ip_address=LOOPBACK,
                 _system_config={
-                    # One process for every logical CPU would be started ahead of need.
+                    # Otherwise Ray starts a process for every logical CPU in advance.
                     "enable_worker_prestart": False,
                     "prestart_worker_first_driver": False,
-                    # Children of a killed worker end themselves and then clear up (engines' guards); killed by Ray they
-                    # could not.
+                    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
                     "kill_child_processes_on_worker_exit": False,
                 },
             )
@@ -175,6 +174,14 @@ class Cluster:
         """Whether this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT at which another program joins this cluster, with the same Ray token in its environment."""
+        import ray
+
+        self.require_open()
+        return str(ray.get_runtime_context().gcs_address)
+
     def nodes(self) -> list[NodeState]:
         """Live nodes, ordered by IP address."""
         import ray
@@ -197,7 +204,7 @@ class Cluster:
             raise ResourceError("the cluster is shut down")
 
     def shutdown(self) -> None:
-        """Stop everything this process started (or leave a joined cluster). A second call does nothing."""
+        """Stop a local cluster, or leave a joined one. A second call does nothing."""
         if not self._open:
             return
         self._open = False
@@ -219,18 +226,18 @@ class Cluster:
 
 
 def _set_environment() -> None:
-    """What Ray reads when it is imported and hands down to every process of the cluster."""
+    """Set the variables that Ray reads when it is imported and passes on to every process of the cluster."""
     if "ray" in sys.modules and "RAY_AUTH_TOKEN" not in os.environ:
         raise ResourceError(
             "ray was imported before Cluster.start: its token would not be used; import ray only in single_controller"
         )
-    # Set after the import, the client side ignores them and retries for 20 s (ray/_private/authentication).
+    # When they are set after the import, the client ignores them and retries for 20 s (ray/_private/authentication).
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Without it Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces:
-    # get_node_ip_address (ray/_private/services.py:811) answers loopback only where clusters over several machines are
-    # switched off.
+    # Without it Ray replaces 127.0.0.1 by the machine's external address and listens on all interfaces:
+    # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
+    # disabled.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
@@ -240,14 +247,13 @@ def _refuse_second(ray: Any) -> None:
 
 
 def _restore_sigterm(handler: Any) -> None:
-    """`ray.init` replaces the SIGTERM handler of the driver (ray/_private/worker.py, `sigterm_handler`); it belongs to
-    the trainer."""
+    """Put the trainer's SIGTERM handler back, which `ray.init` replaces (ray/_private/worker.py, `sigterm_handler`)."""
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
 
 
 def _sweep_stale_dirs() -> None:
-    """Remove folders left by drivers that were killed: ours, not fresh, and their lock is free."""
+    """Remove folders of killed drivers: this user's, older than a minute, and with a lock that nobody holds."""
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):
             try:
@@ -256,18 +262,18 @@ def _sweep_stale_dirs() -> None:
                     continue
                 lock = os.open(path / _LOCK, os.O_RDWR)
             except OSError:
-                continue  # gone meanwhile, or not ours to judge
+                continue  # removed meanwhile, or another user's
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             except BlockingIOError:
-                continue  # its driver lives
+                continue  # its driver is alive
             finally:
                 os.close(lock)
 
 
 def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
-    """Keep Ray's own logs of a failed cluster; best effort, the failure itself is what gets reported."""
+    """Keep Ray's own logs of a failed cluster, as far as there are any."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
         for source in temp_dir.glob(f"session_2*/logs/{name}"):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from hybridflow.dispatch import MethodSpec, WorkerContext, is_registered, method_spec
+from hybridflow.dispatch import MethodSpec, WorkerContext, method_spec
 
 
 class Colocated:
@@ -29,10 +29,10 @@ class Colocated:
 
 
 def colocated(**roles: type) -> type:
-    """A worker class for a `WorkerGroup` whose processes hold one worker of each role; `args` has a tuple of arguments
+    """A worker class for a `WorkerGroup` whose processes have one worker of each role; `args` has a tuple of arguments
     for each.
 
-    Methods are called as ever, `group.run(Actor.update, ...)`. Where several roles have the method,
+    Methods are called in the usual way, `group.run(Actor.update, ...)`. Where several roles have the method,
     `group.run(Model.save, ..., role="critic")` says which. `mesh_position` is that of the first role that has one.
     """
     made: dict[str, Any] = {"roles": roles}
@@ -40,17 +40,6 @@ def colocated(**roles: type) -> type:
     if placed:  # the group asks the class before it asks the workers
         made["mesh_position"] = lambda self: getattr(self, f"{placed[0]}.mesh_position")()
     return type("And".join(role.__name__ for role in roles.values()), (Colocated,), made)
-
-
-def registered(worker_class: type) -> list[str]:
-    """Addresses of the `@register`-ed methods of the class, or of its roles."""
-    if not issubclass(worker_class, Colocated):
-        return _registered(worker_class)
-    return [f"{name}.{method}" for name, role in worker_class.roles.items() for method in _registered(role)]
-
-
-def _registered(role: type) -> list[str]:
-    return [name for name, function in inspect.getmembers(role, inspect.isfunction) if is_registered(function)]
 
 
 def address_of(worker_class: type, method: Callable[..., Any], role: str | None) -> str:

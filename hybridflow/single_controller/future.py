@@ -1,4 +1,4 @@
-"""Waiting for a call on all its ranks, and turning what goes wrong into one clear error, early."""
+"""Waiting for a call on all its ranks, and turning what goes wrong into one clear error as early as possible."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hybridflow.batch import DataProto
-from hybridflow.errors import HybridFlowError, SchemaError, WorkerError, from_json
-from hybridflow.single_controller.host import UPSTREAM, Failure
+from hybridflow.errors import HybridFlowError, WorkerError, from_json
+from hybridflow.single_controller.host import Failure
 from hybridflow.single_controller.pieces import Header
-from hybridflow.single_controller.stored import Origin, stored_batch, with_small_columns
+from hybridflow.single_controller.stored import stored_results
 
 _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
 _POLL_S = 1.0
-_AT_ONCE_S = 0.2  # how long a failed rank may be overlooked while all are waited for together
+_AT_ONCE_S = 0.2  # how long all ranks are waited for together, when the failure of one may go unnoticed
 _TAIL_LINES = 40
 _TAIL_BYTES = 16384
 _STACK_DUMP_S = 0.5
@@ -26,8 +25,8 @@ _waited_s = 0.0
 
 
 def waited_seconds() -> float:
-    """Seconds that this process has spent waiting for calls, since it started: time in which workers and engines did
-    the work."""
+    """Seconds that this process has spent waiting for calls since it started: the time in which workers and engines
+    worked."""
     return _waited_s
 
 
@@ -53,7 +52,7 @@ class Rank:
 
 
 class Future:
-    """The result of a submitted call. The call runs whether or not anybody waits."""
+    """The result of a call that `WorkerGroup.submit` started. The call runs whether or not anybody waits for it."""
 
     def __init__(
         self,
@@ -66,30 +65,23 @@ class Future:
         default_timeout_s: float,
         on_lost: Callable[[HybridFlowError], None] | None = None,
         stored: Mapping[int, Mapping[str, Any]] | None = None,
-        rows: int = 0,
-        inputs: Sequence[Origin] = (),
     ) -> None:
-        """See `WorkerGroup.submit`, which makes them.
-
-        Args:
-            role, method, ranks: what was called, for errors.
-            refs: the answer of each rank that was called.
-            collect: makes one value of the answers.
-            default_timeout_s: what `result` waits.
-            on_lost: told when a rank died or hangs.
-            stored: of ranks whose columns stay in the object store, the object that holds each column.
-            rows: rows that each of those ranks returns.
-            inputs: the calls that make columns which this call was given.
+        """Args:
+        role, method, ranks: what was called, for errors.
+        refs: reference to the answer of each rank that was called.
+        collect: makes one value of the answers.
+        default_timeout_s: seconds that `result` waits.
+        on_lost: called when a rank died or hangs: its group cannot go on.
+        stored: for each rank whose columns stay in the object store, the object that holds each column.
         """
         self._role, self._method, self._ranks, self._collect = role, method, ranks, collect
         self._pending = {ref: rank for rank, ref in refs.items()}
         self._results: dict[int, Any] = {}
         self._default_timeout_s = default_timeout_s
         self._submitted = time.monotonic()
-        self._on_lost = on_lost  # called when a rank died or hangs: its group cannot go on
+        self._on_lost = on_lost
         self._lost = False
-        self._stored, self._rows, self._inputs = dict(stored or {}), rows, list(inputs)
-        self._origin = Origin(self.result)
+        self._stored = dict(stored or {})
         self._value: Any = None
         self._error: HybridFlowError | None = None
         self._finished = False
@@ -116,33 +108,17 @@ class Future:
         if not self._finished:
             try:
                 self._wait(self._default_timeout_s if timeout is None else timeout)
-                value = self._collect(self._results)
-                self._value = with_small_columns(value) if self._stored and isinstance(value, DataProto) else value
+                headers = {rank: value for rank, value in self._results.items() if isinstance(value, Header)}
+                self._value = self._collect({**self._results, **stored_results(self._stored, headers)})
             except HybridFlowError as error:
-                self._error = self._origin.error = error
+                self._error = error
                 if self._lost and self._on_lost is not None:
                     self._on_lost(error)
             self._finished = True
-            self._origin.wait = None
-            self._results, self._inputs = {}, []
+            self._results = {}
         if self._error is not None:
             raise self._error
         return self._value
-
-    def batch(self) -> DataProto:
-        """The batch to come, to be given to another call without waiting for this one. Reading a column waits for it.
-
-        Only for data-parallel methods that declare what they write.
-
-        Raises:
-            SchemaError: the method does not.
-        """
-        if not self._stored:
-            raise SchemaError(f"{self._method} does not declare a batch that it writes: wait for its result()")
-        if self._finished:
-            return cast(DataProto, self.result())
-        promised = {rank: stored_batch(refs, self._rows, {}, rank, self._origin) for rank, refs in self._stored.items()}
-        return cast(DataProto, self._collect(promised))
 
     def _wait(self, timeout: float) -> None:
         global _waited_s
@@ -167,8 +143,8 @@ class Future:
                 raise self._hung()
 
     def _take_at_once(self, timeout: float) -> None:
-        """Most calls are short and go well: one request to Ray for all answers, where finding out which have come takes
-        two for each."""
+        """Take all answers with one request to Ray, as most calls are short and succeed. Finding out which have come
+        takes two requests for each."""
         import ray
 
         refs = list(self._pending)
@@ -196,26 +172,15 @@ class Future:
 
     def _receive(self, values: Mapping[int, Any]) -> dict[int, Failure | Exception]:
         """Move the answers to the results; returns those that are failures."""
-        failed: dict[int, Failure | Exception] = {}
-        for rank, value in values.items():
-            if isinstance(value, Failure):
-                failed[rank] = value
-            elif isinstance(value, Header):
-                self._origin.headers[rank] = value
-                self._results[rank] = stored_batch(self._stored[rank], value.rows, value.meta, rank, self._origin)
-            else:
-                self._results[rank] = value
-        return failed
+        failed = {rank: value for rank, value in values.items() if isinstance(value, Failure)}
+        self._results |= {rank: value for rank, value in values.items() if rank not in failed}
+        return dict(failed)
 
     def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
-        """One error for the call. A death explains what the others raise about a lost connection, so it is looked for
-        first."""
+        """One error for the call. A rank that died is looked for first: it explains what the others raise about a lost
+        connection."""
         import ray
 
-        if any(
-            _is_death(cause) or (isinstance(cause, Failure) and cause.kind == UPSTREAM) for cause in failed.values()
-        ):
-            self._blame_inputs()
         until = time.monotonic() + _GRACE_S
         while self._pending and not any(map(_is_death, failed.values())) and time.monotonic() < until:
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=0.2)
@@ -224,11 +189,6 @@ class Future:
         others = sorted(set(failed) - {rank})
         also = f"; ranks {others} failed too" if others else ""
         return self._error_of(rank, failed[rank], also)
-
-    def _blame_inputs(self) -> None:
-        """Raise what went wrong in a call that makes an argument of this one: then nothing is wrong with this group."""
-        for origin in self._inputs:
-            origin.check()
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
         if isinstance(cause, Failure):

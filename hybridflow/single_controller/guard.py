@@ -1,9 +1,9 @@
-"""A small process beside a local cluster that clears up when the driver was killed. Run as a script; imports the
+"""A small process that clears up a local cluster when its driver was killed. It runs as a script and imports the
 standard library alone.
 
 Ray's gcs and raylet die with the driver, but its agents linger for a minute, waiting for the dead gcs to take their
-last report (ray/_private/process_watcher.py, report_raylet_error_logs). Every process of the cluster has a file open in
-the cluster's own temporary folder: that is how they are known here.
+last report (ray/_private/process_watcher.py, report_raylet_error_logs). They are recognised by the file that every
+process of the cluster has open in the cluster's own temporary folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATIENCE_S = 15.0
 
 
 def driver_is_done(driver: int) -> bool:
-    """Wait for the end of the driver; True when it said goodbye on our stdin, False when it just died."""
+    """Wait for the end of the driver: True when it wrote to our stdin, False when it died without."""
     while os.getppid() == driver:
         readable, _, _ = select.select([0], [], [], _POLL_S)
         if readable:
@@ -30,7 +30,7 @@ def driver_is_done(driver: int) -> bool:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Processes of ours with an open file under `folder`, this one excepted."""
+    """This user's processes with an open file under `folder`, except this one."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -39,7 +39,7 @@ def processes_in(folder: Path) -> list[int]:
             if entry.stat().st_uid == os.getuid() and any(_is_under(link, folder) for link in (entry / "fd").iterdir()):
                 found.append(int(entry.name))
         except OSError:
-            continue  # it ended meanwhile, or is not ours to look into
+            continue  # it has ended, or may not be read
     return found
 
 
@@ -47,7 +47,7 @@ def _is_under(link: Path, folder: Path) -> bool:
     try:
         return os.readlink(link).startswith(f"{folder}/")
     except OSError:
-        return False  # closed meanwhile
+        return False  # it has been closed
 
 
 def clear_up(folder: Path) -> None:
@@ -58,7 +58,7 @@ def clear_up(folder: Path) -> None:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # it was faster
+                continue  # it has ended
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,8 +1,7 @@
-"""What crosses between processes when columns stay in the object store. Plain data and numpy: needs no Ray.
+"""What crosses between processes when columns stay in the object store: plain data and numpy, without Ray.
 
-A rank that returns a batch returns a `Header` and its columns in one or several objects. A rank that is given such
-columns is given a
-`Recipe`: which objects, which column of them, which of their rows, in which order.
+A rank that returns a batch returns a `Header`, and its columns in one or several objects. A rank that is given such
+columns is given a `Recipe`: which objects, which column of each, and which rows of them in which order.
 """
 
 from __future__ import annotations
@@ -13,43 +12,45 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto
-from hybridflow.batch.blocks import take_blocks
-from hybridflow.batch.columns import lengths_of
+from hybridflow.batch import DataProto, Jagged
 
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's result without its columns: `nbytes` of each, and row lengths of the jagged ones."""
+    """One rank's result without its columns.
+
+    Args:
+        rows, meta: of the batch.
+        nbytes: size of each column.
+        lengths: row lengths of the jagged columns.
+        small: the columns that the driver gets at once. They are in the store as well, for other groups.
+    """
 
     rows: int
+    meta: Mapping[str, Any]
     nbytes: Mapping[str, int]
     lengths: Mapping[str, np.ndarray]
-    meta: Mapping[str, Any]
-    small: (
-        DataProto  # the columns that the driver is given at once; they are in the store nevertheless, for other groups
-    )
+    small: DataProto
 
     @classmethod
     def of(cls, batch: DataProto, inline_bytes: int = 0) -> Header:
-        """What the driver is told about `batch`, with the columns of up to `inline_bytes`."""
+        """The header of `batch`, with the columns of up to `inline_bytes`."""
         sizes = {name: column.nbytes for name, column in batch.items()}
-        found = {name: lengths_of(column) for name, column in batch.items()}
-        lengths = {name: each for name, each in found.items() if each is not None}
+        lengths = {name: column.lengths for name, column in batch.items() if isinstance(column, Jagged)}
         small = batch.select(name for name, nbytes in sizes.items() if nbytes <= inline_bytes)
-        return cls(len(batch), sizes, lengths, dict(batch.meta), small)
+        return cls(len(batch), dict(batch.meta), sizes, lengths, small)
 
 
 @dataclass(frozen=True)
 class At:
-    """In place of an argument: its position among the objects sent along."""
+    """Stands for an argument that is sent along: its position among those objects."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call on its way to one rank. One value, because each argument of a Ray call is serialized by itself."""
+    """One call on its way to one rank. It is one value because Ray serializes each argument of a call by itself."""
 
     method: str
     values: tuple[Any, ...]  # arguments; At and Recipe stand for those made of objects sent along
@@ -64,8 +65,12 @@ class Request:
 
 @dataclass(frozen=True)
 class ColumnRecipe:
-    """A column as rows of stored parts: `sources` are positions among the objects sent along and the column's name in
-    each, `index` the rows of all parts end to end.
+    """A column as rows of stored parts.
+
+    Args:
+        name: of the column in the batch.
+        sources: position among the objects sent along, and name of the column in that object, for each part.
+        index: `[B]` rows of all parts laid end to end.
     """
 
     name: str
@@ -77,7 +82,7 @@ class ColumnRecipe:
 class Recipe:
     """A batch argument: `local` columns as they are, the others from stored parts, in the order of `names`."""
 
-    local: DataProto | int  # an int: position among the objects sent along
+    local: DataProto | int  # an int is a position among the objects sent along
     columns: tuple[ColumnRecipe, ...]
     names: tuple[str, ...]
 
@@ -85,8 +90,8 @@ class Recipe:
         """The batch, from the objects sent along."""
         batch = objects[self.local] if isinstance(self.local, int) else self.local
         for column in self.columns:
-            found = assemble([objects[at].select([name]) for at, name in column.sources], column.index).fetch()
-            batch = batch.union(found.rename({found.columns[0]: column.name}))
+            parts = [objects[at].select([name]).rename({name: column.name}) for at, name in column.sources]
+            batch = batch.union(gather(parts, column.index))
         return batch.select(self.names)
 
 
@@ -96,16 +101,16 @@ def _built(value: Any, objects: Sequence[Any]) -> Any:
     return value.build(objects) if isinstance(value, Recipe) else value
 
 
-def assemble(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
-    """The rows at `index` `[K]` of all parts (of one column each) laid end to end, as views or `Blocks` of views where
-    they can be, else picked from them.
+def gather(parts: Sequence[DataProto], index: np.ndarray) -> DataProto:
+    """The rows at `index` `[K]` of all parts laid end to end; consecutive rows of one part are views.
 
     Raises:
         IndexError: the parts hold fewer rows than was agreed.
         SchemaError: the parts are not of one type.
     """
-    first, name = parts[0], parts[0].columns[0]
-    if any(not first.is_like(part) for part in parts[1:]):
-        DataProto.concat([part.rows(slice(0, 0)) for part in parts])  # says what differs; copies nothing
-    column = take_blocks([part.blocks(name)[0] for part in parts], index)
-    return DataProto({name: column}, first.meta, first.bfloat16)
+    starts = np.cumsum([0, *map(len, parts)])
+    if len(index) and int(index.max()) >= starts[-1]:
+        raise IndexError(f"row {int(index.max())} of parts of {starts[-1]} rows")
+    part_of = np.searchsorted(starts, index, side="right") - 1
+    taken = DataProto.concat([part.rows(index[part_of == i] - starts[i]) for i, part in enumerate(parts)])
+    return taken.reorder(np.argsort(np.argsort(part_of, kind="stable")))

@@ -1,4 +1,4 @@
-"""Slots for worker processes, held in Ray placement groups: N nodes x M processes, ranks ordered by node address."""
+"""Slots for worker processes in Ray placement groups: N nodes x M processes, ranks ordered by node address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = ("CPU", "GPU")
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one process of each colocated group."""
+    """A slot for one process of each colocated group."""
 
     node: str
     local_rank: int  # position among the slots of its node
@@ -29,9 +29,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """An ordered list of slots; rank r of a group lives in slot r.
+    """An ordered list of slots; rank r of a group runs in slot r.
 
-    Several groups may share a pool (and its devices): each process takes 1/`max_colocate` of a slot.
+    Several groups may share a pool and its devices: each process takes 1/`max_colocate` of a slot.
     """
 
     slots: tuple[Slot, ...]
@@ -53,15 +53,15 @@ class ResourcePool:
         """Reserve `nodes` x `procs_per_node` slots, all slots of a node together.
 
         Args:
-            cluster: where.
-            nodes, procs_per_node: how many.
-            gpus: each slot holds one GPU too.
+            cluster: the cluster that has the nodes.
+            nodes, procs_per_node: number of nodes, and of slots on each.
+            gpus: whether each slot has a GPU.
             max_colocate: how many groups may share the slots.
-            detached: the reservation outlives this driver, for detached groups; `release` ends it.
-            timeout_s: how long to wait for nodes and free resources; None: `cluster.config.start_timeout_s`.
+            timeout_s: seconds to wait for nodes and free resources; None: `cluster.config.start_timeout_s`.
+            detached: whether the reservation outlives this driver, for detached groups. `release` ends it.
 
         Raises:
-            ResourceError: it does not fit by then (at once where it never can); says what is free where.
+            ResourceError: the slots are not free in time, or can never be (at once). Says what is free on which node.
         """
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
@@ -78,7 +78,7 @@ class ResourcePool:
                 groups = _reserve(chosen, procs_per_node, gpus, deadline, detached)
                 if groups is not None:
                     return cls(_slots(chosen, groups, procs_per_node), gpus, max_colocate)
-            # The nodes of a local cluster are all there; those of a joined one may still be coming up.
+            # A local cluster has all its nodes; those of a joined cluster may still be starting.
             hopeless = cluster.is_local and sum(_fits(need, state.total) for state in states) < nodes
             if hopeless or time.monotonic() >= deadline:
                 raise ResourceError(_explain(states, nodes, need, None if hopeless else wait))
@@ -104,8 +104,7 @@ class ResourcePool:
 
     @staticmethod
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
-        """One pool with the slots of all, in order; a slot that comes twice or pools of different kinds are an
-        error."""
+        """One pool with the slots of all, in order. ResourceError when pools overlap or are of different kinds."""
         slots = [slot for pool in pools for slot in pool.slots]
         keys = {(slot.placement_group.id, slot.bundle_index) for slot in slots}
         if len(keys) != len(slots):
@@ -115,8 +114,8 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Give the reservations back, and with them those of every pool that shares their nodes' reservations; kill
-        groups first."""
+        """Give the reservations back, also those of pools that this one was split from or merged with. Kill the groups
+        first."""
         from ray.util.placement_group import remove_placement_group
 
         for group in {slot.placement_group.id: slot.placement_group for slot in self.slots}.values():
@@ -130,7 +129,7 @@ def _fits(need: dict[str, float], have: dict[str, float]) -> bool:
 def _reserve(
     chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: float, detached: bool
 ) -> list[PlacementGroup] | None:
-    """One placement group a node, or None (nothing kept) when somebody else was faster."""
+    """One placement group for each node, or None when somebody else took the slots; then nothing stays reserved."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})

@@ -10,52 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto
-from hybridflow.batch.blocks import Blocks, Picked
-from hybridflow.batch.columns import Column, Deferred
+from hybridflow.batch import Column, DataProto, Deferred, Jagged
 from hybridflow.errors import DataError, HybridFlowError
-from hybridflow.single_controller.pieces import ColumnRecipe, Header, Recipe, assemble
+from hybridflow.single_controller.pieces import ColumnRecipe, Header, Recipe, gather
 
-INLINE_BYTES = 64 << 10  # a result column up to this size is brought to the driver at once
-
-
-@dataclass(eq=False)
-class Origin:
-    """The call that makes some parts. Until it is done, `wait` waits for it; afterwards nothing here holds on to the
-    call."""
-
-    wait: Callable[[], Any] | None
-    headers: dict[int, Header] = field(default_factory=dict)
-    error: HybridFlowError | None = None
-
-    def header(self, rank: int) -> Header:
-        """What `rank` returned; waits when it is not known, and raises what went wrong in the call."""
-        if rank not in self.headers:
-            self.check()
-        return self.headers[rank]
-
-    def check(self) -> None:
-        """Wait for the call; raises what went wrong in it."""
-        if self.wait is not None:
-            self.wait()
-        if self.error is not None:
-            raise self.error
+INLINE_BYTES = 64 << 10  # a column of a result up to this size is brought to the driver at once
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank's share of a column: an object with a batch that has that column."""
+    """One rank's rows of a column: the object `ref` holds a batch with a column `name`, which `header` describes."""
 
     ref: Any
-    rows: int
-    name: str  # of the column inside the object
-    rank: int
-    origin: Origin
-
-    @property
-    def header(self) -> Header:
-        """See `Origin.header`."""
-        return self.origin.header(self.rank)
+    name: str
+    header: Header
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,120 +36,84 @@ class StoredColumn(Deferred):
     @classmethod
     def whole(cls, part: Part) -> StoredColumn:
         """All rows of one part."""
-        return cls((part,), np.arange(part.rows))
+        return cls((part,), np.arange(part.header.rows))
 
     def __len__(self) -> int:
         return len(self.index)
 
     def take(self, index: np.ndarray) -> StoredColumn:
-        """See Deferred."""
+        """Rows at `index` `[K]`; only the references are copied."""
         return StoredColumn(self.parts, self.index[index])
 
     def concat(self, others: Sequence[Deferred]) -> StoredColumn:
-        """See Deferred."""
+        """The rows of this column and then of the others."""
         columns = [self, *(other for other in others if isinstance(other, StoredColumn))]
-        starts = np.cumsum([0, *(sum(part.rows for part in column.parts) for column in columns)])
+        starts = np.cumsum([0, *(sum(part.header.rows for part in column.parts) for column in columns)])
         index = np.concatenate([column.index + start for column, start in zip(columns, starts, strict=False)])
         return StoredColumn(tuple(part for column in columns for part in column.parts), index)
 
     def needed(self) -> StoredColumn:
-        """Without the parts that none of the rows lies in."""
-        starts = np.cumsum([0, *(part.rows for part in self.parts)])
+        """The same rows without the parts that hold none of them."""
+        starts = np.cumsum([0, *(part.header.rows for part in self.parts)])
         part_of = np.searchsorted(starts, self.index, side="right") - 1
         used = np.unique(part_of) if len(self.index) else np.zeros(1, np.int64)
         moved = np.zeros(len(self.parts), np.int64)
-        moved[used] = np.cumsum([0, *(self.parts[at].rows for at in used[:-1])]) - starts[used]
+        moved[used] = np.cumsum([0, *(self.parts[at].header.rows for at in used[:-1])]) - starts[used]
         return StoredColumn(tuple(self.parts[at] for at in used), self.index + moved[part_of])
 
-    def here(self) -> tuple[Column | Blocks | Picked, bool]:
-        """See Deferred. Views of the store where few runs of rows are wanted, else one gathered copy.
-
-        Raises:
-            DataError: an object is lost, because the node that held it is.
-            HybridFlowError: the call that makes the column failed.
-        """
+    def fetch(self) -> tuple[Column, bool]:
+        """Fetch the rows; DataError when an object is lost with the node that held it."""
         import ray
 
         column = self.needed()
-        column.require_made()
         try:
-            objects = ray.get([part.ref for part in column.parts])
+            objects: list[DataProto] = ray.get([part.ref for part in column.parts])
         except ray.exceptions.RayError as error:
             raise DataError(
                 f"column {column.parts[0].name!r} is lost: {str(error).strip().splitlines()[-1]}"
             ) from error
-        return column.made_of(objects)
-
-    @classmethod
-    def all_here(cls, columns: Mapping[str, Deferred]) -> dict[str, tuple[Column | Blocks | Picked, bool]]:
-        """See Deferred. One request for all objects, which takes about as long as one for those of a single column."""
-        import ray
-
-        needed = {name: column.needed() for name, column in columns.items() if isinstance(column, StoredColumn)}
-        for column in needed.values():
-            column.require_made()
-        refs = list(dict.fromkeys(part.ref for column in needed.values() for part in column.parts))
-        try:
-            objects = dict(zip(refs, ray.get(refs), strict=True))
-        except ray.exceptions.RayError:
-            return super().all_here(columns)  # says which column is lost
-        return {name: column.made_of([objects[part.ref] for part in column.parts]) for name, column in needed.items()}
-
-    def require_made(self) -> None:
-        """Raise what went wrong in the calls that make the column."""
-        for part in self.parts:
-            _ = part.header
-
-    def made_of(self, objects: Sequence[DataProto]) -> tuple[Column | Blocks | Picked, bool]:
-        """What `here` gives, once the object of each part is there."""
-        batch = assemble([held.select([part.name]) for part, held in zip(self.parts, objects, strict=True)], self.index)
-        [(name, found)] = batch.items()
-        assert not isinstance(found, Deferred)
-        return found, name in batch.bfloat16
+        name = column.parts[0].name
+        alike = [
+            held.select([part.name]).rename({part.name: name}) for part, held in zip(column.parts, objects, strict=True)
+        ]
+        found = gather(alike, column.index)
+        return found[name], name in found.bfloat16
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """See Deferred."""
+        """Row lengths `[B]` of a jagged column, as the headers tell them; None for a dense one."""
         found = [part.header.lengths.get(part.name) for part in self.parts]
         known = [lengths for lengths in found if lengths is not None]
         return np.concatenate(known)[self.index] if len(known) == len(found) else None
 
     @property
     def nbytes(self) -> int:
-        """See Deferred."""
-        rows = sum(part.rows for part in self.parts)
+        """Bytes of these rows; an estimate where they are not all rows of their parts."""
+        rows = sum(part.header.rows for part in self.parts)
         total = sum(part.header.nbytes[part.name] for part in self.parts)
         return total * len(self.index) // max(rows, 1)
 
 
 @dataclass
 class Outgoing:
-    """Arguments of one call on their way: batches with stored columns become recipes, and the objects they need are
-    sent along."""
+    """The objects sent along with one call. Batches with stored columns become recipes that refer to them."""
 
     objects: list[Any] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
     _at: dict[Any, int] = field(default_factory=dict)
 
     def recipe(self, batch: DataProto, store: Callable[[Any], Any]) -> Recipe:
         """How the receiver builds `batch`; `store` puts its local columns into the object store."""
         columns = []
-        for name in batch.deferred:
-            held = dict(batch.items())[name]
-            if not isinstance(held, StoredColumn):
-                raise HybridFlowError(f"column {name!r} is a {type(held).__name__}, which cannot be sent")
-            column = held.needed()
-            columns.append(
-                ColumnRecipe(name, tuple((self._add(part), part.name) for part in column.parts), column.index)
-            )
-        local = batch.drop(batch.deferred)
-        position = self.add(store(local)) if local.nbytes > INLINE_BYTES else None
-        return Recipe(local if position is None else position, tuple(columns), batch.columns)
-
-    def _add(self, part: Part) -> int:
-        if part.origin not in self.origins:
-            self.origins.append(part.origin)
-        return self.add(part.ref)
+        for name, held in batch.items():
+            if isinstance(held, StoredColumn):
+                column = held.needed()
+                sources = tuple((self.add(part.ref), part.name) for part in column.parts)
+                columns.append(ColumnRecipe(name, sources, column.index))
+        local = batch.drop(column.name for column in columns)
+        if local.deferred:
+            raise HybridFlowError(f"column {local.deferred[0]!r} is not in the object store and cannot be sent")
+        at = self.add(store(local)) if local.nbytes > INLINE_BYTES else None
+        return Recipe(local if at is None else at, tuple(columns), batch.columns)
 
     def add(self, ref: Any) -> int:
         """The position of this object among those sent along."""
@@ -191,15 +123,49 @@ class Outgoing:
         return self._at[ref]
 
 
+def keep_in_store(batch: DataProto) -> DataProto:
+    """The batch with its jagged columns above 64 KiB in the object store, so that they are sent once however many calls
+    read them. Needs a running cluster."""
+    import ray
+
+    large = {
+        name: column for name, column in batch.items() if isinstance(column, Jagged) and column.nbytes > INLINE_BYTES
+    }
+    kept = {}
+    for name, column in large.items():
+        alone = DataProto({name: column}, {}, batch.bfloat16 & {name})
+        kept[name] = StoredColumn.whole(Part(ray.put(alone), name, Header.of(alone)))
+    return DataProto({**dict(batch.items()), **kept}, batch.meta, batch.bfloat16 - set(large))
+
+
+def stored_results(refs: Mapping[int, Mapping[str, Any]], headers: Mapping[int, Header]) -> dict[int, DataProto]:
+    """The result of each rank: columns that all ranks sent with their headers, and references to the others.
+
+    Args:
+        refs: the object that holds each column, by rank.
+        headers: what each rank said of its result.
+    """
+    small = [set(header.small.columns) for header in headers.values()]
+    near = set.intersection(*small) if small else set()
+    results = {}
+    for rank, header in headers.items():
+        parts = {name: Part(ref, name, header) for name, ref in refs[rank].items()}
+        columns = {
+            name: header.small[name] if name in near else StoredColumn.whole(part) for name, part in parts.items()
+        }
+        results[rank] = DataProto(columns, header.meta, header.small.bfloat16 & near)
+    return results
+
+
 def is_small(value: Any) -> bool:
-    """Whether a value travels inside each call rather than once through the store, which costs a millisecond."""
+    """Whether a value travels inside each call instead of once through the store, which costs a millisecond."""
     if isinstance(value, (DataProto, np.ndarray)):
         return value.nbytes <= INLINE_BYTES
     return _weight(value, INLINE_BYTES) <= INLINE_BYTES
 
 
 def _weight(value: Any, limit: int) -> int:
-    """Bytes of a plain value, about; more than `limit` for what cannot be told."""
+    """Approximate bytes of a plain value; more than `limit` for a value of unknown size."""
     if isinstance(value, (str, bytes)):
         return len(value) + 1
     if value is None or isinstance(value, (bool, int, float, Path)):
@@ -217,24 +183,3 @@ def _weight(value: Any, limit: int) -> int:
         if total > limit:
             break
     return total
-
-
-def stored_batch(
-    columns: Mapping[str, Any], rows: int, meta: Mapping[str, Any], rank: int, origin: Origin
-) -> DataProto:
-    """One rank's result as columns that stay where they are: `columns` has the object that holds each."""
-    return DataProto(
-        {name: StoredColumn.whole(Part(ref, rows, name, rank, origin)) for name, ref in columns.items()}, meta
-    )
-
-
-def with_small_columns(batch: DataProto) -> DataProto:
-    """The small columns, which all ranks sent with their headers, in place of references to them. For the whole result
-    of a call."""
-    near, tags = {}, set(batch.bfloat16)
-    for name, column in batch.items():
-        headers = [part.header for part in column.parts] if isinstance(column, StoredColumn) else []
-        if headers and all(name in header.small for header in headers):
-            found = DataProto.concat([header.small.select([name]) for header in headers]).rows(slice(0, len(batch)))
-            near[name], tags = found[name], tags | found.bfloat16
-    return DataProto({**dict(batch.items()), **near}, batch.meta, tags) if near else batch

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: one actor process a rank, called as a whole through the methods of the worker class."""
+"""`WorkerGroup`: one actor process per rank, called as a whole through the methods of the worker class."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hybridflow.dispatch import (
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.colocate import address_of, registered
-from hybridflow.single_controller.future import Future
-from hybridflow.single_controller.host import HostInfo, short_name, with_short_calls
+from hybridflow.single_controller.colocate import address_of
+from hybridflow.single_controller.future import Future, Rank
+from hybridflow.single_controller.host import HostInfo
 from hybridflow.single_controller.pieces import At, Request
 from hybridflow.single_controller.resource_pool import ResourcePool
-from hybridflow.single_controller.stored import INLINE_BYTES, Origin, Outgoing, is_small
+from hybridflow.single_controller.stored import INLINE_BYTES, Outgoing, is_small
 
 _ALIVE_S = 5.0  # how long a rank on another node is given to answer; silence counts as being busy
 _MESH_SPEC = MethodSpec("mesh_position", Dispatch.ONE_TO_ALL, Execute.ALL, True, (), ())
@@ -56,14 +56,14 @@ class WorkerGroup:
         """Start all ranks and construct `worker_class(context, *args)` in each.
 
         Args:
-            cluster, pool: where; `len(pool)` is the world size.
+            cluster, pool: where the ranks run; `len(pool)` is the world size.
             worker_class: a plain class with `@register`-ed methods.
             role: name in errors and log files.
-            args: the same for all ranks, picklable.
+            args: picklable arguments, the same for all ranks.
             env: environment of the processes, set before the worker's module is imported.
-            log_dir: `{role}-rank{r}.log` there receives stdout and stderr of rank r.
-            name: makes the group detached: it outlives this driver, and another one can `join` it. Its pool must be
-                detached too.
+            log_dir: folder where `{role}-rank{r}.log` receives stdout and stderr of rank r.
+            name: makes the group detached: it outlives this driver, and another driver can `join` it. Its pool must be
+                detached as well.
 
         Raises:
             ResourceError: a group of this name exists.
@@ -79,17 +79,12 @@ class WorkerGroup:
         self._config = cluster.config
         self._mesh: Mesh | None = None
         self._broken: HybridFlowError | None = None
-        self._short = frozenset(registered(worker_class))
-        self._ranks = start_actors(cluster, pool, with_short_calls(self._short), role, self._log_dir, name)
-        try:
-            self._bring_up(pool)
-        except BaseException:
-            self.kill()
-            raise
+        self._ranks: list[Rank] = []
+        self._start(pool)
 
     @classmethod
     def join(cls, cluster: Cluster, worker_class: type, name: str) -> WorkerGroup:
-        """The detached group `name`, started by another driver, to be called from this one as well.
+        """The detached group `name`, which another driver started, for calls from this one.
 
         Raises:
             ResourceError: there is no group of that name.
@@ -100,34 +95,26 @@ class WorkerGroup:
         group.role, group.worker_class, group.world_size = role, worker_class, len(ranks)
         group._cluster, group._pool, group._name = cluster, None, name
         group._restart_hooks, group._mesh, group._broken = [], None, None
-        group._config, group._ranks, group._short = cluster.config, ranks, frozenset(registered(worker_class))
+        group._config, group._ranks = cluster.config, ranks
         return group
 
     def on_restart(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `restart`, in the order of registration: to load a checkpoint, say, or to send weights
-        anew."""
+        """Call `hook` after each `restart`, in the order of registration: for example to load a checkpoint or to send
+        the weights again."""
         self._restart_hooks.append(hook)
 
     def restart(self) -> None:
-        """End what is left of the group and start it again in its slots; then run the hooks. For a group that lost a
-        rank or hangs.
+        """End what is left of a group that lost a rank or hangs, start it again in its slots, and run the hooks.
 
         Raises:
-            ResourceError: the group was joined by name: who started it must restart it.
-            WorkerError: as at the start.
+            ResourceError: the group was joined; only the driver that started it can restart it.
+            WorkerError: a rank did not start.
         """
         if self._pool is None:
             raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
         self.kill()
         self._mesh, self._broken = None, None
-        self._ranks = start_actors(
-            self._cluster, self._pool, with_short_calls(self._short), self.role, self._log_dir, self._name
-        )
-        try:
-            self._bring_up(self._pool)
-        except BaseException:
-            self.kill()
-            raise
+        self._start(self._pool)
         for hook in self._restart_hooks:
             hook()
 
@@ -224,6 +211,15 @@ class WorkerGroup:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
+    def _start(self, pool: ResourcePool) -> None:
+        """Start the actors and bring them up; all or none."""
+        self._ranks = start_actors(self._cluster, pool, self.role, self._log_dir, self._name)
+        try:
+            self._bring_up(pool)
+        except BaseException:
+            self.kill()
+            raise
+
     def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
         slots = pool.slots
@@ -265,20 +261,16 @@ class WorkerGroup:
         collectors: Sequence[int] = (),
     ) -> Future:
         """Send the calls. With `writes`, these columns of a collecting rank stay in the object store."""
-        # An object costs about a millisecond: on one node all columns of a rank share one. Elsewhere each is one of its
-        # own, so that those that a call reads are all that goes to another node.
+        # An object costs about a millisecond, so on one node all columns of a rank share one. On several nodes each
+        # column is an object, so that only the columns that a call reads travel to another node.
         together = (tuple(writes),) if self._cluster.is_local else tuple((name,) for name in writes)
-        sent: dict[int, Any] = {}  # the ranks of a data-parallel group hold the same chunk: stored once
+        sent: dict[int, Any] = {}  # the ranks of a data-parallel group get the same chunk, which is stored once
         made: dict[int, tuple[Any, ...]] = {}  # ranks with the same arguments get the same message
         refs: dict[int, Any] = {}
         stored: dict[int, dict[str, Any]] = {}
-        inputs: dict[int, Origin] = {}
         for r, call in plan.calls.items():
-            if not call.args and not call.kwargs and not writes and name in self._short:
-                refs[r] = getattr(self._ranks[r].actor, short_name(name)).remote()
-                continue
             if id(call) not in made:
-                made[id(call)] = _message(name, call, sent, inputs)
+                made[id(call)] = _message(name, call, sent)
             arguments, actor = made[id(call)], self._ranks[r].actor
             if not writes:
                 refs[r] = actor.call.remote(*arguments)
@@ -300,8 +292,6 @@ class WorkerGroup:
             default_timeout_s=wait,
             on_lost=self._note_loss,
             stored=stored,
-            rows=plan.chunk_rows,
-            inputs=list(inputs.values()),
         )
 
     def _find_mesh(self) -> Mesh | None:
@@ -334,17 +324,16 @@ def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:
     return sent[key]
 
 
-def _message(name: str, call: RankCall, sent: dict[int, Any], inputs: dict[int, Origin]) -> tuple[Any, ...]:
-    """The request of a rank and the objects sent along; the calls that make those are added to `inputs`."""
+def _message(name: str, call: RankCall, sent: dict[int, Any]) -> tuple[Any, ...]:
+    """The request of a rank and the objects sent along."""
     outgoing = Outgoing()
     values = tuple(_encoded(value, sent, outgoing) for value in (*call.args, *call.kwargs.values()))
-    inputs |= {id(origin): origin for origin in outgoing.origins}
     return (Request(name, values, tuple(call.kwargs)), *outgoing.objects)
 
 
 def _encoded(value: Any, sent: dict[int, Any], outgoing: Outgoing) -> Any:
-    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, else a place
-    in the store."""
+    """What travels for one argument: a small value itself, a recipe for a batch with columns in the store, or the
+    position of an object that is sent along."""
     if isinstance(value, DataProto) and value.deferred:
         return outgoing.recipe(value, lambda local: _stored(local, sent, id(value)))
     return value if is_small(value) else At(outgoing.add(_stored(value, sent, id(value))))

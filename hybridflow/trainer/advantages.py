@@ -32,7 +32,7 @@ def advantages_step(config: RunConfig) -> DataflowStep:
 
 
 class Advantages:
-    """By `algorithm`. `metrics` are those of the last step."""
+    """Computes rewards and advantages as `algorithm` says; `metrics` are those of the last step."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.algorithm = config, config.algorithm

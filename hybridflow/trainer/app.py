@@ -29,7 +29,7 @@ from hybridflow.rollout.recovery import RestartingRollouts
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
@@ -204,7 +204,7 @@ def _train(job: _Job) -> dict[str, Any]:
         else FrozenGroup(workers[role], role, config, told)
         for role in roles[1:]
     }
-    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, others)
+    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, others, keep_in_store)
     workers["actor"].on_restart(weights.reconnect)
     engine_workers.on_restart(engines.begin_again)
     engine_workers.on_restart(weights.reconnect)

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto
-from hybridflow.batch.routes import ROUTES
+from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
+from hybridflow.data.custom import COLUMNS
 from hybridflow.data.packing import balanced_order
 from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.rollout.evaluation import SCORING
 from hybridflow.rollout.service import as_batch, generate_method
 from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
@@ -156,9 +157,7 @@ def check_steps(config: RunConfig) -> None:
     check_dataflow(
         [
             generate_method(config),
-            DataflowStep(
-                "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
-            ),
+            SCORING,
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             log_prob_method(config),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
@@ -168,7 +167,7 @@ def check_steps(config: RunConfig) -> None:
             *([ModelWorker.update_critic] if critic else []),
             update_step(config),
         ],
-        available=("uid", "prompt_ids", "data_source", "ground_truth", "extra_info", "index"),
+        available=("uid", *COLUMNS),
     )
 
 

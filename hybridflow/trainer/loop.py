@@ -13,7 +13,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 from hybridflow.saving.store import Checkpoint
-from hybridflow.single_controller import keep_in_store
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
 from hybridflow.trainer.observations import over_roles
@@ -53,16 +52,18 @@ class RLTrainer:
         scorer: Scorer,
         validator: Validator,
         others: Mapping[str, Role] | None = None,
+        keep: Callable[[DataProto], DataProto] = lambda batch: batch,
     ) -> None:
         """Args:
         others: critic, reward_model, teacher and a reference in processes of its own, as far as the run has them.
+        keep: moves token columns that the driver makes to where workers and engines read them.
         """
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator, self.others = dataset, scorer, validator, dict(others or {})
         self.critic, self.reward_model, self.reference, self.teacher = (
             self.others.get(role) for role in ("critic", "reward_model", "reference", "teacher")
         )
-        self.advantages = Advantages(config)
+        self.advantages, self.keep = Advantages(config), keep
         self.phases = Phases(config, policy, engines, self.others)
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._first_order = self.sampler.state()
@@ -98,7 +99,7 @@ class RLTrainer:
                             with phase("values"):
                                 batch = batch.union(self.critic.compute(ModelWorker.compute_values, batch))
                         with phase("adv"):
-                            batch = keep_in_store(self.advantages.add(batch))
+                            batch = self.keep(self.advantages.add(batch))
                         self.check_log_probs(batch)
                         if self.critic:
                             with phase("update_critic"):
@@ -122,9 +123,7 @@ class RLTrainer:
     def next_prompts(self) -> DataProto:
         """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
         batch = self.dataset.batch(next(self.sampler))
-        return keep_in_store(
-            batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n)
-        )
+        return self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
 
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""

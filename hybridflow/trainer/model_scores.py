@@ -13,8 +13,8 @@ _SMALLEST = 1e-6  # standard deviation of scores that are all alike
 
 
 class ModelScores:
-    """By `reward_model.squash`. With `standard`, mean and spread are those of all scores of the run, which a checkpoint
-    keeps.
+    """Scores of the reward model as `reward_model.squash` has them. With `standard`, mean and spread are those of all
+    scores of the run, which a checkpoint keeps.
 
     Scores of a comparison of pairs have neither zero nor unit: only differences between answers mean something, and a
     sigmoid, which says how likely an answer beats one with score 0, is 0 or 1 almost everywhere. Over the spread of the
@@ -67,8 +67,8 @@ def share_of_variance(part_B: np.ndarray, whole_B: np.ndarray) -> float:
 
 
 def agreement(model_B: np.ndarray, verifier_B: np.ndarray, group_B: np.ndarray) -> float | None:
-    """Of all pairs of answers to one prompt that the verifier tells apart, the share that the model puts in the same
-    order (ties: half).
+    """The share of pairs of answers to one prompt, of those that the verifier tells apart, that the model puts in the
+    same order (ties: half).
 
     None without such pairs. Half is chance: the model then adds noise to the reward, whatever it says of the pairs it
     was trained on.

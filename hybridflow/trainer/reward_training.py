@@ -37,7 +37,7 @@ class RewardTrainer:
         self.step = 0
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on after a checkpoint of this phase."""
+        """Continue after a checkpoint of this phase."""
         self.model.run(ModelWorker.load, checkpoint.policy, self.config.optim)
         self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
@@ -53,7 +53,7 @@ class RewardTrainer:
                 started = time.perf_counter()
                 [update] = self.model.update(ModelWorker.pair_step, self.dataset.batch(next(self.sampler)))
                 self.step += 1
-                if not update.applied:
+                if session.config.actor.on_nonfinite == "stop" and not update.applied:
                     raise HybridFlowError(
                         f"reward step {self.step}: the gradient is not finite (loss {update.means['loss']}); lower "
                         f"reward_training.optim.lr"

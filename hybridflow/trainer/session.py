@@ -15,7 +15,8 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
-from hybridflow.observe.tracker import Phase, Tracker
+from hybridflow.observe.tracker import Tracker
+from hybridflow.observe.trackers.base import Phase
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import waited_seconds
 
@@ -33,8 +34,8 @@ class Session:
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.folder = config, derived.run_dir(config)
-        console = [name for name in config.trainer.loggers if name != "console"]
-        self.tracker = Tracker(self.folder, console, console=None)
+        # `progress` shows on the console what its tracker would print
+        self.tracker = Tracker(self.folder, [name for name in config.trainer.loggers if name != "console"])
         self.timeline = Timeline(self.folder / "timeline.jsonl")
         self.store = CheckpointStore(
             self.folder / "checkpoints",

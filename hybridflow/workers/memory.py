@@ -63,7 +63,7 @@ class RoleMemory:
             self._reserved = max(self._reserved, self.platform.reserved_memory_bytes())
 
     def sleep(self, parts: tuple[Part, ...]) -> int:
-        """Those of `parts` that the configuration offloads leave the device. Returns the bytes freed."""
+        """Take the `parts` that the configuration offloads off the device. Returns the bytes freed."""
         freed = self.residency.sleep(*(part for part in parts if self._offloads[part]))
         self._offloaded = max(self._offloaded, self.residency.asleep_bytes())
         return freed

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.batch import DataProto
-from hybridflow.batch.routes import ROUTES
+from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config.schema import OptimConfig
 from hybridflow.device.platform import Platform
 from hybridflow.device.residency import PARTS

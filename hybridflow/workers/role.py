@@ -68,7 +68,7 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
-        """Those of `parts` that the role's `offload` names leave the device, until a method needs them or `wake`.
+        """Take the `parts` that the role's `offload` names off the device, until a method needs them or `wake`.
         Returns the bytes freed."""
         return self.memory.sleep(parts)
 

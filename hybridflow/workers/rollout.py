@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import ROUTES, unknown, with_free_end
+from hybridflow.batch import ROUTES, DataProto, Jagged, unknown_routes, with_free_end
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
@@ -141,7 +140,7 @@ class RolloutWorker:
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
         if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
-            return unknown(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
+            return unknown_routes(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
         return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
 
     # ---- memory
@@ -208,7 +207,7 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
-        """Over all parameters of the engine."""
+        """A checksum over all parameters of the engine."""
         return self.supervisor.engine.weights_checksum()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -242,7 +241,7 @@ def _columns(completions: list[Completion]) -> DataProto:
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """Of every token, the version of the weights that made it `[t]`; -1 for a name that is no number (before the first
+    """The version of the weights that made each token `[t]`; -1 for a name that is no number (before the first
     sync)."""
     versions = np.full(len(completion.token_ids), -1, dtype=np.int64)
     for span in completion.weight_versions:

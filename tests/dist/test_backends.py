@@ -35,18 +35,18 @@ def run_backend(backend: str, ranks: int, case: str, **arguments: Any) -> list[d
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def contracts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`contract` of (backend, model, ranks), run when first asked for: (folder, each rank's result)."""
     found: dict[tuple[str, str, int], tuple[Path, list[dict[str, Any]]]] = {}
 
-    def life(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
+    def contract(backend: str, model: str, ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if (backend, model, ranks) not in found:
             folder = tmp_path_factory.mktemp(f"{backend}-{model}-{ranks}")
             results = run_backend(backend, ranks, "contract", hf=MODELS[model], folder=str(folder))
             found[backend, model, ranks] = folder, results
         return found[backend, model, ranks]
 
-    return life
+    return contract
 
 
 def joined(results: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -66,8 +66,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_log_probs_and_entropies_equal_transformers(lives: Any, backend: str, model: str) -> None:
-    folder, results = lives(backend, model, RANKS)
+def test_log_probs_and_entropies_equal_transformers(contracts: Any, backend: str, model: str) -> None:
+    folder, results = contracts(backend, model, RANKS)
     log_probs, entropies, _ = oracle(folder / "before", 0.7)
     assert np.abs(joined(results, "log_probs") - log_probs).max() < TOLERANCE
     assert np.abs(joined(results, "entropy") - entropies).max() < TOLERANCE
@@ -83,9 +83,11 @@ def test_log_probs_and_entropies_equal_transformers(lives: Any, backend: str, mo
         *(("fsdp", 1, model) for model in MODELS if model != "llama"),
     ],
 )
-def test_three_updates_equal_those_of_megatron_on_one_process(lives: Any, backend: str, ranks: int, model: str) -> None:
-    folder, results = lives(backend, model, ranks)
-    one_folder, one = lives("megatron", model, 1)
+def test_three_updates_equal_those_of_megatron_on_one_process(
+    contracts: Any, backend: str, ranks: int, model: str
+) -> None:
+    folder, results = contracts(backend, model, ranks)
+    one_folder, one = contracts("megatron", model, 1)
     expected = steps_of(one)
     np.testing.assert_allclose(steps_of(results), expected, rtol=0, atol=TOLERANCE)
     assert expected[:, 1].min() > 1.0  # or nothing would have been clipped
@@ -102,16 +104,16 @@ def test_three_updates_equal_those_of_megatron_on_one_process(lives: Any, backen
     assert min(float((mine[name] - before[name]).abs().max()) for name in mine) > 100 * TOLERANCE
 
 
-def test_both_write_the_same_folder(lives: Any) -> None:
-    (one, _), (two, _) = (lives(backend, "qwen3-tied", RANKS) for backend in BACKENDS)
+def test_both_write_the_same_folder(contracts: Any) -> None:
+    (one, _), (two, _) = (contracts(backend, "qwen3-tied", RANKS) for backend in BACKENDS)
     assert (one / "before" / "checksums.sha256").read_text() == (two / "before" / "checksums.sha256").read_text()
     assert (one / "before" / "config.json").read_text() == (two / "before" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(lives: Any, backend: str, model: str) -> None:
-    _, results = lives(backend, model, RANKS)
+def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(contracts: Any, backend: str, model: str) -> None:
+    _, results = contracts(backend, model, RANKS)
     for result in results:
         assert result["again"] == result["more"]
         assert result["resumed"]
@@ -120,9 +122,9 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(lives: Any, back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_checkpoint_of_two_ranks_goes_on_in_one(lives: Any, backend: str) -> None:
-    folder, results = lives(backend, "qwen3-tied", RANKS)
-    foreign, _ = lives(BACKENDS[1 - BACKENDS.index(backend)], "qwen3-tied", RANKS)
+def test_a_checkpoint_of_two_ranks_goes_on_in_one(contracts: Any, backend: str) -> None:
+    folder, results = contracts(backend, "qwen3-tied", RANKS)
+    foreign, _ = contracts(BACKENDS[1 - BACKENDS.index(backend)], "qwen3-tied", RANKS)
     found = run_backend(backend, 1, "resumed", hf=DENSE, folder=str(folder), foreign=str(foreign))
     np.testing.assert_allclose(steps_of(found), steps_of(results, "more"), rtol=0, atol=TOLERANCE)
     for name, sums in results[0]["end"].items():
@@ -132,10 +134,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one(lives: Any, backend: str) -> N
     assert "hybridflow checkpoint export" in found[0]["said"]
 
 
-def test_the_tools_read_an_fsdp_checkpoint(lives: Any, tmp_path: Path) -> None:
+def test_the_tools_read_an_fsdp_checkpoint(contracts: Any, tmp_path: Path) -> None:
     from hybridflow.saving.tools import export, inspect, verify
 
-    folder, _ = lives("fsdp", "qwen3-tied", RANKS)
+    folder, _ = contracts("fsdp", "qwen3-tied", RANKS)
     assert verify(folder / "checkpoint")[1] == []
     parts = inspect(folder / "checkpoint")["parts"]
     assert parts.keys() == {"model", "optimizer exp_avg", "optimizer exp_avg_sq", "reference", "random state"}

@@ -96,7 +96,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def step_in_force(folder: Path) -> int:
-    """Of the checkpoint in force, whose every byte is what its manifest says."""
+    """The step of the checkpoint in force, whose every byte is what its manifest says."""
     chosen = folder / json.loads((folder / "latest.json").read_text())["folder"]
     manifest = Manifest.read(chosen / "policy")
     assert problems_of(chosen / "policy", manifest) == []

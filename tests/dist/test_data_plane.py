@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, read_parquet, write_parquet
 from hybridflow.config.schema import ClusterConfig
-from hybridflow.errors import ModelError, SchemaError, WorkerError
+from hybridflow.errors import SchemaError
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
 from tests.dist.harness import sc_workers as sw
 
@@ -72,49 +72,15 @@ def test_a_batch_of_references_is_cut_reordered_and_sent_to_another_group(
     assert out.fetch().equals(out)
 
 
-def test_futures_chain_without_waiting_on_the_driver(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_futures_of_two_groups_run_at_the_same_time(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     wide, narrow = groups
+    out = wide.run(sw.Tokens.generate, prompts(9))
     start = time.monotonic()
     slow = wide.submit(sw.Tokens.generate, prompts(9), 0.5)
-    sums = narrow.submit(sw.Tokens.sums, slow.batch())
-    assert time.monotonic() - start < 0.4
+    sums = narrow.submit(sw.Tokens.sums, out)
+    assert time.monotonic() - start < 0.4 and not slow.done()
     assert sums.result(timeout=30)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(9)]
     assert slow.result()["uid"].tolist() == list(range(9))
-
-
-def test_an_error_upstream_is_reported_as_that_and_not_as_one_of_the_next_group(
-    groups: tuple[WorkerGroup, WorkerGroup],
-) -> None:
-    wide, narrow = groups
-    failing = wide.submit(sw.Tokens.generate, prompts(4), 0.0, True)
-    chained = narrow.submit(sw.Tokens.sums, failing.batch())
-    with pytest.raises(ModelError, match=r"no tokens today \(wide rank \d on"):
-        chained.result(timeout=30)
-    assert narrow.run(sw.Tokens.sums, prompts(3).union(wide.run(sw.Tokens.generate, prompts(3))))["uid"].tolist() == [
-        0,
-        1,
-        2,
-    ]
-
-
-def test_a_death_upstream_names_the_group_that_died(
-    cluster: Cluster, groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
-) -> None:
-    pool = ResourcePool.allocate(cluster, 1, 1)
-    doomed = WorkerGroup(cluster, pool, sw.Tokens, role="doomed", args=(1,), log_dir=tmp_path)
-    promise = doomed.submit(sw.Tokens.generate, prompts(3), 0.0, False, True).batch()
-    with pytest.raises(WorkerError, match=r"the worker process died.*\(doomed rank 0") as caught:
-        groups[1].submit(sw.Tokens.sums, promise).result(timeout=30)
-    assert caught.value.role == "doomed"
-    assert groups[1].run(sw.Tokens.who) == 0
-    doomed.kill()
-    pool.release()
-
-
-def test_a_method_that_declares_nothing_gives_no_batch_to_chain(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
-    future = groups[0].submit(sw.Tokens.who)
-    with pytest.raises(SchemaError, match="does not declare"):
-        future.batch()
 
 
 def test_missing_and_undeclared_columns_are_named(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
@@ -133,8 +99,8 @@ def test_jagged_rows_survive_a_pickle_of_a_batch_of_references(
     groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
 ) -> None:
     out = groups[0].run(sw.Tokens.generate, prompts(5))
-    out.drop(["weight"]).write_parquet(tmp_path / "a.parquet")
-    assert isinstance(DataProto.read_parquet(tmp_path / "a.parquet")["tokens"], Jagged)
+    write_parquet(tmp_path / "a.parquet", out.drop(["weight"]))
+    assert isinstance(read_parquet(tmp_path / "a.parquet")["tokens"], Jagged)
 
 
 def test_two_roles_in_one_process_are_called_through_their_own_classes(cluster: Cluster, tmp_path: Path) -> None:
@@ -150,14 +116,13 @@ def test_two_roles_in_one_process_are_called_through_their_own_classes(cluster: 
     pool.release()
 
 
-def test_the_parts_of_a_column_are_read_in_place(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
-    out = groups[0].run(sw.Tokens.generate, prompts(6)).here()
-    assert out.deferred == ()
-    assert [len(block) for block in out.blocks("tokens")] == [3, 3]
-    assert [len(offsets) - 1 for _, offsets in out.torch_blocks("tokens")] == [3, 3]
-    assert out.rows(4).jagged("tokens").row(0)[0] == 4
+def test_fetched_rows_of_one_rank_are_views_of_the_store(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    out = groups[0].run(sw.Tokens.generate, prompts(6))
+    assert out.fetch().deferred == ()
+    one = out.rows(slice(3, 6)).jagged("tokens")
+    assert one.lengths.tolist() == [TOKENS - 3, TOKENS - 4, TOKENS - 5] and not one.values.flags.owndata
     assert out.rows([5, 0, 3]).jagged("tokens").lengths.tolist() == [TOKENS - 5, TOKENS, TOKENS - 3]
-    assert groups[1].run(sw.Tokens.sums, out)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(6)]
+    assert groups[1].run(sw.Tokens.sums, out.fetch())["total"].tolist() == [uid * (TOKENS - uid) for uid in range(6)]
 
 
 def test_columns_share_an_object_on_one_node_and_have_their_own_elsewhere(
@@ -167,10 +132,7 @@ def test_columns_share_an_object_on_one_node_and_have_their_own_elsewhere(
     joined = Cluster(cluster.config, tmp_path, None)  # as one that this driver did not start
     apart = WorkerGroup(joined, pool, sw.Tokens, role="apart", args=(1,), log_dir=tmp_path)
     made = [group.submit(sw.Tokens.generate, prompts(6)) for group in (groups[0], apart)]
-    objects = [
-        {dict(future.batch().items())[name].parts[0].ref for name in ("uid", "tokens", "weight")} for future in made
-    ]
-    assert [len(found) for found in objects] == [1, 3]
+    assert [[len(set(refs.values())) for refs in future._stored.values()] for future in made] == [[1, 1], [3]]
     whole = DataProto.concat([future.result().rename({"tokens": "others"}) for future in made])
     assert whole.jagged("others").lengths.tolist() == [TOKENS - uid for uid in range(6)] * 2
     back = groups[1].run(sw.Tokens.sums, whole.rename({"others": "tokens"}).reorder(np.arange(12)[::-1]))

@@ -84,7 +84,7 @@ def check(server: EngineServer, model: Path) -> None:
 
 
 def prompt_log_probs(server: EngineServer, prompt: list[int]) -> list[float]:
-    """Of all tokens but the first."""
+    """The log-probs of all tokens but the first."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": 1},
@@ -214,7 +214,7 @@ def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
 
 
 def _kill_and_wait(world: SyncWorld, session: int) -> None:
-    """Kill a node's server; return when the engine is up in its second life."""
+    """Kill a node's server; return when the engine has been started again."""
     for pid in guard.session_members(session):
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 60

@@ -20,8 +20,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import ROUTES, with_free_end
+from hybridflow.batch import ROUTES, DataProto, Jagged, with_free_end, write_parquet
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang import guard
@@ -149,7 +148,7 @@ def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models
         "rollout_log_probs": Jagged.from_rows([c.log_probs for c in completions], np.float32),
         ROUTES: Jagged.from_rows(rows, np.int16),
     }
-    DataProto.from_columns(batch).write_parquet(tmp_path / "samples.parquet")
+    write_parquet(tmp_path / "samples.parquet", DataProto.from_columns(batch))
     hf = json.loads((models[0] / "config.json").read_text())
     hf |= {"rope_theta": hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"]}
     arguments = {"hf": hf, "folder": str(models[0]), "engine": str(tmp_path / "samples.parquet")}
@@ -299,7 +298,7 @@ def test_pause_abort_ends_requests(pair: Pair) -> None:
 
 
 def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
-    """Last: it costs the engine its life."""
+    """This is the last test of the module: it kills the engine."""
     server = pair.servers[1]
     server.check_alive()
     scheduler = next(

@@ -60,12 +60,11 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Measured: every layout against one process",
         "",
-        "Written by `PARITY_TABLE=docs/parity.md make test-full ARGS=tests/dist/test_parity.py`; fp32, 4 layers, "
-        "three updates with",
-        "gradient clipping, warm-up and cosine decay on packed sequences of unequal length. Largest absolute "
-        "difference from one process",
-        "in log-probs and entropies before the first update, in the loss and (relative) gradient norm of the updates, "
-        "and in the weights",
+        "Written by `PARITY_TABLE=docs/parity.md make test-full ARGS=tests/dist/test_parity.py`. The models are",
+        "fp32 with 4 layers and take three updates with gradient clipping, warm-up and cosine decay on packed",
+        "sequences of unequal length. Shown is the largest absolute difference from one process in log-probs and",
+        "entropies before the first update, in the loss and (relative) gradient norm of the updates, and in the",
+        "weights",
         f"after them. The test fails at {TOLERANCE:.0e}.",
         "",
         "| Layout | Processes | log-probs | loss | gradient norm | weights |",

@@ -81,7 +81,7 @@ def test_every_failure_is_told_with_what_the_rank_said_and_nothing_is_left(tmp_p
         ("3", "did not end within 4 s"),
     ]
     assert "ValueError: what went wrong" in said
-    assert _gone([int((tmp_path / "child").read_text())])
+    assert _all_ended([int((tmp_path / "child").read_text())])
     assert run_ranks(1, "tests.dist.cases.rank:mixed", loaded=NOTHING, folder=str(tmp_path)) == ["fine"]
 
 
@@ -99,10 +99,10 @@ def test_ranks_die_with_the_tests(tmp_path: Path) -> None:
     assert len(set(pids)) == 4 and all(map(psutil.pid_exists, pids))  # two ranks and their servers
     tests.send_signal(signal.SIGKILL)
     tests.wait()
-    assert _gone(pids)
+    assert _all_ended(pids)
 
 
-def _gone(pids: list[int], within_s: float = 10) -> bool:
+def _all_ended(pids: list[int], within_s: float = 10) -> bool:
     deadline = time.monotonic() + within_s
     while any(map(_runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str, tuple[str, ...]]] = {
 
 @functools.cache
 def of_layout(layout: str) -> list[dict[str, Any]]:
-    """By rank and role."""
+    """What each rank found, by role."""
     world, parallel, dtype, roles = LAYOUTS[layout]
     models = {role: LARGE if role == "actor" else WITHOUT_VOCABULARY for role in roles}
     return run_ranks(

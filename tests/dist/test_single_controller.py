@@ -206,7 +206,7 @@ def test_killing_a_group_takes_the_children_with_it(cluster: Cluster, pool: Reso
     children = small.run(sw.Worker.start_sleeper)
     pids = [*small.pids(), *children]
     small.kill()
-    _wait_gone(pids, 5)
+    _wait_for_end(pids, 5)
     with pytest.raises(WorkerError, match="was killed"):
         small.run(sw.Worker.who)
 
@@ -279,7 +279,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _wait_gone(pids: list[int], seconds: float) -> None:
+def _wait_for_end(pids: list[int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -313,7 +313,7 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
 def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(world: SyncWorld) -> None:
     """Its plan is older than its process. Also: rows go to healthy engines alone, and come back in order."""
     heal(world, 40)
-    life = world.engines.states()[0].restarts
+    restarts = world.engines.states()[0].restarts
     server = world.workers[0].supervisor.engine
     os.kill(_scheduler(world, 0), signal.SIGKILL)
     _wait_dead(server)
@@ -322,7 +322,7 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
     report = synced(world, 41)
     assert list(report.stale) == ["engine-0"] and world.difference(1, 41) <= CLOSE
     heal(world, 42)
-    assert world.engines.states()[0].restarts == life + 1
+    assert world.engines.states()[0].restarts == restarts + 1
     batch = world.engines.generate(_prompts(), training=True)
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
 
@@ -333,18 +333,18 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     next weights."""
     heal(world, 45)
     monkeypatch.setattr(service, "_SETTLE_S", 1.0)
-    life = world.engines.states()[1].restarts
+    restarts = world.engines.states()[1].restarts
     world.workers[1].supervisor.engine.client.request_timeout_s = 3.0
     os.kill(_scheduler(world, 1), signal.SIGSTOP)
     batch = world.engines.generate(_prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
     assert "/generate not answered within 3 s" in world.engines.stale[1]
     heal(world, 46)
-    assert world.engines.states()[1].restarts == life + 1
+    assert world.engines.states()[1].restarts == restarts + 1
 
 
 def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(world: SyncWorld) -> None:
-    """Last: it costs the trainer ranks their lives."""
+    """This is the last test of the module: it kills a trainer rank."""
     heal(world, 50)
     world.configure()
     for engine in ("engine-0", "engine-1"):

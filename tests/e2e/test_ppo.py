@@ -145,10 +145,10 @@ def test_critic_and_reference_of_their_own_go_on_exactly_where_they_were_stopped
     finished(out, "train", *asleep, "name=cut", "trainer.total_steps=2")
     again = finished(out, "train", *asleep, "name=cut", "trainer.total_steps=4")
     assert "resuming from" in again.out
-    whole, cut, beside = (records(out / name, "train") for name in ("whole", "cut", "colocated"))
+    whole, cut, colocated = (records(out / name, "train") for name in ("whole", "cut", "colocated"))
     assert [record["step"] for record in cut] == [1, 2, 3, 4]
     for name in SAME:
         np.testing.assert_allclose([r[name] for r in cut], [r[name] for r in whole], rtol=1e-5, atol=1e-7, err_msg=name)
         np.testing.assert_allclose(
-            [r[name] for r in beside], [r[name] for r in whole[:2]], rtol=1e-4, atol=1e-6, err_msg=name
+            [r[name] for r in colocated], [r[name] for r in whole[:2]], rtol=1e-4, atol=1e-6, err_msg=name
         )

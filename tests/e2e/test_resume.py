@@ -83,7 +83,7 @@ def _latest(folder: Path) -> str | None:
 
 
 def _saved_step(folder: Path) -> int:
-    """Of the last checkpoint of the main job; 0 before it."""
+    """The step of the last checkpoint of the main job; 0 before it."""
     name = _latest(folder) or ""
     return int(name.rsplit("_", 1)[1]) if name.startswith("global_step_") else 0
 

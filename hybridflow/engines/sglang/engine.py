@@ -19,7 +19,7 @@ class SglangEngine(EngineServer):
 
     @cached_property
     def client(self) -> EngineClient:
-        """After `start`."""
+        """Speaks with the server; may be used after `start`."""
         return EngineClient(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
 
     def generate(
@@ -45,7 +45,7 @@ class SglangEngine(EngineServer):
         return weight_transaction.receive(client, order, plan, self.spec.pipeline)
 
     def weights_checksum(self) -> str:
-        """Over all parameters of all ranks."""
+        """A checksum over all parameters of all ranks."""
         return self.client.weights_checksum()
 
     def sleep(self) -> None:

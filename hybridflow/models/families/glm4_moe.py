@@ -57,7 +57,7 @@ class Glm4Moe(Decoder):
         return sigmoid_experts(self.values)
 
     def megatron_config(self) -> dict[str, Any]:
-        """With the sigmoid router."""
+        """The decoder's arguments and the sigmoid router's."""
         config = super().megatron_config() | self.router
         return config | {"add_qkv_bias": self.qkv_bias, "qk_layernorm": self.qk_norm}
 

@@ -31,7 +31,7 @@ class Qwen3(Decoder):
         return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
 
     def megatron_config(self) -> dict[str, Any]:
-        """With norms on queries and keys."""
+        """The decoder's arguments, and norms on queries and keys."""
         return super().megatron_config() | {"qk_layernorm": True}
 
 

@@ -46,7 +46,7 @@ class Qwen3Moe(Qwen3):
         return Experts(self.hidden, self.ffn, int(self.values["num_experts"]))
 
     def megatron_config(self) -> dict[str, Any]:
-        """With the softmax router."""
+        """The arguments of Qwen3 and the softmax router's."""
         return super().megatron_config() | self.router
 
 

@@ -45,8 +45,8 @@ CUTS = [
 
 
 def loads() -> list[dict[str, Any]]:
-    """Of every cut whose first rank this is: {name, padding, counts by layer}; of the first also `expected`, by an
-    unpacked pass."""
+    """{name, padding, counts by layer} of every cut whose first rank this is; the first cut also has `expected`,
+    counted by an unpacked pass."""
     from tests.dist.harness.worlds import Worlds, windows
 
     worlds, found = Worlds(), []

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.batch import DataProto, Jagged
-from hybridflow.batch.routes import FREE, ROUTES, num_experts
+from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, num_experts, read_parquet
 from hybridflow.config.schema import OptimConfig
 from tests.dist.harness.policies import batch_of, digest, policy_of, share_of
 
@@ -177,7 +176,7 @@ def along_engine_routes(hf: dict[str, Any], folder: str, engine: str) -> Any:
 
     groups.initialize(ParallelConfig(), seed=1, backend="gloo", timeout_s=180)
     result: dict[str, Any] = {}
-    batch = DataProto.read_parquet(Path(engine))
+    batch = read_parquet(Path(engine))
     for name, source in (("same", SafetensorsFolder), ("rounded", Rounded)):
         policy = Policy(family_of(hf), ParallelConfig(), "float32", source(folder))
         with policy.replay.during("compare"):

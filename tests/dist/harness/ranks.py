@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.process.children import start_child
+from tests.dist.harness.children import start_child
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0  # for a server to say that the deadline of its ranks has passed

@@ -15,7 +15,7 @@ import numpy as np
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.errors import EngineError, ModelError, WeightSyncError
-from hybridflow.process.children import start_child
+from tests.dist.harness.children import start_child
 
 
 class Worker:
@@ -136,12 +136,8 @@ class Tokens:
         )
 
     @register(Dispatch.DP, reads=("uid",), writes=("uid", "tokens", "weight"))
-    def generate(self, batch: DataProto, seconds: float = 0.0, fail: bool = False, die: bool = False) -> DataProto:
+    def generate(self, batch: DataProto, seconds: float = 0.0) -> DataProto:
         time.sleep(seconds)
-        if fail:
-            raise ModelError("no tokens today")
-        if die:
-            os.kill(os.getpid(), signal.SIGKILL)
         tokens = Jagged.from_rows([np.full(3000 - uid, uid) for uid in batch["uid"].tolist()], np.int64)
         made = DataProto.from_columns(
             {"uid": batch["uid"], "tokens": tokens, "weight": np.zeros((len(batch), 2), np.uint16)}, bfloat16=["weight"]

@@ -100,7 +100,7 @@ class Rank:
                 self.held[local.name][piece.slices()] = whole[piece.source][region]
 
     def fault(self, ranks: list[int], engine: str, **fault: Any) -> None:
-        """From its next session on."""
+        """Make the channels of the engine's next sessions do this."""
         if self.rank in ranks:
             self.sender.close()
             self.faults[engine] = {**fault, "engine": engine}

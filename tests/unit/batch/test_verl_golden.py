@@ -1,4 +1,4 @@
-"""Ours against verl 0.9.1 where both define an answer. The answers were written once by
+"""Batch operations against verl 0.9.1 where both define an answer. The answers were written once by
 tests/golden/make_verl_batch_ops.py."""
 
 from __future__ import annotations

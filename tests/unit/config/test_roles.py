@@ -70,7 +70,9 @@ def test_what_cannot_run_is_refused(overrides: tuple[str, ...], expected: str) -
 def test_a_teacher_needs_processes_of_its_own() -> None:
     [line] = found(f"reference.path={model_folder('teacher')}")
     assert "another model needs processes of its own; set reference.placement=own" in line
-    assert found("reference.path=teacher", "reference.placement=own") == []
+    assert found("reference.path=teacher", "reference.placement=own", "reference.offload.weights=true") == []
+    [line] = found("reference.offload.weights=true")
+    assert "with reference.placement=colocated the weights follow actor.offload.weights" in line
     text = explain(load_config("e2e", ["reference.path=teacher", "reference.placement=own"]), Origins(frozenset(), {}))
     assert "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own" in text
 

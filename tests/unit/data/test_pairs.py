@@ -111,7 +111,7 @@ def test_long_pairs_are_dropped_when_asked_for(folder: Path) -> None:
 
 
 def test_pairs_become_rows_that_alternate() -> None:
-    from hybridflow.batch.protocol import Jagged
+    from hybridflow.batch import Jagged
     from hybridflow.workers.model_role import interleave_pairs
 
     columns = {"prompt_ids": [[1], [2, 2]], "chosen_ids": [[3], [4]], "rejected_ids": [[5, 5], [6]]}

@@ -32,7 +32,7 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: dict[str, tuple[int, bytes, float]] = {}
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
-        self.gone = threading.Event()
+        self.closing = threading.Event()
 
     @property
     def url(self) -> str:
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, body, self.headers["Authorization"]))
         status, answer, delay_s = self.server.answers[self.path]
-        self.server.gone.wait(delay_s)
+        self.server.closing.wait(delay_s)
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()

@@ -25,7 +25,7 @@ def stub() -> Iterator[Stub]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
-    server.gone.set()
+    server.closing.set()
     server.shutdown()
     thread.join()
     server.server_close()

@@ -91,8 +91,8 @@ def test_what_was_called_off_is_not_copied(bench: Bench) -> None:
 def test_nothing_that_goes_wrong_leaves_the_loader(bench: Bench) -> None:
     weight_receiver.load(bench.engine, [("no json", torch.zeros(1))])
     weight_receiver.load(bench.engine, [])
-    gone = Control(DESCRIBE, HOST, 1, 0.2, "described", 0, 1)
-    weight_receiver.load(bench.engine, [(gone.to_json(), torch.zeros(1))])
+    unreachable = Control(DESCRIBE, HOST, 1, 0.2, "described", 0, 1)
+    weight_receiver.load(bench.engine, [(unreachable.to_json(), torch.zeros(1))])
 
 
 def test_a_loader_that_cannot_be_traced_is_reported(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.batch.routes import FREE, num_experts, with_free_end
+from hybridflow.batch import FREE, num_experts, with_free_end
 from hybridflow.config import derived
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.sglang.client import EngineClient
@@ -47,7 +47,7 @@ def stub() -> Any:
     server = Stub()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
-    server.gone.set()
+    server.closing.set()
     server.shutdown()
     server.server_close()
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.single_controller import colocated
 from hybridflow.single_controller.cluster import _ip_key
-from hybridflow.single_controller.colocate import address_of, registered
-from hybridflow.single_controller.host import UPSTREAM, Failure, Host, short_name, with_short_calls
-from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request
+from hybridflow.single_controller.colocate import address_of
+from hybridflow.single_controller.host import Failure, Host
+from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request, gather
 from hybridflow.single_controller.stored import INLINE_BYTES, is_small
 
 CONTEXT = WorkerContext(0, 1, 0, "127.0.0.1", 1, "here", Path("log"))
@@ -88,22 +90,26 @@ def test_a_stored_result_is_a_header_with_the_small_columns_and_an_object_for_ea
     assert both["x"].tolist() == x["x"].tolist() and both.jagged("rows").equals(rows["rows"])
 
 
-def test_a_host_has_a_method_for_each_call_without_arguments() -> None:
-    both = colocated(actor=Actor, reference=Reference)
-    made = with_short_calls(registered(both))()
-    made._worker = both(CONTEXT, (10,), ())
-    assert getattr(made, short_name("reference.log_probs"))() == "reference 0"
-    assert getattr(made, short_name("actor.fail"))() == Failure("ValueError", "no", None)
-    assert not hasattr(made, short_name("actor.mesh_position"))  # not one that is called through `run`
+def test_an_error_comes_back_as_a_value() -> None:
+    assert host(Actor(CONTEXT, 1)).call(Request("fail", (), ())) == Failure("ValueError", "no", None)
 
 
-def test_a_failed_object_is_passed_on_and_an_error_comes_back_as_a_value() -> None:
-    call, objects = request()
-    worker = host(Actor(CONTEXT, 1))
-    assert worker.call(call, objects[0], Failure("ValueError", "upstream broke", None)) == Failure(
-        UPSTREAM, "upstream broke", None
-    )
-    assert worker.call(Request("fail", (), ())) == Failure("ValueError", "no", None)
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4), data=st.data())
+def test_rows_are_gathered_from_parts_in_any_order(sizes: list[int], data: st.DataObject) -> None:
+    ends = np.cumsum(sizes)
+    rows = int(ends[-1])
+    whole = DataProto.from_columns({"x": Jagged.from_rows([np.full(row % 3, row) for row in range(rows)], np.int64)})
+    parts = [whole.rows(slice(end - n, end)) for n, end in zip(sizes, ends.tolist(), strict=True)]
+    index = np.asarray(data.draw(st.lists(st.integers(0, rows - 1), max_size=12)) if rows else [], dtype=np.int64)
+    found = gather(parts, index).jagged("x")
+    assert [row.tolist() for row in found] == [[row] * (row % 3) for row in index.tolist()]
+    with pytest.raises(IndexError, match=f"of parts of {rows} rows"):
+        gather(parts, np.array([rows]))
+
+
+def test_consecutive_rows_of_one_part_are_views() -> None:
+    parts = [DataProto.from_columns({"x": np.arange(4)}), DataProto.from_columns({"x": np.arange(4, 9)})]
+    assert np.shares_memory(gather(parts, np.arange(5, 8))["x"], parts[1]["x"])
 
 
 @pytest.mark.parametrize(

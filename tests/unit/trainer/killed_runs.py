@@ -1,9 +1,9 @@
-"""Runs of the real loop that kill themselves (SIGKILL) at a given moment of a given step, and are resumed; every life
-is a process.
+"""Runs of the real loop that kill themselves (SIGKILL) at a given moment of a given step, and are resumed;
+every attempt is a process.
 
-`python -m tests.unit.trainer.killed_runs FOLDER SCENARIOS.json`: imports once and forks a process for each life. The
+`python -m tests.unit.trainer.killed_runs FOLDER SCENARIOS.json`: imports once and forks a process for each attempt. The
 session, the checkpoint store, the dataset, the sampler and the loop are the real ones, on the real disk; policy,
-engines and weight sync are `World`. Every life notes in `ledger.jsonl` which prompts it was about to answer in which
+engines and weight sync are `World`. Every attempt notes in `ledger.jsonl` which prompts it was about to answer in which
 step. The moments around a checkpoint are the renames that make it one, seen by an audit hook before they happen.
 """
 
@@ -38,7 +38,7 @@ Kill = tuple[int, str]  # step, moment
 
 @dataclass(frozen=True)
 class Files:
-    """What every life reads."""
+    """What every attempt reads."""
 
     rows: Path
     tokenizer: Tokenizer
@@ -47,9 +47,9 @@ class Files:
 class Mortal(World):
     """A world that dies at one moment."""
 
-    def __init__(self, ledger: Path, life: int, kill: Kill | None) -> None:
+    def __init__(self, ledger: Path, attempt: int, kill: Kill | None) -> None:
         super().__init__()
-        self.ledger, self.life, self.kill = ledger, life, kill
+        self.ledger, self.attempt, self.kill = ledger, attempt, kill
         sys.addaudithook(self._before_a_rename)
 
     @property
@@ -66,7 +66,7 @@ class Mortal(World):
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
         if training:
             note = {
-                "life": self.life,
+                "attempt": self.attempt,
                 "step": self.step,
                 "prompts": prompts["index"].tolist()[:: len(prompts) // PROMPTS],
             }
@@ -101,8 +101,8 @@ class Mortal(World):
             self.moment(self.engine_version, names[target])
 
 
-def live(folder: Path, files: Files, every: int, background: bool, life: int, kill: Kill | None) -> None:
-    """One life: start or resume as `trainer.app` does, and run until killed or done."""
+def live(folder: Path, files: Files, every: int, background: bool, attempt: int, kill: Kill | None) -> None:
+    """One attempt: start or resume as `trainer.app` does, and run until killed or done."""
     config = RunConfig(
         output_dir=str(folder),
         data=DataConfig(train_files=(str(files.rows),), train_batch_size=PROMPTS),
@@ -117,7 +117,7 @@ def live(folder: Path, files: Files, every: int, background: bool, life: int, ki
     scorer.tokenizer = files.tokenizer
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
-    world = Mortal(folder / "ledger.jsonl", life, kill)
+    world = Mortal(folder / "ledger.jsonl", attempt, kill)
     validator = Validator(config, dataset, scorer, session.folder / "validation")
     trainer = RLTrainer(config, session, world, world, world, dataset, scorer, validator)
     latest = session.store.latest()
@@ -131,26 +131,26 @@ def live(folder: Path, files: Files, every: int, background: bool, life: int, ki
     session.close()
 
 
-def run_lives(folder: Path, files: Files, every: int, background: bool, kills: Sequence[Kill]) -> None:
-    """A life for each kill and one to the end; how each ended goes to `lives.json`."""
+def run_attempts(folder: Path, files: Files, every: int, background: bool, kills: Sequence[Kill]) -> None:
+    """An attempt for each kill and one to the end; how each ended goes to `attempts.json`."""
     folder.mkdir(parents=True)
     ends = []
-    for life, kill in enumerate([*kills, None]):
+    for attempt, kill in enumerate([*kills, None]):
         child = os.fork()
         if child == 0:
             code = 70
             try:
-                live(folder, files, every, background, life, kill)
+                live(folder, files, every, background, attempt, kill)
                 code = 0
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         ends.append(os.waitstatus_to_exitcode(status))
-    (folder / "lives.json").write_text(json.dumps(ends))
+    (folder / "attempts.json").write_text(json.dumps(ends))
 
 
 def write_data(folder: Path) -> Files:
-    """Ten prompts and a tokenizer, which is opened here: its import takes seconds, a life a fraction of one."""
+    """Ten prompts and a tokenizer, which is opened here: its import takes seconds, a attempt a fraction of one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -174,7 +174,7 @@ def main(folder: Path, scenarios: Path) -> None:
     files = write_data(folder / "data")
     for name, scenario in json.loads(scenarios.read_text()).items():
         kills = [(step, moment) for step, moment in scenario["kills"]]
-        run_lives(folder / name, files, scenario["every"], scenario["background"], kills)
+        run_attempts(folder / name, files, scenario["every"], scenario["background"], kills)
 
 
 if __name__ == "__main__":

@@ -79,17 +79,21 @@ def test_killed_runs_take_the_prompts_of_the_uninterrupted_one(runs: Path, name:
     folder, planned = runs / name, scenarios()[name]
     kills, every = planned["kills"], planned["every"]
     wanted = {entry["step"]: entry["prompts"] for entry in ledger(runs / "uninterrupted")}
-    assert json.loads((folder / "lives.json").read_text()) == [*[-signal.SIGKILL] * len(kills), 0]
-    for life in range(len(kills) + 1):
-        entries = [entry for entry in ledger(folder) if entry["life"] == life]
+    assert json.loads((folder / "attempts.json").read_text()) == [*[-signal.SIGKILL] * len(kills), 0]
+    for attempt in range(len(kills) + 1):
+        entries = [entry for entry in ledger(folder) if entry["attempt"] == attempt]
         steps = [entry["step"] for entry in entries]
-        first = checkpoint_after(kills[:life], every) + 1
-        last = kills[life][0] if life < len(kills) else STEPS
-        if planned["background"] and life:
-            assert steps[0] in (first - 1, first), f"life {life} resumed elsewhere"
+        first = checkpoint_after(kills[:attempt], every) + 1
+        last = kills[attempt][0] if attempt < len(kills) else STEPS
+        if planned["background"] and attempt:
+            assert steps[0] in (first - 1, first), f"attempt {attempt} resumed elsewhere"
             first = steps[0]
-        assert steps == list(range(first, last + 1)), f"life {life} resumed elsewhere, skipped a step or did one twice"
-        assert all(entry["prompts"] == wanted[entry["step"]] for entry in entries), f"life {life} took other prompts"
+        assert steps == list(range(first, last + 1)), (
+            f"attempt {attempt} resumed elsewhere, skipped a step or did one twice"
+        )
+        assert all(entry["prompts"] == wanted[entry["step"]] for entry in entries), (
+            f"attempt {attempt} took other prompts"
+        )
     records = list(read_jsonl(folder / "run" / "metrics.jsonl"))
     assert [record["step"] for record in records if record["phase"] == "train"] == list(ALL_STEPS)
     assert [record["step"] for record in records if record["phase"] == "val"] == [0, STEPS]

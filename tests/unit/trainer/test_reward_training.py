@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
+from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.trainer.protocols import Update
@@ -70,10 +70,13 @@ class Model:
         assert folder.is_dir()
 
 
-def trainer_of(folder: Path, model: Any, steps: int) -> RewardTrainer:
+def trainer_of(folder: Path, model: Any, steps: int, **actor: Any) -> RewardTrainer:
     training = RewardTrainingConfig(steps=steps, batch_size=4)
     config = RunConfig(
-        output_dir=str(folder), reward_training=training, trainer=TrainerConfig(loggers=("jsonl",), save_every_steps=1)
+        output_dir=str(folder),
+        actor=ActorConfig(**actor),
+        reward_training=training,
+        trainer=TrainerConfig(loggers=("jsonl",), save_every_steps=1),
     )
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +114,12 @@ def test_a_gradient_that_is_not_finite_stops_it(tmp_path: Path) -> None:
     ):
         trainer.fit()
     assert trainer.session.store.latest() is None
+
+
+def test_it_is_skipped_where_the_actor_skips_it(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Model(applied=False), 3, on_nonfinite="skip")
+    trainer.fit()
+    assert trainer.step == 3
 
 
 def test_accuracy_counts_pairs_whose_chosen_answer_scores_higher() -> None:

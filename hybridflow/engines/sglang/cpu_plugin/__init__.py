@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 
+from hybridflow.device.platform import Platform
+
 PLATFORM_CLASS = "hybridflow.engines.sglang.cpu_plugin.platform.CpuNativePlatform"
 
 
@@ -17,9 +19,7 @@ def wanted() -> bool:
     """True when this process has no accelerator and the user did not ask for SGLang's own CPU engine."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return False
-    import torch
-
-    return not torch.cuda.is_available()
+    return Platform.detect().kind == "cpu"
 
 
 def activate() -> str | None:

@@ -53,7 +53,7 @@ def all_gather_into_tensor(group: Any, output: Any, input: Any) -> None:
 
 
 def reduce_scatter_tensor(group: Any, output: Any, input: Any) -> None:
-    """As above (distributed/parallel_state.py:1151)."""
+    """The reduce-scatter that SGLang asks of its groups on a CPU (distributed/parallel_state.py:1151)."""
     group._reduce_scatter_tensor(output, input)
 
 

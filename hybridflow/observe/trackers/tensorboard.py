@@ -1,0 +1,79 @@
+"""TensorBoard scalars without TensorFlow or torch: event records written straight into a file.
+
+TensorBoard's own EventFileWriter is not used: it tries to import TensorFlow, starts a thread, and puts the host's name
+in the file name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.trackers.base import RESERVED, Phase, tracker
+
+
+@tracker("tensorboard")
+class TensorBoardTracker:
+    """Writes event files in `tensorboard/`. The first scalar makes the folder and imports tensorboard."""
+
+    _count = itertools.count()
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder, self._metrics = run_dir / "tensorboard", run_dir / "metrics.jsonl"
+        self._records: Any = None
+
+    def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
+        """Write the scalars of one step and flush, so that a TensorBoard that is open shows them."""
+        self._write(step, wall_time, metrics)
+        self._records.flush()
+
+    def truncate_after(self, phase: Phase, step: int) -> None:
+        """Write the earlier records again from metrics.jsonl. Without that file TensorBoard itself drops what is logged
+        a second time."""
+        if not self._metrics.exists():
+            return
+        self.close()
+        old = sorted(self._folder.glob("events.out.tfevents.*"))
+        for record in read_jsonl(self._metrics):
+            late = record.get("phase") == phase and record.get("step", 0) > step
+            if not late and "step" in record and "wall_time" in record:
+                scalars = {name: value for name, value in record.items() if name not in RESERVED}
+                self._write(record["step"], record["wall_time"], scalars)
+        if self._records is not None:
+            self._records.flush()
+        for path in old:  # only now: a kill in between leaves records twice, and loses none
+            path.unlink()
+
+    def close(self) -> None:
+        """Close the event file; a later `log` starts another one, which TensorBoard reads after this one."""
+        if self._records is not None:
+            self._records.close()
+            self._records = None
+
+    def _write(self, step: int, wall_time: float, scalars: Mapping[str, float | None]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._records is None:
+            self._open()
+        values = [
+            Summary.Value(tag=tag, simple_value=math.nan if value is None else value) for tag, value in scalars.items()
+        ]
+        self._records.write(Event(step=step, wall_time=wall_time, summary=Summary(value=values)).SerializeToString())
+
+    def _open(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        # Zero-padded, as TensorBoard reads the files of a folder in the order of their names.
+        path = self._folder / f"events.out.tfevents.{int(now):010d}.{os.getpid()}.{next(self._count):04d}"
+        self._records = RecordWriter(path.open("xb"))
+        self._records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())

@@ -1,0 +1,97 @@
+"""What a room keeps to itself: the modules of the batch, and the words `torch.cuda`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Megatron calls torch.cuda where there is no CUDA; this module gives those calls something to find.
+SAYS_CUDA = ("device/", "mcore/cpu_compat.py")
+
+
+def modules_named(source: str) -> set[str]:
+    """Dotted names that a file imports or reads: `a.b` for `import a.b`, `from a import b` and the expression `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(f"{node.value.id}.{node.attr}")
+    return found
+
+
+def through_the_wall(folder: Path, submodules: set[str]) -> list[str]:
+    """`file imports module` for each import of a module inside hybridflow/batch from outside of it."""
+    inside = {f"hybridflow.batch.{name}" for name in submodules}
+    return [
+        f"{file.relative_to(folder)} imports {name}"
+        for file in sorted(folder.rglob("*.py"))
+        if not file.relative_to(folder).as_posix().startswith(("batch/", "hybridflow/batch/"))
+        for name in sorted(modules_named(file.read_text(encoding="utf-8")) & inside)
+    ]
+
+
+def who_says_cuda(package: Path) -> list[str]:
+    """Files outside of the device's room that name `torch.cuda`."""
+    return [
+        file.relative_to(package).as_posix()
+        for file in sorted(package.rglob("*.py"))
+        if not file.relative_to(package).as_posix().startswith(SAYS_CUDA)
+        and any(name.startswith("torch.cuda") for name in modules_named(file.read_text(encoding="utf-8")))
+    ]
+
+
+SUBMODULES = {path.stem for path in (ROOT / "hybridflow" / "batch").glob("[a-z]*.py")}
+
+
+@pytest.mark.parametrize("folder", ["hybridflow", "tests", "benchmarks"])
+def test_the_batch_is_imported_through_its_door(folder: str) -> None:
+    assert len(SUBMODULES) > 3
+    assert through_the_wall(ROOT / folder, SUBMODULES) == []
+
+
+def test_the_device_is_asked_in_one_room() -> None:
+    assert who_says_cuda(ROOT / "hybridflow") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x = torch.cuda.is_available()", "import torch.cuda", "from torch import cuda", "from torch.cuda import Stream"],
+)
+def test_the_check_sees_every_way_to_say_cuda(tmp_path: Path, line: str) -> None:
+    for folder in ("workers", "device"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text(line)
+    assert who_says_cuda(tmp_path) == ["workers/a.py"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import hybridflow.batch.columns",
+        "from hybridflow.batch import columns",
+        "def f():\n    from hybridflow.batch.columns import Deferred",
+    ],
+)
+def test_the_check_sees_every_way_past_the_door(tmp_path: Path, line: str) -> None:
+    for folder in ("workers", "batch"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text(line)
+    found = through_the_wall(tmp_path, SUBMODULES)
+    assert found == ["workers/a.py imports hybridflow.batch.columns"]
+
+
+def test_the_door_opens_without_what_files_and_tensors_need() -> None:
+    code = (
+        "import sys, hybridflow.batch as b; print(sorted({'torch', 'pyarrow', 'ray'} & set(sys.modules)));"
+        "print([name for name in b.__all__ if not hasattr(b, name)])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split("\n")[:2] == ["[]", "[]"]
