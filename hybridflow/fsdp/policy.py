@@ -28,12 +28,12 @@ from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
+from hybridflow.models.reference import HoldsReference
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import fsdp_layout
 from hybridflow.reshard.layout import Catalog, Layout
 from hybridflow.saving.hf_export import Held, export_held
 from hybridflow.saving.ownership import fsdp_owners
-from hybridflow.saving.reference import HoldsReference
 from hybridflow.saving.saver import Saver
 
 

@@ -37,8 +37,8 @@ from hybridflow.mcore.step import (
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.lora import AdapterMap
+from hybridflow.models.reference import HoldsReference
 from hybridflow.models.weights import WeightSource
-from hybridflow.saving.reference import HoldsReference
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)
 

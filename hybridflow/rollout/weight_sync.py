@@ -99,9 +99,9 @@ class SliceSync:
             for outcome in outcomes:
                 nbytes += outcome.nbytes
                 stale.pop(outcome.number, None)
-                if outcome.fate != "served":
+                if outcome.status != "served":
                     stale[outcome.number] = outcome.error
-            pending = [outcome.number for outcome in outcomes if outcome.fate == "stale"]
+            pending = [outcome.number for outcome in outcomes if outcome.status == "stale"]
         return stale, nbytes
 
     def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
@@ -128,10 +128,10 @@ class SliceSync:
             sent: list[Outcome] = [outcome for rank in sending.result() for outcome in rank]
         except HybridFlowError:  # a trainer rank is gone: the run ends with its error, the engines' side is in the log
             self.engines.quarantine(
-                {**self.engines.stale, **{o.number: o.error for o in received if o.fate != "served"}}
+                {**self.engines.stale, **{o.number: o.error for o in received if o.status != "served"}}
             )
             raise
-        for number in {outcome.number for outcome in (*received, *sent) if outcome.fate != "served"}:
+        for number in {outcome.number for outcome in (*received, *sent) if outcome.status != "served"}:
             self._sessions[number] += 1  # either end has given the session up
         return [_joined(outcome, [one for one in sent if one.number == outcome.number]) for outcome in received]
 
@@ -169,8 +169,8 @@ def _name(number: int) -> str:
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
     """The engine's outcome; of a failure, what its senders saw as well."""
-    if outcome.fate == "served":
+    if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]
     error = "; ".join([outcome.error, *also[:2]])
-    return Outcome(outcome.engine, outcome.number, outcome.fate, error, outcome.nbytes, outcome.seconds)
+    return Outcome(outcome.engine, outcome.number, outcome.status, error, outcome.nbytes, outcome.seconds)

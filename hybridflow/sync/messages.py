@@ -186,7 +186,7 @@ class Messages:
 
 
 def item_bytes(item: Item) -> int:
-    """On the wire."""
+    """Bytes of a slice on the wire."""
     return prod(item.size) * ITEM_BYTES[item.dtype]
 
 

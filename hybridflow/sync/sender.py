@@ -139,9 +139,9 @@ class _Sending:
         except Exception as problem:  # a thread's exception would be lost
             kind = "" if isinstance(problem, WeightSyncError) else f"{type(problem).__name__}: "
             error = f"{self.order.describe()}: trainer rank {self.link.rank}: {kind}{problem}"
-        fate = "stale" if error else "served"
+        status = "stale" if error else "served"
         self.outcome = Outcome(
-            self.order.engine, self.order.number, fate, error, nbytes, time.perf_counter() - started, self.link.rank
+            self.order.engine, self.order.number, status, error, nbytes, time.perf_counter() - started, self.link.rank
         )
 
     def stop_if_called_off(self, store: Any) -> None:

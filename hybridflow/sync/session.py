@@ -1,4 +1,4 @@
-"""What trainer, engine worker and engine ranks tell each other around a weight sync: plain data, as JSON under keys of
+"""What trainer, engine worker and engine ranks tell each other in a weight sync: plain data, as JSON under keys of
 one TCPStore.
 
 At start-up the trainer posts the catalog of HF tensors, engine ranks post their layouts, the trainer posts the plan's
@@ -99,18 +99,18 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an order at one end.
+    """How an order ended, as one end saw it.
 
     Attributes:
         rank: the trainer rank for a sender, -1 for the engine.
-        fate: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes the
-            next order), lost (dead or without answer: it has to be started again). A sender knows only served and
+        status: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes
+            the next order), lost (dead or without answer: it has to be started again). A sender knows only served and
             stale.
     """
 
     engine: str
     number: int
-    fate: str
+    status: str
     error: str = ""
     nbytes: int = 0
     seconds: float = 0.0
@@ -156,7 +156,7 @@ class Board:
     # --------------------------------------------------------------------------------------------------------
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
-        """Of all senders. Raises WeightSyncError naming those that are silent at the deadline."""
+        """The announcements of all senders. WeightSyncError names those that are silent at the deadline."""
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         self._wait(
             list(keys.values()),
@@ -176,8 +176,8 @@ class Board:
         self.store.compare_set(self._key("go"), "", reason)
 
     def reports(self, timeout_s: float) -> dict[int, RankReport]:
-        """Of the engine's ranks, by their number in the plan; a rank whose report has not come by then is missing from
-        the result."""
+        """The reports of the engine's ranks, by their number in the plan; a rank whose report has not come by then is
+        missing from the result."""
         return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
 
     def clear(self) -> None:
@@ -240,13 +240,13 @@ def connect(host: str, port: int, timeout_s: float) -> Store:
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all keys are there by the deadline. WeightSyncError when the store itself is gone."""
+    """Whether all keys are there by the deadline. WeightSyncError when the store itself cannot be reached."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
         if "timeout" in str(error).lower() or "timed out" in str(error).lower():
             return False
-        raise WeightSyncError(f"the sync's store is gone: {error}") from error
+        raise WeightSyncError(f"the sync's store cannot be reached any more: {error}") from error
     return True
 
 

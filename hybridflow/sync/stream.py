@@ -21,9 +21,8 @@ from types import TracebackType
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.sync.checksum import Digest, digest, first_difference, joined
 from hybridflow.sync.messages import Message
-from hybridflow.sync.payload import Payload
+from hybridflow.sync.payload import Digest, Payload, digest, first_difference, joined
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, seal_bytes
 from hybridflow.sync.transports.base import (
     LAST_TAG,
@@ -99,19 +98,19 @@ class _RankSync:
         self._digests[number] = digest(payload, self._seeds[number])
 
     def peers(self) -> list[int]:
-        """Ascending."""
+        """The ranks that messages go to or come from, ascending."""
         return sorted({message.peer for message in self.messages})
 
     def digests(self, peer: int) -> list[Digest]:
-        """Of the messages to or from a peer, in order."""
+        """The checksums of the messages to or from a peer, in order."""
         return [taken for taken, message in zip(self._digests, self.messages, strict=True) if message.peer == peer]
 
     def places(self, keep: bool = False) -> list[Payload]:
-        """See `staging.places`."""
+        """Where each message lies; `keep` gives each a place of its own."""
         return self.staging.places(self.messages, self.copies, keep)
 
     def stats(self, used: int) -> StreamStats:
-        """Of the sync so far, in which `used` bytes held messages."""
+        """Figures of the sync so far, in which `used` bytes held messages."""
         payload = sum(message.nbytes for message in self.messages)
         count = len(self.messages)
         return StreamStats(payload, seal_bytes(count), used, count, time.perf_counter() - self._start)

@@ -186,9 +186,9 @@ class RolloutWorker:
         if state.state != UP:
             return refuse(order, f"{state.name} is not up: {state.reason}")
         outcome = self.supervisor.engine.receive(order, self._plan)
-        if outcome.fate == "served":
+        if outcome.status == "served":
             self._served_start = state.restarts
-        if outcome.fate == "lost":
+        if outcome.status == "lost":
             self.supervisor.restart(outcome.error)
         return outcome
 

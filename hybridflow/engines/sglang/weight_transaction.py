@@ -58,20 +58,20 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         stages: of the engine's pipeline.
     """
     started, board = time.perf_counter(), None
-    fate = "refused"
+    status = "refused"
     try:
         board = Board.open(order)
         _compare(board, plan)
-        fate = "stale"
+        status = "stale"
         reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
     except (WeightSyncError, EngineError) as error:
         if board is not None:
             with suppress(RuntimeError):  # the store is gone: then so is whom this would tell
                 board.call_off(str(error))
         if isinstance(error, EngineSilent | _Unusable):
-            fate = "lost"
+            status = "lost"
         return Outcome(
-            order.engine, order.number, fate, f"{order.describe()}: {error}", 0, time.perf_counter() - started
+            order.engine, order.number, status, f"{order.describe()}: {error}", 0, time.perf_counter() - started
         )
     board.clear()
     nbytes = sum(report.nbytes for report in reports.values())

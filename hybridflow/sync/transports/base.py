@@ -159,7 +159,7 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
         ...
 
     def rewind(self) -> None:
-        """See `LendingSendChannel.rewind`."""
+        """Begin with the first slot, as the sender does."""
         ...
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:

@@ -66,7 +66,7 @@ class Files:
         return _Sent(self, peer, tag, path)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """See `ReceiveChannel.receive`."""
+        """Start receiving into `into`."""
         return _Reading(self, peer, tag, self._next(peer, tag), into)
 
     def _next(self, peer: int, tag: int) -> Path:
@@ -78,7 +78,7 @@ class Files:
         return self.folder / f"{self._session}-{sender}-{receiver}-{number}-{tag}.bin"
 
     def close(self) -> None:
-        """See `SendChannel.close`."""
+        """End the session in good order."""
         self._is_open = False
         for watch in self.watches.values():
             watch.close()

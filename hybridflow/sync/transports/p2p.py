@@ -52,11 +52,11 @@ class PeerToPeer:
             raise self._unopened(error) from error
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """See `SendChannel.send`."""
+        """Start sending; the payload stays untouched until `wait`."""
         return self._start("send", peer, tag, payload)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """See `ReceiveChannel.receive`."""
+        """Start receiving into `into`."""
         return self._start("recv", peer, tag, into)
 
     def _start(self, method: str, peer: int, tag: int, payload: Payload) -> Work:
@@ -81,12 +81,12 @@ class PeerToPeer:
         )
 
     def close(self) -> None:
-        """See `SendChannel.close`."""
+        """End the session in good order."""
         self._group = None  # its destructor closes the sockets
         self.peers.forget()
 
     def abort(self) -> None:
-        """See `SendChannel.abort`."""
+        """Give the session up at once."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

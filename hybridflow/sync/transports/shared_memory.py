@@ -241,12 +241,12 @@ class Sender:
                 os.close(fd)
 
     def rewind(self) -> None:
-        """See `LendingSendChannel.rewind`."""
+        """Begin with the first slot again."""
         for segment in self._segments.values():
             segment.rewind()
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
-        """See `LendingSendChannel.lend`."""
+        """Return memory for the next message, once it is free."""
         return _segment(self._segments, self.member, peer, tag).free_slot(tag, nbytes)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
@@ -263,7 +263,7 @@ class Sender:
         self.abort()
 
     def abort(self) -> None:
-        """See `SendChannel.abort`."""
+        """Give the session up at once."""
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.leave()
@@ -301,16 +301,16 @@ class Receiver:
 
     @property
     def slots(self) -> int:
-        """See `LendingReceiveChannel.slots`."""
+        """Messages of one peer that can be on loan at a time."""
         return self.member.endpoint.slots
 
     def rewind(self) -> None:
-        """See `LendingReceiveChannel.rewind`."""
+        """Begin with the first slot again."""
         for segment in self._segments.values():
             segment.rewind()
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
-        """See `LendingReceiveChannel.borrow`."""
+        """Return the next message of a peer, once it is there."""
         segment = _segment(self._segments, self.member, peer, tag)
         return SlotLoan(segment.message(tag, nbytes), segment)
 
@@ -322,25 +322,25 @@ class Receiver:
             pending.pop(0)
 
     def close(self) -> None:
-        """See `ReceiveChannel.close`."""
+        """End the session in good order."""
         self.abort()
 
     def abort(self) -> None:
-        """See `ReceiveChannel.abort`."""
+        """Give the session up at once."""
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.leave()
 
 
 class SlotLoan:
-    """See `Loan`."""
+    """A message that lies in a slot until it is released."""
 
     def __init__(self, payload: Payload, segment: _Segment) -> None:
         self.payload = payload
         self._segment = segment
 
     def release(self) -> None:
-        """See `Loan.release`."""
+        """Let the sender use the memory again."""
         self._segment.take()
 
 
@@ -359,17 +359,17 @@ class _Arrival:
 
 
 def slot_bytes(endpoint: Endpoint) -> int:
-    """Of one slot. Pages that no message reaches are never backed by memory."""
+    """Bytes of one slot. Pages that no message reaches are never backed by memory."""
     return -(-endpoint.message_bytes // _PAGE) * _PAGE
 
 
 def header_bytes(endpoint: Endpoint) -> int:
-    """Of the counters, and of tag and size of the message in each slot."""
+    """Bytes of the counters, and of tag and size of the message in each slot."""
     return -(-8 * (_LABELS + 2 * endpoint.slots) // _PAGE) * _PAGE
 
 
 def segment_bytes(endpoint: Endpoint) -> int:
-    """Of a pair: a header and the slots."""
+    """Bytes of a pair's segment: a header and the slots."""
     return header_bytes(endpoint) + endpoint.slots * slot_bytes(endpoint)
 
 

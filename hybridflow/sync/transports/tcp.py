@@ -96,7 +96,7 @@ class Connections:
         self._links = {peer: _Link(connection, member.endpoint.timeout_s) for peer, connection in connections.items()}
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """See `SendChannel.send`."""
+        """Start sending; the payload stays untouched until `wait`."""
         link = self._links.get(peer) or self._no_link(peer, tag)
         self._write(link, peer, tag, (_HEADER.pack(tag, payload.nbytes), payload.memory), _HEADER.size + payload.nbytes)
         if not self._is_acknowledged(link, tag):
@@ -117,7 +117,7 @@ class Connections:
         self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
     def _is_acknowledged(self, link: _Link, tag: int) -> bool:
-        """Of the next message; both ends count alike."""
+        """Whether the receiver acknowledges the next message; both ends count alike."""
         link.count += 1
         return link.count % self.member.endpoint.slots == 1 or tag == LAST_TAG
 
@@ -160,7 +160,7 @@ class Connections:
         self.peers.forget()
 
     def abort(self) -> None:
-        """See `SendChannel.abort`."""
+        """Give the session up at once."""
         links, self._links = self._links, {}
         for link in links.values():
             with suppress(OSError):  # it may be broken already
@@ -178,7 +178,7 @@ class _Transfer:
         self.channel, self.link, self.peer, self.tag, self.is_done = channel, link, peer, tag, False
 
     def wait(self) -> None:
-        """See `Work.wait`. Reads what the peer still owes for transfers before this one, and then for this."""
+        """Reads what the peer still owes for transfers before this one, and then for this."""
         pending = self.link.pending
         while not self.is_done:
             pending[0].read()
@@ -269,7 +269,7 @@ def _greeted(link: socket.socket, key: bytes, within_s: float) -> int:
 
 
 def _own_address(endpoint: Endpoint) -> str:
-    """Of this machine, as the store's machine sees it."""
+    """The address of this machine as the store's machine sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((endpoint.host, endpoint.port))  # sends nothing: asks for the route
         return str(probe.getsockname()[0])

@@ -170,7 +170,7 @@ def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(bench: Fp8Ben
     for seed in (1, 2):
         whole = bench.train(seed)
         report, outcomes, _ = bench.sync(staged=staged)
-        assert report.error == "" and {outcome.fate for outcome in outcomes} == {"served"}
+        assert report.error == "" and {outcome.status for outcome in outcomes} == {"served"}
         forms = forms_of({name: tensor.numpy() for name, tensor in whole.items()}, FP8)
         want = {name: tensor.bfloat16() for name, tensor in forms["plain"].items()} | forms["fp8"]
         for name, tensor in want.items():

@@ -34,7 +34,7 @@ def test_new_weights_arrive_again_and_again_and_padding_is_cleared(bench: Bench,
         assert report.error == "" and report.nbytes == sum(t.nbytes for t in whole.values()) == sum(
             o.nbytes for o in outcomes
         )
-        assert {o.fate for o in outcomes} == {"served"}
+        assert {o.status for o in outcomes} == {"served"}
         assert bench.holds(whole) and bool((padded[-PAD:] == 0).all())
     assert bench.engine.post_loads == 2
 
@@ -48,7 +48,7 @@ def test_a_stage_of_a_pipeline_receives_behind_the_back_of_its_scheduler(bench: 
         for seed in (1, 2):
             whole = bench.train(seed)
             report, outcomes, _ = bench.sync(in_background=True)
-            assert report.error == "" and {o.fate for o in outcomes} == {"served"} and bench.holds(whole)
+            assert report.error == "" and {o.status for o in outcomes} == {"served"} and bench.holds(whole)
 
 
 def test_describing_leaves_the_live_weights_alone(bench: Bench) -> None:

@@ -25,13 +25,13 @@ class Answer:
 
 
 class Ends:
-    """The policy's group, the engines' group and `EngineGroup` in one. `fates` has, for each attempt, the fate of each
-    engine."""
+    """The policy's group, the engines' group and `EngineGroup` in one. `statuses` has, for each attempt, the status of
+    each engine."""
 
     def __init__(
-        self, fates: Sequence[dict[int, str]], states: Sequence[str] = ("up", "up"), sender_dies: bool = False
+        self, statuses: Sequence[dict[int, str]], states: Sequence[str] = ("up", "up"), sender_dies: bool = False
     ) -> None:
-        self.fates, self.state_names, self.sender_dies = list(fates), list(states), sender_dies
+        self.statuses, self.state_names, self.sender_dies = list(statuses), list(states), sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
         self.waited, self.senders_fail, self.restarts = 0.0, False, [0, 0]
@@ -52,15 +52,15 @@ class Ends:
     def quarantine(self, stale: dict[int, str]) -> None:
         self.stale = dict(stale)
 
-    def sender_says(self, fate: str) -> tuple[str, str]:
-        return ("served", "") if fate == "served" and not self.senders_fail else ("stale", "trainer rank 1: gone")
+    def sender_says(self, status: str) -> tuple[str, str]:
+        return ("served", "") if status == "served" and not self.senders_fail else ("stale", "trainer rank 1: gone")
 
     def submit(self, method: Any, *args: Any, timeout: float, only: Any = None) -> Answer:
         def senders() -> list[list[Outcome]]:
             if self.sender_dies:
                 raise WorkerError("the worker process died", role="actor", rank=1)
-            fates = self.fates[len(self.orders) - 1]
-            return [[Outcome(o.engine, o.number, *self.sender_says(fates[o.number]), rank=1) for o in args[0]]]
+            statuses = self.statuses[len(self.orders) - 1]
+            return [[Outcome(o.engine, o.number, *self.sender_says(statuses[o.number]), rank=1) for o in args[0]]]
 
         return Answer(senders)
 
@@ -75,16 +75,17 @@ class Ends:
             return None
         orders: list[Order] = args[0]
         assert list(only) == [order.number for order in orders]
-        fates = self.fates[len(self.orders)]
+        statuses = self.statuses[len(self.orders)]
         self.orders.append(orders)
-        for number, fate in fates.items():
-            if fate == "lost":
+        for number, status in statuses.items():
+            if status == "lost":
                 self.state_names[number] = "starting"
         reasons = {
-            n: "" if fate == "served" else f"engine-{n} rank {n}: bucket 3 is broken" for n, fate in fates.items()
+            n: "" if status == "served" else f"engine-{n} rank {n}: bucket 3 is broken"
+            for n, status in statuses.items()
         }
         return [
-            Outcome(o.engine, o.number, fates[o.number], reasons[o.number], 100 * (fates[o.number] == "served"))
+            Outcome(o.engine, o.number, statuses[o.number], reasons[o.number], 100 * (statuses[o.number] == "served"))
             for o in orders
         ]
 
@@ -146,9 +147,9 @@ def test_a_failed_engine_is_left_out_and_asked_again_next_time() -> None:
     assert sync.sync(2).stale == {} and ends.stale == {}
 
 
-@pytest.mark.parametrize("fate", ["lost", "refused"])
-def test_what_a_retry_cannot_heal_is_not_retried(fate: str) -> None:
-    ends = Ends([{0: "served", 1: fate}])
+@pytest.mark.parametrize("status", ["lost", "refused"])
+def test_what_a_retry_cannot_heal_is_not_retried(status: str) -> None:
+    ends = Ends([{0: "served", 1: status}])
     assert set(sync_of(ends, max_retries=3).sync(1).stale) == {"engine-1"}
     assert len(ends.orders) == 1
 

@@ -15,8 +15,7 @@ from hybridflow.reshard.layout import Catalog, ParallelShape, megatron_layout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.sync.messages import Item, Message, Messages
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.slice_views import Copies
-from hybridflow.sync.staging import ReceiveStaging, SendStaging
+from hybridflow.sync.staging import Copies, ReceiveStaging, SendStaging
 from hybridflow.sync.stream import receive_stream, send_stream
 from hybridflow.sync.transports import chosen, open_sender, part_bytes
 from hybridflow.sync.transports.base import LAST_TAG, Endpoint

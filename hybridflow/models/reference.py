@@ -1,4 +1,4 @@
-"""The reference that a policy holds beside its weights, whichever backend trains it: frozen, computed with, and
+"""The reference that a policy holds in addition to its weights, whichever backend trains it: frozen, computed with and
 saved."""
 
 from __future__ import annotations
