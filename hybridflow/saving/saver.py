@@ -213,7 +213,7 @@ class Job:
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
             raise self._not_written(
-                f"another rank has ended, or its files took longer than allowed: {reason}"
+                f"another rank is gone, or its files took longer than allowed: {reason}"
             ) from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:
@@ -341,7 +341,7 @@ def restore(folder: Path, tensors: Sequence[Any], exchange: Exchange) -> None:
 def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
     if manifest.backend != backend:
         return [
-            f"another training backend ({manifest.backend}) wrote it; set actor.backend as it was, or bring it over "
+            f"another training backend wrote it ({manifest.backend}); set actor.backend as it was, or bring it over "
             "with `hybridflow checkpoint export` and model.path"
         ]
     family = holder.family.hf.get("model_type")
