@@ -4,10 +4,9 @@ one TCPStore.
 At start-up the trainer posts the catalog of HF tensors, engine ranks post their layouts, the trainer posts the plan's
 schedules. In a sync each engine has an `Order`, and a `Board` of keys under it:
 
-    sender           announce(plan, version)                wait for go ─ open, send
-    engine worker    compare the announcements ─ pause ─ begin ─ go ─ call the ranks ─ read reports ─ end ─ version ─
-    continue engine rank                                                       open, receive ─ staged ─ decide ─ copy ─
-    report
+    sender          announce(plan, version) ─ wait for go ─ open, send
+    engine worker   compare announcements ─ pause, begin ─ go ─ call the ranks ─ reports ─ end ─ version ─ continue
+    engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
 `decide` is one compare-and-set: all ranks of an engine copy, or none does, whoever runs into a deadline first.
 """
