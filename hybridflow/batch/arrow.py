@@ -25,6 +25,7 @@ from hybridflow.batch.protocol import DataProto
 from hybridflow.errors import DataError, SchemaError
 
 _KEY = b"hybridflow"
+_PARQUET_MARK = b"PAR1"  # the first bytes of every parquet file
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # end mark of an IPC stream; Arrow's own reader does not require it
 # Before the 4 bytes of the checksum (little-endian); both follow the end mark, where readers of streams do not look.
 _CHECKSUM_MARK = b"HFcrc32\x00"
@@ -118,6 +119,14 @@ def iter_parquet(
 def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     if not Path(path).exists():
         raise DataError(f"{path}: no such file")
+    with _naming(f"{path}: not a readable parquet file"), Path(path).open("rb") as stream:
+        start = stream.read(16)
+    if start and not start.startswith(_PARQUET_MARK):
+        kind = "JSON lines" if start.lstrip().startswith(b"{") else "another format"
+        raise DataError(
+            f"{path}: not a readable parquet file: it begins with {start!r}, so it is {kind}; convert it, for example "
+            "with pandas' DataFrame.to_parquet"
+        )
     try:
         # not pq.read_table, which takes a folder named `lr=1` for a partition
         with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:

@@ -261,6 +261,9 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
     from hybridflow.config.check import check
 
     check(run, job)
+    from hybridflow.models.check import check as check_models
+
+    check_models(run, job)
     if args.explain:
         from hybridflow.config.explain import Origins, explain
         from hybridflow.config.locate import config_dirs

@@ -201,53 +201,22 @@ def _model_source(config: RunConfig) -> Iterator[str]:
 
 
 def _model_sizes(config: RunConfig) -> list[str]:
-    """Sizes of the model against the ways it is cut. The vocabulary is padded, so it is free."""
+    """Sizes of the model against engines and lengths; `hybridflow.models.check` asks its family about the trainer's
+    layout."""
     try:
         sizes = derived.hf_config(config.model)
     except ConfigError as error:
         return [str(error)]
-    parallel, tensor = config.actor.parallel, config.actor.parallel.tensor
-    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    stage_text = f"actor.parallel.pipeline={parallel.pipeline}" + (
-        f" x virtual_pipeline={parallel.virtual_pipeline}" if parallel.virtual_pipeline else ""
-    )
-    cuts = [
-        ("num_hidden_layers", stages, stage_text),
-        ("num_attention_heads", tensor, f"actor.parallel.tensor={tensor}"),
-    ]
-    experts = derived.num_experts(sizes)
+    tensor, experts = config.actor.parallel.tensor, derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]
-    if experts:
-        etp = derived.expert_tensor_size(parallel)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            cuts.append((name, parallel.expert, f"actor.parallel.expert={parallel.expert}"))
-        cuts.append(("moe_intermediate_size", etp, f"actor.parallel.expert_tensor={etp}"))
-        cuts.append(("shared_expert_intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
-        if tensor > 1 and not parallel.sequence:
-            found.append(
-                f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs "
-                f"actor.parallel.sequence=true: "
-                "Megatron refuses to train a mixture of experts under tensor parallelism without it"
-            )
-    else:
-        cuts.append(("intermediate_size", tensor, f"actor.parallel.tensor={tensor}"))
-    found += [line for name, parts, text in cuts for line in _cut(sizes, name, parts, text)]
-    found += _kv_heads(sizes, "actor.parallel.tensor", tensor)
+    if experts and tensor > 1 and not config.actor.parallel.sequence:
+        found.append(
+            f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs actor.parallel.sequence=true: "
+            "Megatron refuses to train a mixture of experts under tensor parallelism without it"
+        )
     if not any(True for _ in check_engines.shape_problems(config)):
         found += check_engines.size_problems(config.rollout, sizes)
     return found + list(_positions(config, sizes))
-
-
-def _cut(sizes: Any, name: str, parts: int, text: str) -> Iterator[str]:
-    size = sizes.get(name)
-    if isinstance(size, int) and size % parts:
-        yield f"{name}={size} of the model cannot be cut evenly by {text}; choose a divisor of {size}"
-
-
-def _kv_heads(sizes: Any, key: str, parts: int) -> Iterator[str]:
-    heads = sizes.get("num_key_value_heads")
-    if isinstance(heads, int) and heads % parts and parts % heads:
-        yield f"num_key_value_heads={heads} of the model and {key}={parts}: one must divide the other"
 
 
 def _dense_problems(config: RunConfig) -> Iterator[str]:

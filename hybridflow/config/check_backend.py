@@ -9,7 +9,6 @@ from hybridflow.config import derived
 from hybridflow.config.schema import ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError
 
-DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
 _FSDP, _MEGATRON = "actor.backend=fsdp", "actor.backend=megatron"
 
 
@@ -62,6 +61,5 @@ def _family(config: RunConfig) -> Iterator[str]:
         sizes = derived.hf_config(config.model)
     except ConfigError:
         return  # reported by the sizes
-    family = sizes.get("model_type")
-    if family is not None and (family not in DENSE_FAMILIES or derived.num_experts(sizes)):
-        yield f"model_type={family}: {_FSDP} trains the dense families {', '.join(DENSE_FAMILIES)}; set {_MEGATRON}"
+    if derived.num_experts(sizes):
+        yield f"model_type={sizes.get('model_type')}: {_FSDP} trains models without experts; set {_MEGATRON}"

@@ -66,11 +66,6 @@ def data_parallel_size(config: RunConfig) -> int:
     return world_size(config) // model_parallel_size(config.actor.parallel)
 
 
-def expert_data_parallel_size(config: RunConfig) -> int:
-    """Copies of the experts."""
-    return world_size(config) // expert_model_parallel_size(config.actor.parallel)
-
-
 def num_experts(sizes: Mapping[str, Any]) -> int:
     """Routed experts of a model by its HF config, whatever its family calls them; 0 for a dense one."""
     return int(sizes.get("num_experts") or sizes.get("num_local_experts") or sizes.get("n_routed_experts") or 0)

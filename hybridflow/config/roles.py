@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def problems(config: RunConfig, job: str) -> list[str]:
         if derived.has_reward_model(config):
             found += [*_role(config, "reward_model"), *_score_of_last_token(config)]
         if derived.has_teacher(config):
-            found += [*_role(config, "teacher"), *_vocabulary(config)]
+            found += [*_role(config, "teacher"), *_top_k(config)]
     if job == "train-reward" and config.reward_training.steps:
         found += [*_role(config, "reward_model", with_path=False), *_pairs(config)]
     return found
@@ -64,6 +65,8 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
             f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); see `hybridflow "
             f"train-reward --help`"
         )
+    elif with_path and section.path is not None:
+        yield from _vocabulary(config, role, section.path)
     yield from _layout(section, role)
 
 
@@ -124,24 +127,53 @@ def _other_model(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _vocabulary(config: RunConfig) -> Iterator[str]:
-    """A teacher's tokens must be the policy's, and there must be as many as are asked for."""
+def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
+    """The ids that the policy samples must mean the same to the role's model, and have a row in its embedding.
+
+    A teacher's most likely tokens are the policy's to learn: it must have just as many.
+    """
+    own, policy = _tokens(path), _tokens(config.model.tokenizer or config.model.path)
+    if own and policy and own != policy:
+        other = sum(policy.get(token) != index for token, index in own.items())
+        yield (
+            f"{role}.path={path} has a tokenizer of its own ({other} of its {len(own)} tokens have another id than the "
+            f"policy's): it would read other text than the policy wrote; give a model with the policy's tokenizer"
+        )
+        return
+    size, needed = _vocab_size(ModelConfig(path=path)), _vocab_size(config.model) or len(policy) or None
+    if size is None or needed is None or size == needed or (size > needed and role != "teacher"):
+        return
+    yield (
+        f"{role}.path={path} has vocab_size={size}, the policy {needed}: their tokens must be the same; give another "
+        f"model"
+    )
+
+
+def _top_k(config: RunConfig) -> Iterator[str]:
     path, top_k = config.teacher.path, config.teacher.top_k
+    size = _vocab_size(ModelConfig(path=path))
+    if size is not None and top_k > size:
+        yield f"teacher.top_k={top_k} is more than the {size} tokens of the vocabulary of teacher.path={path}; lower it"
+
+
+def _vocab_size(model: ModelConfig) -> int | None:
+    """None where the config leaves it open, or its folder is missing (reported elsewhere)."""
     try:
-        sizes = [derived.hf_config(model).get("vocab_size") for model in (ModelConfig(path=path), config.model)]
+        size = derived.hf_config(model).get("vocab_size")
     except ConfigError:
-        return  # reported as a missing folder
-    teacher, policy = sizes
-    if isinstance(teacher, int) and top_k > teacher:
-        yield (
-            f"teacher.top_k={top_k} is more than the {teacher} tokens of the vocabulary of teacher.path={path}; "
-            f"lower it"
-        )
-    if isinstance(teacher, int) and isinstance(policy, int) and teacher != policy:
-        yield (
-            f"teacher.path={path} has vocab_size={teacher}, the policy {policy}: their tokens must be the same; "
-            f"give another teacher"
-        )
+        return None
+    return size if isinstance(size, int) else None
+
+
+def _tokens(folder: str | None) -> dict[str, int]:
+    """{token: id} of a folder's tokenizer.json; empty where there is none that can be read."""
+    try:
+        values = json.loads((Path(folder or "") / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = values["model"]["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+        return dict(pairs) | {token["content"]: token["id"] for token in values.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {}
 
 
 def _critic_batches(config: RunConfig) -> Iterator[str]:

@@ -95,6 +95,7 @@ class ModelConfig:
     path: str | None = None
     hf_config: dict[str, Any] = field(default_factory=dict)  # fields of a HF config.json; model_type decides the family
     tokenizer: str | None = None  # HF tokenizer folder; null: `path`
+    family: str | None = None  # a parameter map of your own, path/to/file.py:MODEL_TYPE; null: a built-in one
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 

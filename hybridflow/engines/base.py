@@ -86,9 +86,6 @@ class Engine(Protocol):
     def receive(self, order: Order, plan: str) -> Outcome:
         """Take all weights of the order or none, by the plan of this digest; raises none of our errors."""
 
-    def weights_checksum(self) -> str:
-        """Equal exactly when all weights are, bit for bit."""
-
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back to the device."""
 

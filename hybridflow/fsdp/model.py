@@ -82,7 +82,10 @@ def _on_meta(family: Family) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[family.hf["model_type"]].from_dict(dict(family.hf))
+    model_type = str(family.hf["model_type"])
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(f"transformers has no model_type {model_type!r}; train it with actor.backend=megatron")
+    config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
 

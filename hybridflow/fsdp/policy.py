@@ -20,6 +20,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
+from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
 from hybridflow.errors import ModelError
 from hybridflow.fsdp import checkpoint
@@ -28,7 +29,6 @@ from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.fsdp.packed import MicroBatch, build_micro_batches
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
-from hybridflow.models.reference import HoldsReference
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import fsdp_layout
 from hybridflow.reshard.layout import Catalog, Layout

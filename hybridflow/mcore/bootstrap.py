@@ -1,4 +1,4 @@
-"""Import this before any `megatron` import: it makes Megatron importable on the device at hand.
+"""To be imported before any `megatron` module: makes Megatron importable on the device at hand.
 
 On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core 0.16.1 calls
 unconditionally.
@@ -22,8 +22,7 @@ if Platform.detect().kind == "cpu":
 
     cpu_compat.install()
 
-# megatron warns from five modules that these are absent; we say ourselves, once, what is used instead (see
-# `backend_name`)
+# five modules of megatron warn that these are absent; `backend_name` says once what is used instead
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
 import megatron.core  # noqa: E402
 
@@ -32,7 +31,7 @@ HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not 
 
 
 def backend_name() -> str:
-    """What computes the layers: recorded with every run."""
+    """What computes the layers, for the run's record."""
     if HAVE_TRANSFORMER_ENGINE:
         return "transformer-engine"
     return f"torch ({Platform.detect().kind})"

@@ -1,4 +1,5 @@
-"""Makes Megatron-Core 0.16.1 run on the CPU. `bootstrap` installs it there before megatron is imported.
+"""Replacements of CUDA functions that let Megatron-Core 0.16.1 run on the CPU. `bootstrap` installs them there before
+megatron is imported; with CUDA never.
 
 Megatron asks torch.cuda for its device, streams and random state without checking that CUDA exists, creates tensors
 with `device="cuda"`, and compares type strings. Each replacement below says who needs it. Gloo's own gaps are in
@@ -73,8 +74,8 @@ class _Event:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`: every index is the CPU generator (tensor_parallel/random.py keeps its states
-    there)."""
+    """`torch.cuda.default_generators`, where tensor_parallel/random.py keeps its states: every index is the CPU
+    generator."""
 
     class _Default:
         def get_state(self) -> torch.Tensor:
@@ -145,9 +146,9 @@ def _replace_factories() -> None:
 
         return wrapper
 
-    # `with torch.device("meta")` looks a factory up in this set, made at its first use (torch/utils/_device.py:13):
-    # made after the exchange it would hold our wrappers and know none of the functions inside them; transformers then
-    # leaves rotary tables uninitialised
+    # `with torch.device("meta")` looks factories up in a set that is made at its first use (torch/utils/_device.py:13).
+    # Made after the exchange, it would hold our wrappers and miss the functions inside them, and transformers would
+    # leave rotary tables uninitialised
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -171,9 +172,10 @@ def _replace_moves() -> None:
 
 
 def _replace_type_names() -> None:
-    """Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
-    distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690): callers inside megatron see the CUDA name, everybody
-    else the true one.
+    """Callers inside megatron see the CUDA name of a tensor's type, all others the true one.
+
+    Megatron's optimizers compare `param.type()` with 'torch.cuda.FloatTensor' (clip_grads.py:167,
+    distrib_optimizer.py:361, 420, 582, optimizer.py:671, 690).
     """
     tensor: Any = torch.Tensor
     original_type = tensor.type

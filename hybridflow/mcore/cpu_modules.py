@@ -51,25 +51,22 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.norm_eps = config.layernorm_epsilon
+        self.eps = config.layernorm_epsilon
         self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers
         it."""
-        return super().forward(
-            F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.norm_eps), *args, **kwargs
-        )
+        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class DuplicatedLinear(nn.Module):
     """A linear that every tensor-parallel rank holds whole (TELinear with parallel_mode "duplicated"): latent
     attention's down projections.
 
-    Under sequence parallelism each rank applies it to its share of the sequence, so its gradient is summed over the
-    tensor-parallel
-    ranks: that is what the `sequence_parallel` mark asks for.
+    Under sequence parallelism each rank applies it to its share of the sequence, so its gradient must be summed over
+    the tensor-parallel ranks. The `sequence_parallel` mark asks for that.
     """
 
     def __init__(
@@ -166,15 +163,15 @@ class TorchSpecProvider(BackendSpecProvider):
     """Hands Megatron's TE layer spec the modules above."""
 
     def linear(self) -> type:
-        """Not parallel (latent attention's down projections)."""
+        """Held whole by every rank (latent attention's down projections)."""
         return DuplicatedLinear
 
     def column_parallel_linear(self) -> type:
-        """See BackendSpecProvider."""
+        """Cut by output rows."""
         return ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        """See BackendSpecProvider."""
+        """Cut by input columns."""
         return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
@@ -182,15 +179,15 @@ class TorchSpecProvider(BackendSpecProvider):
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """See BackendSpecProvider."""
+        """Cut by output rows, with the norm in front."""
         return NormColumnParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """See BackendSpecProvider."""
+        """Every norm of the families here is an RMS norm."""
         return RMSNorm
 
     def core_attention(self) -> type:
-        """See BackendSpecProvider."""
+        """Attention over packed sequences, with context parallelism."""
         return PackedAttention
 
     def grouped_mlp_modules(
@@ -205,7 +202,7 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def install() -> None:
-    """Make Megatron's TE layer spec use `TorchSpecProvider`, and mend what it gets wrong without TE. Idempotent."""
+    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
     from megatron.core.transformer import multi_latent_attention, transformer_block

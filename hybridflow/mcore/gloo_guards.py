@@ -1,9 +1,8 @@
-"""Where gloo (torch 2.13) refuses or, worse, silently computes something else than NCCL would.
+"""Guards around collectives that gloo (torch 2.13) refuses, or computes silently differently from NCCL.
 
 `scatter` with non-contiguous inputs, `all_reduce` on strided tensors and `broadcast` between different memory layouts
-read and write the storage as if it were contiguous. `all_gather` of unequal sizes is refused (expert tensor parallelism
-with expert parallelism needs
-it: tensor_parallel/mappings.py:150).
+read and write the storage as if it were contiguous. `all_gather` of unequal sizes is refused, although expert tensor
+parallelism with expert parallelism needs it (tensor_parallel/mappings.py:150).
 """
 
 from __future__ import annotations

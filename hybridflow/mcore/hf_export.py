@@ -19,7 +19,7 @@ def export(
     tokenizer: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `folder` as `export_held` does. Collective."""
+    """Write the policy's weights, adapters merged, as `export_held` does. Collective."""
     held = Held(policy.family, policy.dtype, megatron_owners(policy.family, all_coordinates()), policy.parameters())
     try:
         export_held(held, folder, hf_config, tokenizer, max_shard_bytes)

@@ -1,20 +1,16 @@
-"""Low-rank adapters beside Megatron's linears: the base frozen, two small factors trained, merged copies for whoever
-reads the weights.
+"""Low-rank adapters on Megatron's linears: the base is frozen, two small factors are trained.
 
-The linears keep their classes, names and weights; a forward hook adds the adapter's output. So families' maps,
-checkpoints and the plan of the weight transfer stay what they are. How ranks cut the factors is data (`models.lora`);
-what they must tell each other follows from it:
+The linears keep their classes, names and weights; a forward hook adds the adapter's output. Families' maps, checkpoints
+and the plan of the weight sync therefore stay as they are. How ranks cut the factors is data (`models.lora`), and it
+determines what the ranks must exchange:
 
-    weight cut by   A [r, in]        B [out, r]       forward, between A and B          gradients
-    rows            whole            own rows         copy; sequence parallel: gather   A: summed by the copy's backward
-    pass; sequence
-                                                                                        parallel: over ranks, as a
-                                                                                            norm's
-    columns         own columns      whole            sum; sequence parallel: scatter   B: whole on each rank; sequence
-    parallel: over ranks nothing         whole            whole            nothing                           whole;
-    sequence parallel: over ranks
+    weight cut by   A [r, in]     B [out, r]   between A and B in the forward pass
+    rows            whole         own rows     copy; under sequence parallelism gather
+    columns         own columns   whole        sum; under sequence parallelism scatter
+    nothing         whole         whole        nothing
 
-What travels is [tokens, r], never [tokens, hidden].
+A factor that a rank holds whole but applies to its part of the sequence alone has its gradient summed over ranks, as a
+norm has. What travels is [tokens, r], never [tokens, hidden].
 """
 
 from __future__ import annotations
@@ -47,21 +43,17 @@ class Adapter(torch.nn.Module):
     """scale * B A of one linear."""
 
     def __init__(self, linear: Any, described: AdaptedWeight, scale: float, config: Any) -> None:
-        """`linear`: what it stands beside; `config`: its TransformerConfig."""
+        """`linear`: the adapted module; `config`: its TransformerConfig."""
         super().__init__()
-        weight, self.cut, self.scale, self.sequence_parallel = (
-            linear.weight,
-            described.cut,
-            scale,
-            config.sequence_parallel,
-        )
+        weight, self.cut, self.scale = linear.weight, described.cut, scale
+        self.sequence_parallel = config.sequence_parallel
         self.A = torch.nn.Parameter(torch.empty(described.a.shape, dtype=weight.dtype, device=weight.device))
         self.B = torch.nn.Parameter(torch.empty(described.b.shape, dtype=weight.dtype, device=weight.device))
-        # TE's and our fused linears hold the norm before them; its output is not kept but computed again. In a tuple:
-        # no child of this module, whose parent the linear is
-        self._norm = (linear, config.layernorm_epsilon) if hasattr(linear, "layer_norm_weight") else None
+        # TE's and our fused linears contain the norm in front of them; its output is not kept but computed again. The
+        # linear is in a tuple because it must not become a child of its own child
+        self._norm = (linear, float(linear.eps)) if hasattr(linear, "layer_norm_weight") else None
         if self.cut == "rows":
-            # or the gradient's norm would count one rank's rows alone
+            # otherwise the gradient norm would count the rows of one rank only
             set_tensor_model_parallel_attributes(self.B, True, 0, 1)
         if self.cut == "columns":
             set_tensor_model_parallel_attributes(self.A, True, 1, 1)
@@ -120,7 +112,7 @@ class Adapters:
         self._fill()
 
     def facts(self) -> dict[str, Any]:
-        """See `AdapterMap.facts`."""
+        """What a checkpoint's manifest says about the adapters."""
         return self.map.facts()
 
     def parameters(self) -> dict[str, tuple[torch.Tensor, LocalTensor]]:
@@ -130,9 +122,10 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self) -> dict[str, torch.Tensor]:
-        """W + scale * B A of every adapted weight, by the weight's name, in memory of their own that is used again each
-        time: valid until the next call or `release`. This rank's rectangle of W needs this rank's rectangles of B and A
-        alone.
+        """W + scale * B A of every adapted weight, by the weight's name.
+
+        The buffers are reused: they are valid until the next call or `release`. This rank's rectangle of W needs only
+        this rank's rectangles of B and A.
         """
         for linear, one in self._linears:
             weight, name = linear.weight.detach(), one.weight.name
@@ -148,12 +141,11 @@ class Adapters:
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
     def holds_copies(self) -> bool:
-        """Whether merged copies lie in memory now."""
+        """Whether merged copies take memory now."""
         return any(tensor.untyped_storage().nbytes() for tensor in self._merged.values())
 
     def release(self) -> None:
-        """Give the merged copies' memory back; the tensors (senders keep views of them) are empty until they are made
-        anew."""
+        """Free the merged copies' memory. Senders keep views of the tensors, which stay empty until `merged`."""
         for tensor in self._merged.values():
             tensor.untyped_storage().resize_(0)
 
@@ -167,7 +159,7 @@ class Adapters:
 
 
 def _mark_sequence_parallel(whole: Sequence[torch.nn.Parameter]) -> None:
-    """Factors that see this rank's part of the sequence alone: finalize_model_grads.py:354 adds their gradients up."""
+    """Mark factors that see only this rank's part of the sequence: finalize_model_grads.py:354 sums their gradients."""
     for factor in whole:
         factor.sequence_parallel = True  # type: ignore[attr-defined]
 
@@ -177,6 +169,6 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _start_gradient(embedding: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Nothing before the first adapter requires a gradient, and a recomputed layer has one only if its input has
-    (random.py:564)."""
+    """Nothing before the first adapter requires a gradient, but a recomputed layer passes one on only if its input
+    requires one (random.py:564)."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

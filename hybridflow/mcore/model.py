@@ -43,9 +43,11 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """How pipeline stages talk. Interleaved over two stages, a rank's previous and next neighbour are one rank: batched
-    operations (p2p_communication.py:27-46, no tags) then match "to the previous" with "from the previous", and the
-    gradients are silently wrong.
+    """How pipeline stages exchange activations.
+
+    With an interleaved schedule over two stages, a rank's previous and next neighbour are the same rank. Batched
+    operations have no tags (p2p_communication.py:27-46), so "to the previous" would match "from the previous", and the
+    gradients would be silently wrong.
     """
     return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline_size(parallel) > 1 else {}
 
@@ -98,7 +100,7 @@ def transformer_config(
 
 
 def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> list[GPTModel]:
-    """This rank's stage, uninitialised weights: one model, or with virtual stages one for each."""
+    """This rank's stage with uninitialised weights: one model, or one for each virtual stage."""
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import cpu_modules
 
@@ -126,24 +128,24 @@ def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> 
     if isinstance(family, ScalarHead):
         replace_output_layer(model, family.hidden, family.bias)
     elif at.is_last_stage:
-        # `vocab_parallel` applies the output layer chunk by chunk; called as a module still, so that hooks on its
+        # `vocab_parallel` applies the output layer chunk by chunk; the module is still called, so that hooks on its
         # weight run
         model.output_layer.forward = functools.partial(_hidden_states, model.output_layer)
     return model
 
 
 def _set_latent_norm_eps(model: GPTModel, eps: float) -> None:
-    """The norms of latents are part of the up projections: `norm_eps` is ours, `eps` Transformer Engine's."""
+    """The norms of latents are part of the up projections."""
     for name, module in model.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")):
-            setattr(module, "norm_eps" if hasattr(module, "norm_eps") else "eps", eps)
+            module.eps = eps
 
 
 def _hidden_states(
     layer: Any, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
 ) -> tuple[torch.Tensor, None]:
-    """What stands before the matrix product of a ColumnParallelLinear: hidden [s, b, h] of all tokens; in the backward
-    pass the tensor ranks' shares of its gradient are summed.
+    """The input of a ColumnParallelLinear's matrix product: hidden [s, b, h] of all tokens. The backward pass sums the
+    tensor-parallel ranks' shares of its gradient.
     """
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(
@@ -153,7 +155,7 @@ def _hidden_states(
 
 
 def output_weight(model: GPTModel) -> torch.Tensor:
-    """[v, h] this rank's rows of the output layer of a last stage; tied to the embedding or not."""
+    """[v, h] this rank's rows of the output layer of a last stage, whether or not it is tied to the embedding."""
     weight: torch.Tensor = (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights
@@ -163,7 +165,7 @@ def output_weight(model: GPTModel) -> torch.Tensor:
 
 
 def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    """Gradient buffers and data-parallel reduction, for each virtual stage."""
+    """Add gradient buffers and data-parallel reduction to each virtual stage."""
     mark_experts(models)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -184,9 +186,11 @@ def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> l
 
 
 def mark_experts(models: Sequence[torch.nn.Module]) -> None:
-    """Experts' gradients are reduced over the experts' data-parallel group. tensor_parallel/layers.py:829, 1149 mark
-    them so only when EP > 1: with ETP != TP and EP = 1 they would be reduced over the dense group, which is silently
-    wrong. It also makes the optimizer's parts, and so its checkpoints, the same at every EP.
+    """Mark experts, so that their gradients are reduced over the experts' data-parallel group.
+
+    tensor_parallel/layers.py:829, 1149 mark them only when EP > 1. With ETP != TP and EP = 1 they would be reduced over
+    the dense group, which is silently wrong. The mark also makes the optimizer's parts, and so its checkpoints, the
+    same at every EP.
     """
     for model in models:
         for name, parameter in model.named_parameters():

@@ -1,5 +1,4 @@
-"""Megatron's optimizer with torch AdamW where neither Transformer Engine nor Apex is installed, and what that
-combination gets wrong."""
+"""Megatron's optimizer, with fixes for torch's AdamW, which it uses without Transformer Engine and Apex."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Optimizer:
         prime_adam_state(self.inner)
 
     def zero_grad(self) -> None:
-        """Before each mini-batch."""
+        """Clear the gradients, before each mini-batch."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
@@ -75,7 +74,7 @@ class Optimizer:
         return bool(found), norm, rate
 
     def learning_rate(self) -> float:
-        """Of the first parameter group."""
+        """The rate of the first parameter group."""
         return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else self.config.lr
 
 

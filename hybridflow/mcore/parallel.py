@@ -1,4 +1,4 @@
-"""Process groups of the Megatron layout, and where this rank stands in it."""
+"""Process groups of the Megatron layout, and this rank's coordinates in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridflow.process.rendezvous import join_world
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
     """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name and create Megatron's groups.
 
-    `timeout_s` bounds every collective: a rank that is gone becomes an error in the others, not a hang.
+    `timeout_s` bounds every collective: when a rank dies, the others fail instead of waiting for ever.
     """
     join_world(backend, timeout_s)
     parallel_state.initialize_model_parallel(
@@ -37,7 +37,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
 
 
 def is_initialized() -> bool:
-    """Whether this process has its groups."""
+    """Whether this process has created its groups."""
     return bool(parallel_state.model_parallel_is_initialized())
 
 
@@ -47,7 +47,7 @@ def device() -> torch.device:
 
 
 def coordinates() -> Coordinates:
-    """This rank's place; with virtual stages that of its first chunk (`Coordinates.virtual_stages` has all)."""
+    """This rank's coordinates; with virtual stages those of its first chunk (`Coordinates.virtual_stages` has all)."""
     return Coordinates(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -62,7 +62,7 @@ def coordinates() -> Coordinates:
 
 
 def all_coordinates() -> list[Coordinates]:
-    """Every rank's place, by global rank. A collective over the world."""
+    """Every rank's coordinates, by global rank. A collective over the world."""
     mine = torch.tensor(astuple(coordinates()), dtype=torch.int64, device=device())
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -70,7 +70,7 @@ def all_coordinates() -> list[Coordinates]:
 
 
 def context_rank() -> int:
-    """This rank's place among those that share each sequence."""
+    """This rank's position among the ranks that share each sequence."""
     return int(parallel_state.get_context_parallel_rank())
 
 
@@ -87,5 +87,5 @@ def data_parallel_position() -> tuple[int, int, bool]:
 
 
 def is_last_stage() -> bool:
-    """Holds the output layer."""
+    """Whether this rank holds the output layer."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

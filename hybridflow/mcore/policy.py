@@ -17,6 +17,7 @@ from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.data.micro_batches import sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
+from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
 from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.lora import Adapters
@@ -37,7 +38,6 @@ from hybridflow.mcore.step import (
 from hybridflow.models import Family
 from hybridflow.models.family import num_parameters
 from hybridflow.models.lora import AdapterMap
-from hybridflow.models.reference import HoldsReference
 from hybridflow.models.weights import WeightSource
 
 Sums = dict[str, tuple[float, float]]  # metric -> (sum, count)

@@ -42,8 +42,7 @@ class GroupedAttention:
     """Grouped-query attention behind `input_layernorm`.
 
     `linear_qkv` interleaves by KV group: [query heads of the group, key, value] for each group, and ranks take equal
-        shares of these
-    rows. With fewer groups than ranks the cut goes through a group, as Megatron cuts it
+    shares of these rows. With fewer groups than ranks the cut goes through a group, as Megatron cuts it
     (`get_query_key_value_tensors`).
     """
 

@@ -40,6 +40,10 @@ class Family(Protocol):
         """Every tensor of the HF checkpoint with its shape, in checkpoint order."""
         ...
 
+    def check(self, at: Coordinates) -> None:
+        """Raise ModelError where a size does not divide."""
+        ...
+
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """The parameters that the rank at these coordinates holds."""
         ...

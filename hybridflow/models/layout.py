@@ -108,7 +108,7 @@ class Coordinates:
 
 
 def whole(name: str, source: str, shape: Sequence[int]) -> LocalTensor:
-    """A tensor every rank of the stage holds in full."""
+    """A tensor that every rank of the stage holds whole."""
     zeros = (0,) * len(shape)
     return LocalTensor(name, tuple(shape), (Piece(source, zeros, zeros, tuple(shape)),))
 

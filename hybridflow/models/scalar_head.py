@@ -61,6 +61,10 @@ class ScalarHead:
             shapes[BIAS] = (1,)
         return shapes
 
+    def check(self, at: Coordinates) -> None:
+        """As the backbone; the head is not divided."""
+        self.backbone.check(at)
+
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """Every tensor-parallel rank of the last stage holds the whole head."""
         tensors = [local for local in self.backbone.local_tensors(at) if local.name != "output_layer.weight"]

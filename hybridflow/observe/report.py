@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a run, made from its folder. It loads no external resource, and all text
 of the run is escaped.
 
-From summary.json the page takes `status`, `accuracy_before`, `accuracy_after`, `steps` and `wall_time_s` when they are
+From summary.json the page takes `status`, `score_before`, `score_after`, `steps` and `wall_time_s` when they are
 there, and works them out from the metrics otherwise; the rest of the summary is shown as it is.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridflow.observe.charts import Drawn, draw
 from hybridflow.observe.progress import duration
-from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, step_phases
+from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, is_accuracy, step_phases
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 
 REPORT_NAME = "report.html"
@@ -126,14 +126,15 @@ def _status(run: RunFolder) -> str:
 
 
 def _accuracy(run: RunFolder) -> Fact | None:
-    points = [(step, value) for step, value in run.points("val", "val/accuracy") if value is not None]
-    before = run.summary.get("accuracy_before", points[0][1] if points else None)
-    after = run.summary.get("accuracy_after", points[-1][1] if len(points) > 1 else None)
+    points = [(step, value) for step, value in run.points("val", "val/score") if value is not None]
+    before = run.summary.get("score_before", points[0][1] if points else None)
+    after = run.summary.get("score_after", points[-1][1] if len(points) > 1 else None)
+    title, text = ("Held-out accuracy", _percent) if is_accuracy(run) else ("Held-out score", _plain)
     if before is None and after is None:
         return None
     if before is None or after is None:
-        return "Held-out accuracy", _percent(before if after is None else after), "measured once"
-    return "Held-out accuracy", f"{_percent(before)} → {_percent(after)}", "before → after"
+        return title, text(before if after is None else after), "measured once"
+    return title, f"{text(before)} → {text(after)}", "before → after"
 
 
 def _reward(run: RunFolder) -> Fact | None:

@@ -22,7 +22,7 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
         "rollout/logprob_diff/max",
         "timing_s/step",
     ),
-    "val": ("val/accuracy",),
+    "val": ("val/score",),
 }
 # The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then
 # "other".
@@ -41,7 +41,7 @@ _MAX_STACKED = 7
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
     """The charts of the page in reading order; those without data are dropped when drawn."""
     return [
-        ("Learning", [_accuracy(run), _reward(run), _sft_loss(run)]),
+        ("Learning", [_accuracy(run), _reward(run), *_reward_extras(run), _sft_loss(run)]),
         ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
         ("Critic", [_explained(run), _value_loss(run)]),
         ("Reward model", [_pair_loss(run), _pair_accuracy(run), _model_score(run), _model_share(run), _agreement(run)]),
@@ -83,22 +83,36 @@ def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, 
 
 
 def _accuracy(run: RunFolder) -> Chart:
-    points = run.points("val", "val/accuracy")
-    known = [(step, value) for step, value in points if value is not None]
+    points, percent = run.points("val", "val/score"), is_accuracy(run)
+    known = [
+        (step, value, f"{value * 100:.1f} %" if percent else f"{value:.3g}")
+        for step, value in points
+        if value is not None
+    ]
     notes = []
     if known:
-        notes.append((known[0][0], known[0][1], f"{'before ' if len(known) > 1 else ''}{known[0][1] * 100:.1f} %"))
+        notes.append((*known[0][:2], f"{'before ' if len(known) > 1 else ''}{known[0][2]}"))
     if len(known) > 1:
-        notes.append((known[-1][0], known[-1][1], f"after {known[-1][1] * 100:.1f} %"))
+        notes.append((*known[-1][:2], f"after {known[-1][2]}"))
+    title, unit = ("Held-out accuracy", "answers right") if percent else ("Held-out score", "mean score")
     return Chart(
-        "Held-out accuracy",
-        [Series("val/accuracy", points, 0)],
-        "answers right",
-        "val/accuracy",
-        percent=True,
-        include=(0.0,),
-        notes=notes,
+        title, [Series("val/score", points, 0)], unit, "val/score", percent=percent, include=(0.0,), notes=notes
     )
+
+
+def is_accuracy(run: RunFolder) -> bool:
+    """Whether every held-out score of the run is 0 or 1, so that their mean is a share of right answers."""
+    return len(run.points("val", "val/accuracy")) == len(run.points("val", "val/score"))
+
+
+def _reward_extras(run: RunFolder) -> list[Chart]:
+    """A chart for each number that the reward returned beside the score."""
+    prefix, end = "reward_extra/", "/mean"
+    names = sorted(name for name in run.names("train") if name.startswith(prefix) and name.endswith(end))
+    return [
+        _one(run, f"Reward: {name.removeprefix(prefix).removesuffix(end)}, mean of the batch", name, "mean")
+        for name in names
+    ]
 
 
 def _reward(run: RunFolder) -> Chart:
@@ -120,8 +134,8 @@ def _advantages(run: RunFolder) -> Chart:
 
 
 def _kl(run: RunFolder) -> Chart:
-    names = [("to the rollout policy", "actor/ppo_kl", 0), ("to the reference", "actor/kl_loss", 1)]
-    return Chart("KL divergence", _series(run, names), "nats a token", "actor/ppo_kl, actor/kl_loss", include=(0.0,))
+    names = [("to the rollout policy", "actor/ppo_kl", 0), ("to the reference", "actor/ref_kl", 1)]
+    return Chart("KL divergence", _series(run, names), "nats a token", "actor/ppo_kl, actor/ref_kl", include=(0.0,))
 
 
 def _entropy(run: RunFolder) -> Chart:

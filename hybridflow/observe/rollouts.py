@@ -39,6 +39,7 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     ),
     "logprob_diff_mean": (np.float32, "mean over tokens of |rollout - trainer| log-probability"),
     "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a token"),
+    "reward_extra": (str, "JSON of what the reward returned beside the score"),
     "extra_info": (str, "JSON of the dataset row's extra_info"),
 }
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")

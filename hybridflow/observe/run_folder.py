@@ -146,7 +146,10 @@ def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         name: row[name] if _is_number(row.get(name)) else None
         for name in ("score", "response_length", "logprob_diff_mean")
     }
-    return numbers | {name: row.get(name) for name in ("prompt_text", "response_text", "ground_truth", "finish_reason")}
+    return numbers | {
+        name: row.get(name)
+        for name in ("prompt_text", "response_text", "ground_truth", "finish_reason", "reward_extra")
+    }
 
 
 def _is_number(value: object) -> bool:

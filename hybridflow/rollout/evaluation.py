@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ class Scorer:
         self.rewards, self.tokenizer = rewards, tokenizer
 
     def score(self, batch: DataProto) -> DataProto:
-        """Columns response_text (objects) and scores [B] f32; `SCORING` declares what is read and written."""
+        """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, and reward_extra (objects: {name:
+        value}) where the reward returns more than a score."""
         pieces = batch.pieces(["response_ids"])
         texts = [
             self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
@@ -48,7 +51,10 @@ class Scorer:
             batch["data_source"].tolist(), texts, batch["ground_truth"].tolist(), batch["extra_info"].tolist()
         )
         scores = np.array([result.score for result in results], dtype=np.float32)
-        return DataProto.from_columns({"response_text": np.array(texts, dtype=object), "scores": scores})
+        columns = {"response_text": np.array(texts, dtype=object), "scores": scores}
+        if any(result.extra for result in results):
+            columns["reward_extra"] = np.array([result.extra for result in results], dtype=object)
+        return DataProto.from_columns(columns)
 
 
 class Validator:
@@ -58,20 +64,42 @@ class Validator:
         self.config, self.dataset, self.scorer, self.folder = config, dataset, scorer, folder
 
     def run(self, engines: RolloutService, step: int) -> dict[str, float]:
-        """val/accuracy (mean score) and lengths; the answers are dumped under `validation/`."""
+        """val/score (mean score), val/accuracy (the same where every score is 0 or 1), both by data source too, lengths
+        and means of what the reward returned beside the score. The answers are dumped under `validation/`. Nothing
+        without a held-out set."""
         if self.dataset is None:
-            return {"val/accuracy": float("nan")}
+            return {}
         batch = self.dataset.batch(np.arange(len(self.dataset)))
         batch = batch.union(engines.generate(batch, training=False))
         batch = batch.union(self.scorer.score(batch))
         dump_batch(self.folder, step, batch, self.scorer.tokenizer)
-        metrics = {
-            "val/accuracy": float(np.mean(batch["scores"])),
-            "val/response_length/mean": float(np.mean(batch.lengths("response_ids"))),
+        metrics = {"val/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
+        parts = {
+            f"/{source}": batch["data_source"] == source for source in dict.fromkeys(batch["data_source"].tolist())
         }
-        for source in dict.fromkeys(batch["data_source"].tolist()):
-            metrics[f"val/{source}/accuracy"] = float(np.mean(batch["scores"][batch["data_source"] == source]))
-        return metrics
+        for part, rows in {"": np.ones(len(batch), dtype=bool), **parts}.items():
+            scores = batch["scores"][rows]
+            metrics[f"val{part}/score"] = float(np.mean(scores))
+            if np.isin(scores, (0.0, 1.0)).all():
+                metrics[f"val{part}/accuracy"] = metrics[f"val{part}/score"]
+        return metrics | {
+            f"val/{name}": value for name, value in extra_metrics(batch).items() if name.endswith("/mean")
+        }
+
+
+def extra_metrics(batch: DataProto) -> dict[str, float]:
+    """reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite number (or true, false) of
+    this name beside the score."""
+    values: dict[str, list[float]] = {}
+    for extra in batch["reward_extra"].tolist() if "reward_extra" in batch else ():
+        for name, value in extra.items():
+            if isinstance(value, numbers.Real) and math.isfinite(value):
+                values.setdefault(name, []).append(float(value))
+    return {
+        f"reward_extra/{name}/{what}": float(of(found))
+        for name, found in values.items()
+        for what, of in (("mean", np.mean), ("max", np.max), ("min", np.min))
+    }
 
 
 def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
@@ -103,6 +131,8 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
         "extra_info": batch["extra_info"].tolist(),
     }
+    if "reward_extra" in batch:
+        rows["reward_extra"] = batch["reward_extra"].tolist()
     if "rm_scores" in batch:
         rows["rm_score"] = batch["rm_scores"].tolist()
     if "advantages" in batch:

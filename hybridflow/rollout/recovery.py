@@ -1,9 +1,7 @@
-"""Carrying on in the same step when no engine is left: engines and their workers start again and take the weights they
-had.
+"""Going on in the same step when no engine is left: engines and their workers start again and take the same weights.
 
-A step goes on where it was: the policy has not moved since the last sync, so the same version goes to the new engines,
-and the prompts of the lost answers are generated again. Nothing of this is needed while another engine can answer:
-`EngineGroup.generate` asks that one.
+The policy has not moved since the last sync, so the same version goes to the new engines, and the prompts whose answers
+were lost are asked again. While another engine can answer, `EngineGroup.generate` asks that one instead.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class RestartingRollouts:
     """`RolloutService` and `WeightSync` over the engines, which start again when none is left.
 
     Args:
-        engines, weights: what is carried on.
+        engines, weights: the service and the sync that are called.
         max_restarts: how many times within an hour; 0 lets the first loss end the job.
         told: about each restart, in one line.
     """
@@ -50,8 +48,7 @@ class RestartingRollouts:
         """Answer every prompt with the weights of the last sync, however often engines are lost over it.
 
         Raises:
-            HybridFlowError: of the loss, when `max_restarts` are used up; or of what went wrong in a restart: the
-            engines have
+            HybridFlowError: the loss, when `max_restarts` are used up; or what went wrong in a restart: engines have
                 `rollout.start_timeout_s` to come up.
         """
         while True:
@@ -64,7 +61,8 @@ class RestartingRollouts:
                 self.weights.sync(self._version)  # waits for engines that are starting
 
     def sync(self, version: int) -> SyncReport:
-        """See WeightSync. Workers that are lost start again; engines alone are `weights`' affair."""
+        """Bring the weights to the engines. Workers that are lost start again; `weights` handles the loss of an engine
+        alone."""
         self._version = version
         while True:
             try:
@@ -75,15 +73,15 @@ class RestartingRollouts:
                 self._restart(error)
 
     def sleep(self) -> None:
-        """See RolloutService."""
+        """Have every engine give its memory back."""
         self.engines.sleep()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See RolloutService."""
+        """Have every engine take the memory of these parts again."""
         self.engines.wake(tags)
 
     def _restart(self, error: HybridFlowError) -> None:
-        """Have workers again, if it is them; raise `error` when this was tried often enough."""
+        """Start lost workers again; raise `error` when no more restarts are allowed."""
         if not self._restarts.take():
             raise error
         log.warning("no engine is left; they start again (%d more times this hour): %s", self._restarts.left, error)

@@ -1,5 +1,5 @@
-"""The loop's rollout service over the workers of the engines: who gets which prompts, and what happens when an engine
-is lost."""
+"""The loop's rollout service over the engines' workers: which engine gets which prompts, and what happens when one is
+lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-# an engine that answers no longer is found dead within a few seconds, or it hangs
-_SETTLE_S, _SETTLE_POLL_S = (
-    10.0,
-    0.2,
-)
+_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +54,7 @@ class EngineGroup:
 
         Raises:
             EnginesLostError: there are no others. The lost ones are being started again, and hold no weights.
-            EngineError: an engine refused, and lives.
+            EngineError: an engine refused, and still runs.
         """
         rollout, limit = self.config.rollout, self.config.data.max_response_length
         sampling, timeout = rollout.sampling if training else rollout.val_sampling, rollout.request_timeout_s + 30
@@ -106,8 +102,8 @@ class EngineGroup:
         return self.group.is_alive() and (self.others is None or self.others.is_alive())
 
     def restart_workers(self) -> None:
-        """Start all workers, and with them all engines, again (`WorkerGroup.restart`, whose hooks let them take
-        weights)."""
+        """Start all workers, and with them all engines, again; the hooks of `WorkerGroup.restart` bring their weight
+        connections back."""
         if self.others is not None and not self.others.is_alive():
             self.others.restart()  # before the first nodes: it is theirs to say when an engine starts
         self.group.restart()
@@ -119,13 +115,14 @@ class EngineGroup:
         self.wait_ready()
 
     def states(self, wait_s: float = 0.0, busy_s: float = 0.0) -> list[EngineState]:
-        """How each engine stands; dead ones are started again. Waits up to `wait_s` for restarts under way.
+        """The state of each engine, after waiting up to `wait_s` for restarts in progress. Engines that have ended are
+        started again.
 
         Args:
             busy_s: how long a worker may still be at an earlier call before it answers.
 
         Raises:
-            WorkerError: a worker is gone. Without one of another node an engine cannot start again, and would wait for
+            WorkerError: a worker is lost. Without that of another node an engine cannot start again, and would wait for
             it in vain.
         """
         if self.others is not None:
@@ -142,15 +139,15 @@ class EngineGroup:
         self.stale = dict(stale)
 
     def sleep(self) -> None:
-        """See RolloutService."""
+        """Have every engine give its memory back."""
         self.group.run(RolloutWorker.sleep)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See RolloutService."""
+        """Have every engine take the memory of these parts again."""
         self.group.run(RolloutWorker.wake, list(tags))
 
     def stop(self) -> None:
-        """End the engines."""
+        """Stop the engines."""
         self.group.run(RolloutWorker.stop, timeout=30)
 
 

@@ -31,8 +31,8 @@ _MARGIN_S = 30.0  # over the deadlines inside a call: those have the better mess
 
 
 class SliceSync:
-    """`WeightSync`: every slice goes from a rank that has it to the engine rank that needs it, by a plan proven before
-    the first step."""
+    """`WeightSync` by a plan that is proven before the first step: each slice goes from a rank that has it to the
+    engine rank that needs it."""
 
     def __init__(self, policy: WorkerGroup, engines: EngineGroup, config: RunConfig) -> None:
         self.policy, self.engines, self.config, self.sync_config = policy, engines, config, config.rollout.sync
@@ -46,7 +46,7 @@ class SliceSync:
         self._plan: PlanFacts | None = None
 
     def prepare(self) -> str:
-        """Describe, plan, prove; before the first step, with all engines up. Returns one line about the plan.
+        """Make and prove the plan, before the first step and with all engines up. Returns one line about it.
 
         Raises:
             WeightSyncError: no proven plan exists; nothing can be synced then.
@@ -69,7 +69,7 @@ class SliceSync:
         self.prepare()
 
     def sync(self, version: int) -> SyncReport:
-        """See WeightSync."""
+        """Bring this version to every engine that is up; engines that did not take it are quarantined."""
         if self._plan is None:
             raise RuntimeError("sync before prepare")
         started = time.perf_counter()
@@ -105,8 +105,7 @@ class SliceSync:
         return stale, nbytes
 
     def _attempt(self, numbers: Sequence[int], version: int) -> list[Outcome]:
-        """Orders to these engines, carried out at both ends at once; the outcomes at the engines, with what senders had
-        to say."""
+        """Have both ends carry out orders to these engines. Returns the engines' outcomes, with the senders' errors."""
         self._attempts += 1
         orders = [self._order(number, version) for number in numbers]
         patience = answer_deadline(self.sync_config.timeout_s)
@@ -116,9 +115,8 @@ class SliceSync:
             received: list[Outcome] = self.engines.group.run(
                 RolloutWorker.receive_weights, orders, timeout=wait, only=numbers
             )
-        except (
-            HybridFlowError
-        ) as error:  # the engines' workers are gone: nobody will tell the senders to go on or to stop
+        except HybridFlowError as error:
+            # the engines' workers are lost: nobody else will tell the senders to go on or to stop
             for order in orders:
                 refuse(order, str(error).splitlines()[0])
             with suppress(HybridFlowError):
@@ -126,7 +124,7 @@ class SliceSync:
             raise
         try:
             sent: list[Outcome] = [outcome for rank in sending.result() for outcome in rank]
-        except HybridFlowError:  # a trainer rank is gone: the run ends with its error, the engines' side is in the log
+        except HybridFlowError:  # a trainer rank is lost: the run ends with its error, the engines' side is in the log
             self.engines.quarantine(
                 {**self.engines.stale, **{o.number: o.error for o in received if o.status != "served"}}
             )
@@ -154,8 +152,8 @@ class SliceSync:
         return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
 
     def _slots(self, number: int) -> int:
-        """Messages under way: as many as the staging memory takes, all where an engine's rank stages in
-        the transport's slots."""
+        """Messages in flight: as many as the staging memory takes; all of them where an engine's rank stages in shared
+        memory."""
         assert self._plan is not None
         if TRANSPORTS.get(self._transport).keeps_messages and self.sync_config.commit == "staged":
             return max(2, self._plan.messages[number])
@@ -168,7 +166,7 @@ def _name(number: int) -> str:
 
 
 def _joined(outcome: Outcome, senders: Sequence[Outcome]) -> Outcome:
-    """The engine's outcome; of a failure, what its senders saw as well."""
+    """The engine's outcome; after a failure with what its senders saw."""
     if outcome.status == "served":
         return outcome
     also = [one.error for one in senders if one.error and outcome.error not in one.error]

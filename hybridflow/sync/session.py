@@ -103,7 +103,7 @@ class Outcome:
     Attributes:
         rank: the trainer rank for a sender, -1 for the engine.
         status: served (the engine answers with the new weights), refused (nothing was touched), stale (paused, takes
-            the next order), lost (dead or without answer: it has to be started again). A sender knows only served and
+            the next order), lost (ended or without answer: it has to be started again). A sender knows only served and
             stale.
     """
 

@@ -227,8 +227,8 @@ def _train(job: _Job) -> dict[str, Any]:
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
     return {
-        "accuracy_before": totals.get("accuracy_before"),
-        "accuracy_after": totals.get("accuracy_after"),
+        "score_before": totals.get("score_before"),
+        "score_after": totals.get("score_after"),
         "seconds_sft": totals.get("seconds_sft", 0.0),
         "seconds_grpo": totals.get("seconds_grpo", 0.0),
         "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / steps,

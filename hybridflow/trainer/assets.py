@@ -12,7 +12,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.models import family_of
+from hybridflow.models import family_of, use_family
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 
@@ -46,6 +46,7 @@ def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
+    use_family(config.model.family)
     resolved = dict(derived.hf_config(config.model))
     resolved.setdefault("vocab_size", tokenizer.vocab_size)
     resolved.setdefault("eos_token_id", tokenizer.eos_id)

@@ -25,7 +25,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
-from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch
+from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
@@ -181,14 +181,17 @@ class RLTrainer:
         return synced
 
     def validate(self, progress: Progress) -> None:
-        """Greedy accuracy on the held-out set."""
+        """Scores answers to the held-out prompts; does nothing without `data.val_files`."""
         with self.session.timed("seconds_validation"):
             metrics = self.validator.run(self.engines, self.step)
+        if not metrics:
+            return
         self.session.tracker.log(self.step, metrics, phase="val")
-        accuracy = metrics["val/accuracy"]
-        self.session.totals.setdefault("accuracy_before", accuracy)
-        self.session.totals["accuracy_after"] = accuracy
-        progress.message(f"held-out accuracy after step {self.step}: {accuracy:.3f}")
+        name = "accuracy" if "val/accuracy" in metrics else "score"
+        score = metrics["val/score"]
+        self.session.totals.setdefault("score_before", score)
+        self.session.totals["score_after"] = score
+        progress.message(f"held-out {name} after step {self.step}: {score:.3f}")
 
     def record(
         self, batch: DataProto, updates: Mapping[str, Sequence[Update]], synced: SyncReport, progress: Progress
@@ -203,7 +206,7 @@ class RLTrainer:
             batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
-        metrics |= self.advantages.metrics | synced.metrics() | seconds
+        metrics |= self.advantages.metrics | synced.metrics() | extra_metrics(batch) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
@@ -213,10 +216,12 @@ class RLTrainer:
         self.session.tracker.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
         if "actor/ppo_kl" in metrics:  # not while the critic warms up alone
-            shown["kl"] = metrics["actor/ppo_kl"]
+            shown["ppo_kl"] = metrics["actor/ppo_kl"]
+        if "actor/ref_kl" in metrics:
+            shown["ref_kl"] = metrics["actor/ref_kl"]
         shown["length"] = metrics["response_length/mean"]
-        if "accuracy_after" in self.session.totals:
-            shown["accuracy"] = self.session.totals["accuracy_after"]
+        if "score_after" in self.session.totals:
+            shown["held-out"] = self.session.totals["score_after"]
         progress.update(self.step, shown, seconds)
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step):
             dump_batch(self.session.folder / "rollouts", self.step, batch, self.scorer.tokenizer)

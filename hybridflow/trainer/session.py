@@ -134,7 +134,7 @@ class Session:
         """Write a small file of the run folder atomically."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
         return path
 

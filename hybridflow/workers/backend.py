@@ -15,7 +15,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.device.residency import Part
-from hybridflow.models import Family, family_of
+from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.lora import AdapterMap
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.process.rendezvous import join_world
@@ -137,6 +137,7 @@ class Backend(Model, Protocol):
 
 def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:
     """Join the world and build the policy that `actor.backend` names. Collective."""
+    use_family(config.model.family)
     family = family_of(hf_config)
     source: WeightSource = RandomWeights(family.tensors(), config.seed, float(hf_config.get("initializer_range", 0.02)))
     if config.model.path is not None:

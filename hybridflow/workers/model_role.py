@@ -12,7 +12,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
-from hybridflow.models import Family, family_of
+from hybridflow.models import Family, family_of, use_family
 from hybridflow.models.scalar_head import SEQUENCE, TOKENS, WEIGHT, FreshHead, ScalarHead
 from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSource
 from hybridflow.workers.losses import PairLoss, ValueLoss
@@ -52,6 +52,7 @@ class ModelWorker(RoleWorker):
         if not parallel.is_initialized():  # by a role of the same process
             parallel.initialize(layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
         head = MODEL_ROLES[spec.role].head
+        use_family(config.model.family)
         family = role_family(spec.hf_config, head)
         model = ValueModel if head else MegatronPolicy
         self.model: Any = model(

@@ -28,7 +28,7 @@ WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reas
 def engine_spec(
     config: RolloutConfig, number: int, model_folder: Path, dtype: str, seed: int, with_routes: bool
 ) -> EngineSpec:
-    """What engine `number` of a run serves; of several nodes, the first one's, which has no address yet."""
+    """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet."""
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -114,8 +114,7 @@ class RolloutWorker:
     def generate_with_routes(
         self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> DataProto:
-        """The same, with the experts that each token of prompt and response went through
-        (`hybridflow.batch.routes`)."""
+        """As `generate`, with the experts that each token of prompt and response went through (`batch.routes`)."""
         completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
         tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
         rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
@@ -147,8 +146,7 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Give weights and KV cache of the engine back to the device. On CPU the engine agrees and keeps them. A dead
-        engine has none."""
+        """Give the memory of weights and KV cache back to the device. An engine that has ended holds none."""
         state = self.supervisor.state()
         if state.state == UP:
             self.supervisor.engine.sleep()
@@ -156,8 +154,8 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again. Weights are then empty until the next sync. An engine started since is
-        awake."""
+        """Take the memory of these parts again; weights stay empty until the next sync. An engine that was started
+        since has its memory."""
         state, (start, asleep) = self.supervisor.state(), self._asleep
         again = [tag for tag in tags if tag in asleep]
         if state.state == UP and state.restarts == start and again:
@@ -168,19 +166,19 @@ class RolloutWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def describe_weights(self, host: str, port: int) -> EngineLayout:
-        """Have the engine's ranks trace where their weights lie. For an engine without requests."""
+        """Have the engine's ranks say where their weights lie. For an engine without requests."""
         self._sync_store = (host, port)
         self._described = self._describe(self.supervisor.engine)
         return self._described
 
     @register(Dispatch.ONE_TO_ALL)
     def adopt_plan(self, plan: str) -> None:
-        """Take orders of this plan, and of no other."""
+        """Take orders of this plan only."""
         self._plan = plan
 
     @register(Dispatch.ALL_TO_ALL)
     def receive_weights(self, order: Order) -> Outcome:
-        """One attempt of a sync. An engine that is lost in it is started again in the background."""
+        """One attempt of a sync. An engine that is lost meanwhile is started again in the background."""
         state = self.supervisor.state()
         self._served_start = -1
         if state.state != UP:
@@ -204,11 +202,6 @@ class RolloutWorker:
     def replace_engine(self, reason: str) -> None:
         """Give up an engine that hangs: it is stopped and started again in the background."""
         self.supervisor.restart(reason)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def weights_checksum(self) -> str:
-        """A checksum over all parameters of the engine."""
-        return self.supervisor.engine.weights_checksum()
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:

@@ -36,19 +36,19 @@ class RolloutNodeWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def follow(self, first_nodes: Sequence[tuple[str, int]]) -> None:
-        """Start and end this node's server as the engine's first node says; of all engines' addresses (`node_store`)
-        this one's counts."""
+        """Start and stop this node's server as the engine's first node says. `first_nodes` has the addresses of all
+        engines' stores (`node_store`)."""
         self.stop()
         self._node = OtherNode(self._kind, self._spec, self._log_path, *first_nodes[self.engine])
 
     @register(Dispatch.ONE_TO_ALL)
     def is_following(self) -> bool:
-        """Whether this node has been told what to follow. A call that a worker which is gone cannot answer."""
+        """Whether `follow` was called. Asked to find out whether this worker still runs."""
         return self._node is not None
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:
-        """End the server and all its processes."""
+        """Stop the server and all its processes."""
         if self._node is not None:
             self._node.stop()
         self._node = None

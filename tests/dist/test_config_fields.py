@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.models.family import FAMILIES
 from tests.dist.cases.config_fields import OTHER, WITHOUT_INFLUENCE, batch, changes_of, fields_of
-from tests.dist.harness.ranks import run_ranks
+from tests.dist.harness.ranks import FSDP, run_ranks
 from tests.models import FIELD_MODELS
 
 pytestmark = pytest.mark.slow
@@ -68,3 +68,15 @@ def test_every_field_is_followed_or_refused(family: str, tmp_path: Path) -> None
         unanswered
     )
     assert len(distinct) > 18  # most changes do change the result
+
+
+@pytest.mark.parametrize("name", ["linear", "yarn with a factor of attention", "dynamic", "use_sliding_window=True"])
+def test_fsdp_scales_rotary_embeddings_and_refuses_the_same_configs(name: str, tmp_path: Path) -> None:
+    # the backend takes the deviation of its random weights from the config, Megatron's cases have 0.2
+    cases = {name: {**dict(changes_of("qwen3", fields_of("qwen3")))[name], "initializer_range": 0.2}}
+    arguments = {"cases": cases, "folder": str(tmp_path), "backend": "fsdp"}
+    [found] = run_ranks(1, "tests.dist.cases.config_fields:log_probs", loaded=FSDP, timeout_s=100, **arguments)
+    if name in {"dynamic", "use_sliding_window=True"}:
+        assert "not supported" in found[name]
+    else:
+        assert np.abs(np.array(found[name]) - oracle(tmp_path / name)).max() < 2e-5

@@ -8,6 +8,7 @@ a cold start does.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ IN_MAKE_TEST = ("deepseek_v3",)  # `test_weight_sync` has a Qwen3-MoE, the main 
     params=[pytest.param(name, marks=[] if name in IN_MAKE_TEST else [pytest.mark.full]) for name in FAMILIES],
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
-    model = PUBLISHED | FAMILIES[request.param] | OF_FAMILY.get(request.param, {})
+    model = published(request.param)
     engines: list[Any] = [1, 1, 2]
     if is_sparse(model):
         engines.append({"tensor": 2, "expert": 2})
@@ -78,6 +79,10 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield built
     finally:
         built.close()
+
+
+def published(family: str) -> dict[str, Any]:
+    return PUBLISHED | FAMILIES[family] | OF_FAMILY.get(family, {})
 
 
 def is_sparse(model: dict[str, Any]) -> bool:
@@ -98,3 +103,20 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         streamed = client.weights_checksum()
         client.load_weights_from_disk(str(world.exported(seed)))
         assert client.weights_checksum() == streamed, number
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", "moonlight")])
+def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str) -> None:
+    """Two tensor-parallel ranks that have trained a step; `test_weight_sync` has a Qwen3-MoE. The oracle of the weights
+    is transformers on the ranks' own export."""
+    shape: dict[str, Any] = {"ranks": 2, "tensor": 2, "sequence": True}
+    world = SyncWorld(published(family), shape, [1], tmp_path, kind="megatron")
+    try:
+        assert min(world.senders.command("step", seed=1)) > 0
+        world.version += 1
+        assert world.sync.sync(world.version).stale == {}
+        folder = tmp_path / "export"
+        world.senders.command("export", folder=str(folder))
+        assert world.difference(0, folder) <= 1e-5
+    finally:
+        world.close()

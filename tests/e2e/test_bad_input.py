@@ -38,7 +38,10 @@ def message_of(run: Run, exit_code: int) -> str:
 CASES = {
     "unknown-key": (("actor.optim.lrr=1",), r"actor\.optim\.lrr.*did you mean.*lr"),
     "world-size": (("cluster.procs_per_node=3",), r"tensor=2 x pipeline=2 .* = 4 does not divide .* 3 processes"),
-    "model-size": (("model.hf_config.num_hidden_layers=3",), r"num_hidden_layers=3 .*\.pipeline=2"),
+    "model-size": (
+        ("model.hf_config.num_hidden_layers=3",),
+        r"num_hidden_layers is 3, .*\.pipeline 2",
+    ),
     "batch": (
         ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
         r"train_batch_size=6 is no multiple of .*ppo_mini_batch_size=4",

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 SUMMARY = {
     "seed",
     "layout",
-    "accuracy_before",
-    "accuracy_after",
+    "score_before",
+    "score_after",
     "seconds_sft",
     "seconds_grpo",
     "seconds_total",

@@ -41,12 +41,8 @@ class EngineClient:
     def __init__(
         self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1024
     ) -> None:
-        self.url, self.name, self.request_timeout_s, self.batch_size = (
-            url.rstrip("/"),
-            name or url,
-            request_timeout_s,
-            batch_size,
-        )
+        self.url, self.name = url.rstrip("/"), name or url
+        self.request_timeout_s, self.batch_size = request_timeout_s, batch_size
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._local = threading.local()
 
@@ -55,7 +51,7 @@ class EngineClient:
         key = self._headers["Authorization"].removeprefix("Bearer ")
         return EngineClient(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
 
-    # -- generation ------------------------------------------------------------------------------------------
+    # ---- generation
 
     def generate(
         self,
@@ -91,14 +87,11 @@ class EngineClient:
             "stop_token_ids": [int(token) for token in stop_token_ids],
         }
         chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        if len(chunks) < 2:
-            return [one for chunk in chunks for one in self._generate_chunk(chunk, parameters, with_routes)]
-        with ThreadPoolExecutor(len(chunks)) as pool:
-            return [
-                one
-                for done in pool.map(lambda chunk: self._generate_chunk(chunk, parameters, with_routes), chunks)
-                for one in done
-            ]
+        if len(chunks) == 1:  # in this thread, whose connection is kept
+            return self._generate_chunk(rows, parameters, with_routes)
+        with ThreadPoolExecutor(max(1, len(chunks))) as pool:
+            done = pool.map(lambda chunk: self._generate_chunk(chunk, parameters, with_routes), chunks)
+            return [completion for answers in done for completion in answers]
 
     def _generate_chunk(
         self, prompts: list[list[int]], parameters: dict[str, Any], with_routes: bool
@@ -110,44 +103,36 @@ class EngineClient:
             raise EngineError(f"/generate answered {got} for {len(prompts)} prompts", engine=self.name)
         try:
             completions = [_completion(item) for item in answer]
-            if with_routes:
-                completions = [
-                    _routed(one, item, len(prompt))
-                    for one, item, prompt in zip(completions, answer, prompts, strict=True)
-                ]
-            return completions
+            if not with_routes:
+                return completions
+            rows = zip(completions, answer, prompts, strict=True)
+            return [_routed(completion, item, len(prompt)) for completion, item, prompt in rows]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
                 f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name
             ) from error
 
-    def health(self) -> bool:
-        """True when the HTTP server answers. During a weight load it does not until the load is over: that is not
-        death."""
-        return self._request("GET", "/health", None).status_code == 200
-
-    # -- memory ----------------------------------------------------------------------------------------------
+    # ---- memory
 
     def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
-        """Give the device memory of these parts back to others; their contents are lost. No request may be running.
+        """Give the device memory of these parts back; their contents are lost. No request may be running.
 
         On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory calls.
         """
-        self._request_ok("POST", "/release_memory_occupation", {"tags": list(tags)})
+        self._request("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
         """Take the memory of these parts again; weights must then be sent before the next request."""
-        self._request_ok("POST", "/resume_memory_occupation", {"tags": list(tags)})
+        self._request("/resume_memory_occupation", {"tags": list(tags)})
 
-    # -- weights ---------------------------------------------------------------------------------------------
+    # ---- weights
 
     def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating.
 
         Args:
             mode: what happens to running requests. abort: they end; retract: they wait, and their KV cache is computed
-                anew;
-                in_place: they wait and keep it, although it was made by the old weights.
+                anew; in_place: they wait and keep it, although it was made by the old weights.
         """
         self._post("/pause_generation", {"mode": mode})
 
@@ -164,8 +149,8 @@ class EngineClient:
         self._post("/end_weight_update", {})
 
     def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
-        """Bring a message to our code in every tensor-parallel rank and wait until all have dealt with it; they report
-        elsewhere.
+        """Bring a message to our code in every tensor-parallel rank and wait until all have handled it. They report
+        through the sync's store.
 
         Needs an open session.
 
@@ -190,7 +175,7 @@ class EngineClient:
 
     def flush_cache(self) -> None:
         """Forget cached prefixes. Refused while requests are running."""
-        self._request_ok("POST", "/flush_cache", {})
+        self._request("/flush_cache", {})
 
     def weights_checksum(self) -> str:
         """One checksum over all parameters of all ranks: equal exactly when the loaded weights are equal bit for
@@ -201,47 +186,37 @@ class EngineClient:
         except KeyError as error:
             raise EngineError("/weights_checker answered without a checksum", engine=self.name) from error
 
-    # -- transport -------------------------------------------------------------------------------------------
+    # ---- transport
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """A control call: SGLang answers `{success, message}`, with 200 or 400."""
         answer = self._call(path, body)
-        if not isinstance(answer, dict) or answer.get("success") is False:
-            message = (
-                answer.get("message", "no reason given")
-                if isinstance(answer, dict)
-                else f"answered {type(answer).__name__}"
-            )
-            raise EngineError(f"{path} failed: {message}", engine=self.name)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{path} failed: answered {type(answer).__name__}", engine=self.name)
+        if answer.get("success") is False:
+            raise EngineError(f"{path} failed: {answer.get('message', 'no reason given')}", engine=self.name)
         return answer
 
     def _call(self, path: str, body: dict[str, Any]) -> Any:
-        answer = self._request_ok("POST", path, body)
+        answer = self._request(path, body)
         try:
             return answer.json()
         except ValueError as error:
             raise EngineError(f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name) from error
 
-    def _request_ok(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
-        answer = self._request(method, path, body)
+    def _request(self, path: str, body: dict[str, Any]) -> requests.Response:
+        timeout_s = self.request_timeout_s
+        try:
+            answer = self._session().post(
+                self.url + path, json=body, headers=self._headers, timeout=timeout_s, allow_redirects=False
+            )
+        except requests.Timeout as error:
+            raise EngineSilent(f"{path} not answered within {timeout_s:g} s", engine=self.name) from error
+        except requests.RequestException as error:
+            raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
         if answer.status_code != 200:
             raise EngineError(f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name)
         return answer
-
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
-        try:
-            return self._session().request(
-                method,
-                self.url + path,
-                json=body,
-                headers=self._headers,
-                timeout=self.request_timeout_s,
-                allow_redirects=False,
-            )
-        except requests.Timeout as error:
-            raise EngineSilent(f"{path} not answered within {self.request_timeout_s:g} s", engine=self.name) from error
-        except requests.RequestException as error:
-            raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
 
     def _session(self) -> requests.Session:
         session = getattr(self._local, "session", None)

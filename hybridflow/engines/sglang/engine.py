@@ -44,10 +44,6 @@ class SglangEngine(EngineServer):
         client = self.client.with_timeout(answer_deadline(order.endpoint.timeout_s))
         return weight_transaction.receive(client, order, plan, self.spec.pipeline)
 
-    def weights_checksum(self) -> str:
-        """A checksum over all parameters of all ranks."""
-        return self.client.weights_checksum()
-
     def sleep(self) -> None:
         """On CPU the server agrees and frees nothing."""
         self.client.flush_cache()

@@ -1,4 +1,4 @@
-"""Process that stands between the trainer and one SGLang server, so that nothing of the server outlives either of them.
+"""A process between the trainer and one SGLang server: no process of the server outlives either of them.
 
 Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`; standard library only, about 10 MB and
 30 ms.
@@ -83,13 +83,13 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: if the guard itself is killed, the server goes too. The guard has one thread, so the signal
-    means what it says."""
+    """For Popen's `preexec_fn`: if the guard is killed, so is the server. The guard has one thread, so the signal comes
+    with its end and not before."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command until it ends, the parent is gone, or SIGTERM arrives. Returns the command's exit status."""
+    """Run the command until it ends, the parent ends, or SIGTERM arrives. Returns the command's exit status."""
     parent, grace_s, folder, command = int(argv[0]), float(argv[1]), argv[2], argv[4:]
     asked: list[int] = []
 

@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         self.joined: dict[int, tuple[_Joined, Shape]] = {}
         self.pieces: list[TracedPiece] = []
         self.zeros: set[int] = set()  # storages that the loader made of zeros and has not written to: padding
-        # a storage's address names it only while it lives
+        # a storage's address names it only as long as it exists
         self._keep: list[Any] = list(sources.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,7 +171,6 @@ class _Recorder(TorchDispatchMode):
         return result
 
     # ---- what the loader does to sources
-    # ----------------------------------------------------------------------------------------------
 
     def _join(self, parts: Sequence[torch.Tensor], axis: int, stacked: bool, result: torch.Tensor) -> None:
         """Remember what the result of `cat` or `stack` is made of."""
@@ -186,7 +185,6 @@ class _Recorder(TorchDispatchMode):
             self.joined[_storage(result)] = (_Joined(0, False, [tensor]), tuple(result.shape))
 
     # ---- what it does to buffers
-    # ------------------------------------------------------------------------------------------------------
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not target.numel():  # a rank whose rows of a small vocabulary are all padding

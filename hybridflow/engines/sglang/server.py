@@ -1,4 +1,4 @@
-"""One SGLang server as a child of this process: command line, environment, start, liveness, end."""
+"""One SGLang server as a child of this process: its command line and environment, its start, liveness and end."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ FIRST_PORT, LAST_PORT = 20000, 32500
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
+# the file of srt/models that has the class of an architecture; of others SGLang looks through all files
+MODEL_FILES = {
+    "DeepseekV3ForCausalLM": "deepseek_v2",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 INHERITED_BY_RANKS = (
     "RANK",
     "WORLD_SIZE",
@@ -121,10 +131,10 @@ def core_binding(ranks: int, cores: list[int]) -> str:
 
 
 def unused_model_files(model_path: str) -> list[str]:
-    """Names of SGLang's model files that do not define this model's architecture; empty when nothing is certain.
+    """Names of SGLang's model files but that of this model's architecture; empty when that is not in `MODEL_FILES`.
 
     SGLang imports every one of its model files to find one class (sglang/srt/models/registry.py:118), about a second of
-    CPU a start. It skips those that SGLANG_DISABLED_MODEL_ARCHS names.
+    processor time a start. It skips those that SGLANG_DISABLED_MODEL_ARCHS names.
     """
     config = Path(model_path) / "config.json"
     package = importlib.util.find_spec("sglang")
@@ -134,18 +144,16 @@ def unused_model_files(model_path: str) -> list[str]:
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
     except (ValueError, AttributeError):
         return []  # SGLang says what is wrong with it
-    files = sorted((Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
-    defining = [
-        path for path in files if any(f"class {name}(" in path.read_text(encoding="utf-8") for name in architectures)
-    ]
-    return [path.stem for path in files if path not in defining] if defining else []
+    used = {MODEL_FILES.get(name) for name in architectures}
+    files = {path.stem for path in (Path(package.submodule_search_locations[0]) / "srt" / "models").glob("*.py")}
+    return sorted(files - used) if used and used <= files else []
 
 
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
     env = {k: v for k, v in os.environ.items() if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")}
     env |= {
-        "TMPDIR": folder,  # SGLang's zmq sockets: gone with the folder
+        "TMPDIR": folder,  # SGLang's zmq sockets: removed with the folder
         "TOKENIZERS_PARALLELISM": "false",
         # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
         # (sglang/srt/distributed/bootstrap.py:238).
@@ -221,13 +229,13 @@ def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
 
 
 class EngineServer:
-    """One running engine. `start` returns at once; call it for all engines, then `wait_ready` for each.
+    """One server. `start` returns at once: call it for all engines, then `wait_ready` for each.
 
     Args:
         spec: what to serve.
         log_path: receives the output of all its processes; its folder is created.
-        check: called by `check_alive` as well, to raise EngineError when something that the engine needs elsewhere is
-            gone.
+        check: called by `check_alive` as well; raises EngineError when something that the engine needs elsewhere is
+            lost.
     """
 
     def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] = lambda: None) -> None:

@@ -1,9 +1,8 @@
-"""The control message by which an engine worker speaks to code inside SGLang's ranks, through SGLang's own update
-endpoint.
+"""The message by which an engine's worker calls our code inside SGLang's ranks, through SGLang's own update endpoint.
 
 `/update_weights_from_tensor` hands every tensor-parallel rank a list of (name, tensor) and calls the function that
-`load_format` names on it (`weight_receiver.load`). The message is JSON in the place of the name; the tensor beside it
-is one byte that nobody reads.
+`load_format` names on it (`weight_receiver.load`). The message is JSON in place of the name; the tensor is one byte
+that nobody reads.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Control:
     order: Order | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """As one line."""
         return json.dumps({**vars(self), "order": self.order.to_dict() if self.order else None})
 
     @classmethod

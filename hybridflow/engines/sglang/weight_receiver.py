@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from hybridflow.device.platform import Platform
-from hybridflow.engines.sglang.derived_weights import recompute_derived_weights
 from hybridflow.engines.sglang.layout_tracer import trace_layout
 from hybridflow.engines.sglang.weight_control import DESCRIBE, RECEIVE, Control
 from hybridflow.errors import WeightSyncError
@@ -135,7 +134,6 @@ class WeightReceiver:
             raise
 
     # ---- where the weights lie
-    # ------------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: tensor.data for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
@@ -155,7 +153,6 @@ class WeightReceiver:
         return self._layout
 
     # ---- one sync
-    # --------------------------------------------------------------------------------------------------------
 
     def _receive(self, board: Board, rank: int) -> int:
         order = board.order
@@ -165,7 +162,7 @@ class WeightReceiver:
             self._agree_to_commit(board, rank)
             received.commit(buffers)
         self._clear_padding(buffers)
-        self._after_load()
+        recompute_derived_weights(self.model)
         return received.stats.payload_bytes
 
     def _agree_to_commit(self, board: Board, rank: int) -> None:
@@ -212,10 +209,19 @@ class WeightReceiver:
         for row in np.flatnonzero(layout.tensor == PADDING).tolist():
             _rectangle(buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]).zero_()
 
-    def _after_load(self) -> None:
-        """SGLang takes a custom load for a load and leaves this out
-        (sglang/srt/managers/scheduler_components/weight_updater.py:332)."""
-        recompute_derived_weights(self.model)
+
+def recompute_derived_weights(model: Any) -> None:
+    """Bring `w_kc` and `w_vc` of latent attention (DeepSeek) up to date with `kv_b_proj`, in place; nothing for models
+    that derive nothing.
+
+    SGLang's `load_weights` does it, for the layers whose `kv_b_proj` is among the tensors of that one call. A custom
+    loader counts as a load, so `end_weight_update` leaves it out
+    (sglang/srt/managers/scheduler_components/weight_updater.py:331), and the engine would go on with the old keys and
+    values. Every loader of ours that writes parameters itself calls this after its last write.
+    """
+    finish = getattr(model, "post_load_weights", None)  # as SGLang's own loaders ask (model_loader/loader.py:315)
+    if finish is not None:
+        finish()
 
 
 def problem_of(error: BaseException) -> str:

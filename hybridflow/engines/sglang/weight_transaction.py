@@ -1,9 +1,9 @@
-"""One engine's part of a weight sync, as its worker drives it over HTTP: all of it or none, and never a token from a
+"""One engine's part of a weight sync, which its worker drives over HTTP: all weights or none, never a token from a
 mixture.
 
 The engine is paused before anything is written, and goes on only after every rank has reported success, under the new
-version's name. Whatever goes wrong leaves it paused under its old version's name, for the next order. SGLang's own
-answer decides nothing: it is success even when the loader has failed.
+version's name. After any failure it stays paused under its old version's name, for the next order. SGLang's own answer
+decides nothing: it says success even when the loader has failed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from hybridflow.sync.session import REPORT_GRACE_S, Board, Order, Outcome, RankR
 
 
 class _Unusable(WeightSyncError):
-    """The engine can take no further order: ranks are dead or nobody knows what they are doing, or its session stays
-    open."""
+    """The engine can take no further order: a rank does not report, or the update session stays open."""
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
-    """Seconds after SGLang's answer by which ranks report; with several stages it answers when the first has dealt with
-    the message."""
+    """Seconds after SGLang's answer by which ranks report. With several pipeline stages it answers once the first has
+    handled the message."""
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
@@ -51,7 +50,7 @@ def describe(client: EngineClient, spec: EngineSpec, host: str, port: int, timeo
 
 
 def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> Outcome:
-    """Carry an order out. Does not raise our errors: the outcome says what became of the engine.
+    """Carry out an order. Raises none of our errors: the outcome has the engine's status.
 
     Args:
         plan: digest of the plan that this engine was described for.
@@ -66,7 +65,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
     except (WeightSyncError, EngineError) as error:
         if board is not None:
-            with suppress(RuntimeError):  # the store is gone: then so is whom this would tell
+            with suppress(RuntimeError):  # without the store there is nobody to tell
                 board.call_off(str(error))
         if isinstance(error, EngineSilent | _Unusable):
             status = "lost"
@@ -79,8 +78,7 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
 
 
 def _compare(board: Board, plan: str) -> None:
-    """Refuse, before anything is paused, an order whose senders hold another plan or version than the engine is to
-    receive."""
+    """Refuse, before anything is paused, an order whose senders hold another plan or version than the order."""
     order = board.order
     if order.plan != plan:
         raise WeightSyncError(
@@ -98,7 +96,7 @@ def _compare(board: Board, plan: str) -> None:
 
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
-    """`report_s`: how long after SGLang's answer the ranks' reports may come."""
+    """Pause, have the ranks receive, resume. `report_s`: how long after SGLang's answer reports may come."""
     order, refusal = board.order, ""
     ranks = order.endpoint.receivers
     endpoint = order.endpoint
@@ -131,7 +129,7 @@ def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, 
 def _check_reports(
     engine: str, ranks: tuple[int, ...] | range, reports: Mapping[int, RankReport], refusal: str
 ) -> None:
-    """Refuse anything but success of every rank."""
+    """Raise unless every rank has reported success."""
     causes_first = sorted(reports.values(), key=lambda report: report.called_off)
     faults = [f"{engine} {report.error}" for report in causes_first if report.error]
     silent = [str(rank) for rank in ranks if rank not in reports]

@@ -10,7 +10,7 @@ from hybridflow.observe.trackers.base import Phase, tracker
 # In the order of the line; a phase with none of them shows all its metrics.
 CONSOLE_KEYS = (
     "critic/score/mean",
-    "val/accuracy",
+    "val/score",
     "sft/loss",
     "reward/loss",
     "reward/accuracy",

@@ -137,18 +137,19 @@ def batch() -> DataProto:
     )
 
 
-def log_probs(cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+def log_probs(cases: dict[str, dict[str, Any]], folder: str, backend: str = "megatron") -> dict[str, Any]:
     """For each config: the log-probs of `batch`, its weights being in the folder of that name; or why it is refused."""
-    return {name: _one(hf, Path(folder, name)) for name, hf in cases.items()}
+    return {name: _one(hf, Path(folder, name), backend) for name, hf in cases.items()}
 
 
-def _one(hf: dict[str, Any], folder: Path) -> Any:
+def _one(hf: dict[str, Any], folder: Path, backend: str) -> Any:
     from safetensors.torch import save_file
 
+    from tests.dist.cases.backend import open_policy
     from tests.dist.harness.policies import policy_of, weights_of
 
     try:
-        policy = policy_of({}, hf)
+        policy = open_policy(backend, hf) if backend == "fsdp" else policy_of({}, hf)
     except ModelError as error:
         return str(error)
     found = policy.log_probs(batch(), max_tokens=4096, temperature=1.0, with_entropy=False)

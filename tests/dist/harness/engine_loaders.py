@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hybridflow.engines.sglang.derived_weights import recompute_derived_weights
+from hybridflow.engines.sglang.weight_receiver import recompute_derived_weights
 
 
 @torch.no_grad()

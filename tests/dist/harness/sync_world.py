@@ -157,7 +157,8 @@ class SyncWorld:
     """Engines (each a tensor size, or settings of `RolloutConfig`) that start without weights, trainer ranks, and
     `SliceSync` over them.
 
-    With a quantisation they are in block-wise fp8 and bfloat16, and up as soon as they have loaded: on a CPU they
+    The ranks hold tensors cut by our own map, or are a real Megatron world (`kind` "megatron"). With a quantisation the
+    engines are in block-wise fp8 and bfloat16, and up as soon as they have loaded: on a CPU they
     cannot generate.
     """
 
@@ -168,12 +169,13 @@ class SyncWorld:
         engines: Sequence[int | Mapping[str, int]],
         folder: Path,
         quantisation: BlockQuantisation | None = None,
+        kind: str = "held",
     ) -> None:
         self.model, self.folder, self.quantisation = dict(model), folder, quantisation
         engine_folder = folder / "model"
         engine_folder.mkdir(parents=True)
         (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
-        self.senders = Senders(model, shape, quantisation=quantisation)
+        self.senders = Senders(self.hf_config if kind == "megatron" else model, shape, kind, quantisation)
         dtype = "bfloat16" if quantisation else "float32"
         shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
         self.configs = [

@@ -129,11 +129,6 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("expert_tensor=2", "mixture of experts", "null"),
         ),
         (("cluster.procs_per_node=2", "actor.parallel.expert_tensor=3"), ("expert_tensor=3", "multiple of 3")),
-        (("cluster.procs_per_node=4", "actor.parallel.pipeline=4"), ("num_hidden_layers=2", "pipeline=4")),
-        (
-            ("cluster.procs_per_node=2", "actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2"),
-            ("num_hidden_layers=2", "pipeline=2 x virtual_pipeline=2"),
-        ),
         (("rollout.tensor=3",), ("num_attention_heads=4", "rollout.tensor=3")),
         (("rollout.sync.timeout_s=0",), ("rollout.sync.timeout_s=0.0 must be more than 0",)),
         (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be at least 0",)),
@@ -167,12 +162,6 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("shared", "33"),
         ),
         (("rollout.tensor=8", "rollout.data_parallel_attention=1"), ("num_attention_heads=4", "rollout.tensor=8")),
-        (("cluster.procs_per_node=3", "actor.parallel.expert=3", "rollout.n=3"), ("num_experts=4", "expert=3")),
-        ((*TP2, "model.hf_config.moe_intermediate_size=33"), ("moe_intermediate_size=33", "expert_tensor=2")),
-        (
-            ("model=tiny-dense", "model.hf_config.intermediate_size=33", *TP2[:2]),
-            ("intermediate_size=33", "tensor=2"),
-        ),
         (
             ("data.train_batch_size=6", "actor.ppo_mini_batch_size=4"),
             ("train_batch_size=6", "ppo_mini_batch_size=4", "divides 6"),
@@ -325,7 +314,6 @@ def test_derived_numbers_of_the_demo_layout() -> None:
     assert derived.data_parallel_size(config) == 2
     assert derived.expert_tensor_size(config.actor.parallel) == 1
     assert derived.expert_model_parallel_size(config.actor.parallel) == 4
-    assert derived.expert_data_parallel_size(config) == 2
     assert derived.samples_per_step(config) == 128
     assert derived.samples_per_mini_batch(config) == 32
     assert derived.updates_per_step(config) == 8

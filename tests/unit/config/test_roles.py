@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,38 @@ def test_a_teacher_needs_processes_of_its_own() -> None:
     assert "with reference.placement=colocated the weights follow actor.offload.weights" in line
     text = explain(load_config("e2e", ["reference.path=teacher", "reference.placement=own"]), Origins(frozenset(), {}))
     assert "Reference: teacher; one forward pass over the samples of a step, in 1 processes of its own" in text
+
+
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [
+        ("critic", PPO),
+        ("reference", ("reference.placement=own",)),
+        ("reward_model", ()),
+        ("teacher", ("teacher.top_k=4",)),
+    ],
+)
+def test_every_role_must_understand_the_policys_tokens(role: str, settings: tuple[str, ...]) -> None:
+    policy, other = Path(model_folder("policy")), Path(model_folder("other"))
+    for folder, size in ((policy, 17), (other, 16)):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    overrides = (*settings, f"{role}.path=other", "~model.hf_config", "model.path=policy", "model.tokenizer=null")
+
+    def of_role() -> list[str]:
+        return [line for line in found(*overrides) if line.startswith(role)]
+
+    [line] = of_role()
+    assert f"{role}.path=other has vocab_size=16, the policy 17" in line
+    (other / "config.json").write_text(json.dumps({"vocab_size": 18}))
+    assert len(of_role()) == (role == "teacher")  # the others may have more rows than tokens
+    (other / "config.json").write_text(json.dumps({"vocab_size": 17}))
+    assert of_role() == []
+    words = {"a": 0, "b": 1}
+    tokenizer = {"model": {"vocab": words}, "added_tokens": [{"content": "<eos>", "id": 2}]}
+    (policy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": {"vocab": {"a": 1, "b": 0}}}))
+    [line] = of_role()
+    assert f"{role}.path=other has a tokenizer of its own (2 of its 3 tokens" in line
 
 
 def test_a_teacher_speaks_the_language_of_the_policy() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hybridflow.config.schema import DataConfig, DatasetClassConfig
 from hybridflow.data.custom import open_prompts, open_sampler
 from hybridflow.data.dataset import PromptDataset, SftDataset
+from hybridflow.data.parquet import read_rows
 from hybridflow.data.prepare.tasks.arithmetic import CHARACTERS
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -297,3 +298,18 @@ def test_weights_and_curriculum_come_from_extra_info(tmp_path, tokenizer):
     assert sorted(next(weighted).tolist()) == [2, 2, 3, 3]
     with pytest.raises(ConfigError, match="row 0: extra_info has no number 'nothing'"):
         open_sampler(DataConfig(weight_key="nothing"), dataset, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a"}\n', "it begins with .*JSON lines; convert it"),
+        (b"prompt,answer\n1,2\n", "another format"),
+        (b"PAR1 and then nothing", "footer|magic|file size"),
+        (b"", "file size"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_called_truncated(tmp_path, content, said):
+    (tmp_path / "rows.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=rf"rows\.parquet: not a readable parquet file: .*{said}"):
+        list(read_rows(tmp_path / "rows.parquet", ["prompt"]))

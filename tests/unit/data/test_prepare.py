@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridflow.data.prepare import prepare
 from hybridflow.data.prepare.tasks import arithmetic
-from hybridflow.data.prepare.tasks.arithmetic import ArithmeticOptions, max_lengths, problem
+from hybridflow.data.prepare.tasks.arithmetic import ArithmeticOptions, problem
 from hybridflow.errors import ConfigError, DataError
 
 SMALL = {"max_operand": 12, "num_test": 20, "num_sft": 30}
@@ -105,10 +105,10 @@ def test_written_answers_are_right_and_fit_the_stated_lengths(operation, pair, l
     value = int(digits[::-1] if reverse else digits) * (-1 if answer.startswith("-") else 1)
     assert (int(left), int(right)) == (a, b)
     assert value == {"add": a + b, "sub": a - b, "mul": a * b}[operation]
-    assert len(question) + 1 <= max_lengths(options)[0]
-    assert len(answer) + 1 <= max_lengths(options)[1]
+    largest = {"add": 2 * high, "sub": high - low, "mul": high * high}[operation]
+    assert len(question) + 1 <= 2 * len(str(high)) + 2  # with "="
+    assert len(answer) + 1 <= len(str(largest)) + (operation == "sub") + 1  # with eos
     if pad:
-        largest = {"add": 2 * high, "sub": high - low, "mul": high * high}[operation]
         assert (len(left), len(right), len(digits)) == (len(str(high)), len(str(high)), len(str(largest)))
 
 

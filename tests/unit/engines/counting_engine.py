@@ -66,9 +66,6 @@ class CountingEngine:
         self.version = order.version
         return Outcome(order.engine, order.number, "served", nbytes=8)
 
-    def weights_checksum(self) -> str:
-        return str(self.version)
-
     def sleep(self) -> None:
         self.calls.append("sleep")
 

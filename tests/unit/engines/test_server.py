@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -13,15 +15,19 @@ import pytest
 
 from hybridflow.engines.sglang import guard
 from hybridflow.engines.sglang.server import (
+    MODEL_FILES,
     EngineServer,
     command_line,
     core_binding,
     environment,
     reserve_port,
     server_arguments,
+    unused_model_files,
 )
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
+from hybridflow.models import family_of
+from tests.models import MAP_MODELS
 
 
 def test_importing_the_room_imports_neither_sglang_nor_torch() -> None:
@@ -54,6 +60,21 @@ def test_extra_args_override_ours(tmp_path: Path) -> None:
     assert words[words.index("--chunked-prefill-size") + 1] == "128"
     assert words[words.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
     assert words[words.index("--json-model-override-args") + 1] == '{"a": 1}'
+
+
+def test_only_the_model_file_of_the_architecture_is_loaded(tmp_path: Path) -> None:
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations is not None
+    folder = Path(package.submodule_search_locations[0]) / "srt" / "models"
+    files = {path.stem for path in folder.glob("*.py")}
+    architectures = {family.architecture for family in map(family_of, MAP_MODELS.values())}
+    assert architectures <= set(MODEL_FILES)
+    for architecture, file in MODEL_FILES.items():
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        assert set(unused_model_files(str(tmp_path))) == files - {file}
+        assert f"class {architecture}(" in (folder / f"{file}.py").read_text(encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM", "SomeOtherForCausalLM"]}')
+    assert unused_model_files(str(tmp_path)) == []
 
 
 def test_the_trainers_rank_does_not_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

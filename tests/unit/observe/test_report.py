@@ -45,14 +45,14 @@ def whole_run(run: Path, steps: int = 30) -> None:
     with Tracker(run, ("jsonl",)) as tracker:
         for step in range(1, 13):
             tracker.log(step, {"sft/loss": 3.0 / step, "sft/grad_norm": 1.0, "sft/lr": 1e-3}, "sft")
-        tracker.log(0, {"val/accuracy": 0.125}, "val")
+        tracker.log(0, {"val/score": 0.125, "val/accuracy": 0.125}, "val")
         for step in range(1, steps + 1):
             timing = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/step": 4.0}
             lengths = {f"response_length/{name}": 5.0 for name in ("mean", "max", "clip_ratio")}
-            policy = {f"actor/{name}": 0.1 for name in ("ppo_kl", "kl_loss", "entropy", "grad_norm", "lr")}
+            policy = {f"actor/{name}": 0.1 for name in ("ppo_kl", "ref_kl", "entropy", "grad_norm", "lr")}
             difference = {"rollout/logprob_diff/mean": 1e-6, "rollout/logprob_diff/max": 1e-4}
             tracker.log(step, {"critic/score/mean": step / 30, **timing, **lengths, **policy, **difference})
-        tracker.log(steps, {"val/accuracy": 0.75}, "val")
+        tracker.log(steps, {"val/score": 0.75, "val/accuracy": 0.75}, "val")
     with Timeline(run / "timeline.jsonl").phase("start engines"):
         pass
     for step in (1, 2, 3):
@@ -66,7 +66,7 @@ def whole_run(run: Path, steps: int = 30) -> None:
         )
     dump_rollouts(dump_path(run / "validation", 0), {"response_text": ["v"], "score": [1.0]})
     (run / "summary.json").write_text(
-        json.dumps({"status": "finished", "accuracy_before": 0.125, "accuracy_after": 0.75, "seed": 1})
+        json.dumps({"status": "finished", "score_before": 0.125, "score_after": 0.75, "seed": 1})
     )
     (run / "environment.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2"}}))
 
@@ -186,7 +186,7 @@ def test_a_killed_run_is_reported_from_what_there_is(tmp_path: Path) -> None:
 def test_zero_steps_and_absent_metrics_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     with Tracker(tmp_path, ("jsonl",)) as tracker:
-        tracker.log(0, {"val/accuracy": 0.5}, "val")
+        tracker.log(0, {"val/score": 0.5, "val/accuracy": 0.5}, "val")
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "no train step was recorded" in text
     assert "no sft step was recorded" in text

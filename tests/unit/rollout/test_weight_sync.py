@@ -25,7 +25,7 @@ class Answer:
 
 
 class Ends:
-    """The policy's group, the engines' group and `EngineGroup` in one. `statuses` has, for each attempt, the status of
+    """The policy's group, the engines' group and `EngineGroup` in one. `statuses` has each attempt's status of
     each engine."""
 
     def __init__(

@@ -61,7 +61,7 @@ def test_validation_before_during_and_after(tmp_path: Path, every: int, validate
     for step in validated:
         rows = read_rollouts(trainer.session.folder / "validation" / f"step_{step:06d}.parquet")
         assert len(rows) == ROWS and {row["weight_version"] for row in rows} == {str(step)}
-    assert trainer.session.totals["accuracy_after"] == 0.5
+    assert trainer.session.totals["score_after"] == 0.5
 
 
 @pytest.mark.parametrize(("every", "saved"), [(0, [5]), (2, [2, 4, 5]), (1, [1, 2, 3, 4, 5])])

@@ -231,12 +231,4 @@ def _spoiled(answer: str, errors: str, rng: np.random.Generator) -> str:
             return wrong
 
 
-def max_lengths(options: ArithmeticOptions) -> tuple[int, int]:
-    """Upper bounds (prompt tokens with the closing "=", response tokens with eos) for choosing data.max_*_length."""
-    operation = _OPERATIONS[options.operation]
-    operand = len(str(options.max_operand))
-    answer = len(str(operation.largest(options.min_operand, options.max_operand))) + (operation.symbol == "-")
-    return 2 * operand + 2, answer + 1
-
-
 TASKS.register("arithmetic", Task(ArithmeticOptions, write))

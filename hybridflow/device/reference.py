@@ -1,5 +1,4 @@
-"""The reference that a policy holds in addition to its weights, whichever backend trains it: frozen, computed with and
-saved."""
+"""The reference that a policy keeps as a second copy of its weights, whichever backend trains it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 
 
 class HoldsReference(ABC):
-    """A model with an optimizer, once it has one, and a copy of weights, once it has one."""
+    """A model that may have an optimizer and a frozen copy of its weights, both of them given to it later."""
 
     optimizer: Any = None
     _reference: dict[str, torch.Tensor] | None = None

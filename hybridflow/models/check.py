@@ -1,0 +1,58 @@
+"""Whether the models of a run can be cut over their ranks as the configuration asks: the families' own rules, asked
+before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.family import family_of
+from hybridflow.models.layout import Coordinates
+
+
+def check(config: RunConfig, job: str = "train") -> None:
+    """Raise ConfigError where a model of `hybridflow train`, `sft` or `train-reward` cannot be cut; one line each."""
+    if found := list(dict.fromkeys(problems(config, job))):
+        raise ConfigError("\n".join(found))
+
+
+def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
+    """Why a role's model cannot be cut, as one line each."""
+    for role, model in _models(config, job):
+        parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
+        try:
+            check_cut(derived.hf_config(model), parallel)
+        except ModelError as error:
+            section = "actor" if role == "actor" else derived.layout_section(config, role)
+            yield str(error).replace("actor.parallel", f"{section}.parallel")
+
+
+def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """Raise ModelError where a model of this config cannot be cut so. The vocabulary is padded, so it is free."""
+    family = family_of({"vocab_size": 1, **hf_config})
+    family.check(
+        Coordinates(
+            tp_size=parallel.tensor,
+            pp_size=parallel.pipeline,
+            ep_size=parallel.expert,
+            etp_size=derived.expert_tensor_size(parallel),
+            vpp_size=derived.virtual_pipeline_size(parallel),
+        )
+    )
+
+
+def _models(config: RunConfig, job: str) -> Iterator[tuple[str, ModelConfig]]:
+    wanted = {
+        "critic": job == "train" and derived.has_critic(config),
+        "reference": job == "train" and derived.needs_reference(config),
+        "reward_model": job == "train-reward" or (job == "train" and derived.has_reward_model(config)),
+        "teacher": job == "train" and derived.has_teacher(config),
+    }
+    if config.actor.backend == "megatron":
+        yield "actor", config.model
+    for role in (role for role, is_wanted in wanted.items() if is_wanted):
+        path = None if job == "train-reward" else getattr(config, role).path
+        yield role, config.model if path is None else ModelConfig(path=path)

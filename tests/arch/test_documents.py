@@ -1,0 +1,68 @@
+"""Documents name files that exist, the two journeys stay short, and prose fits into 120 columns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
+JOURNEYS = {"A prompt on its way to a gradient": 30, "A weight on its way to an engine": 22}
+COLUMNS = 120
+# Documents that are still to be wrapped and brought up to date; nothing is added here.
+NOT_YET = {"CHANGELOG.md", "checkpoints.md", "controller.md", "design.md", "reshard.md"}
+
+
+def steps(journey: str) -> list[str]:
+    """The files of a journey of docs/design.md, in order."""
+    section = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split(f"## {journey}\n")[1].split("\n## ")[0]
+    return [line.split("`")[1] for line in section.splitlines() if re.match(r"\d+\. ", line)]
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_a_journey_is_short_and_its_files_exist(journey: str) -> None:
+    files = steps(journey)
+    assert len(files) == len(set(files)) <= JOURNEYS[journey]
+    assert [file for file in files if not (ROOT / "hybridflow" / file).is_file()] == []
+
+
+def missing_files(text: str) -> list[str]:
+    """Python files, and documents, that the text names in backticks or links and that do not exist."""
+    named = re.findall(r"`(?:hybridflow/)?([\w/]+\.(?:py|md|yaml))(?::\w+)?`", text)
+    rooms = {path.name for path in (ROOT / "hybridflow").iterdir() if path.is_dir()} | {"tests", "docs", "benchmarks"}
+    ours = [name for name in named if name.split("/")[0] in rooms and "/" in name]
+    folders = [ROOT, ROOT / "hybridflow", ROOT / "docs"]
+    return [name for name in ours if not any((folder / name).exists() for folder in folders)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_document_names_files_that_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    if document.name not in NOT_YET:
+        assert missing_files(text) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_prose_fits_into_the_columns(document: Path) -> None:
+    lines = document.read_text(encoding="utf-8").splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > COLUMNS and not line.startswith("|")]
+    assert long == [] or document.name in NOT_YET
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_a_decision_that_was_replaced_says_so() -> None:
+    numbers = [int(path.name[:4]) for path in DECISIONS]
+    assert len(numbers) == len(set(numbers))
+    for path in DECISIONS:
+        status = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Status:"))
+        assert re.match(r"Status: (accepted|superseded by|proposed)", status), path.name
+        for link in re.findall(r"\]\(([^)]+)\)", status):
+            assert (path.parent / link).exists(), path.name

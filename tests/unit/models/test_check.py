@@ -1,0 +1,129 @@
+"""The check before a run and the layouts of its ranks agree: what passes can be cut, what cannot be cut is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.config import derived
+from hybridflow.config.check import problems as config_problems
+from hybridflow.config.load import load_config
+from hybridflow.config.schema import ParallelConfig
+from hybridflow.errors import ModelError
+from hybridflow.models.check import check_cut, problems
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.family import family_of
+from hybridflow.models.layout import Coordinates
+from tests.models import FAMILIES
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+WIDTHS = st.sampled_from([16, 24, 32, 33, 36, 48, 96])
+
+
+def ranks(parallel: ParallelConfig) -> Iterator[Coordinates]:
+    """The coordinates of every (virtual) stage of every rank."""
+    etp, vpp = derived.expert_tensor_size(parallel), derived.virtual_pipeline_size(parallel)
+    sizes = (parallel.tensor, parallel.pipeline, parallel.expert, etp, vpp)
+    for tp, pp, ep, etp_rank, chunk in itertools.product(*map(range, sizes)):
+        yield Coordinates(tp, sizes[0], pp, sizes[1], ep, sizes[2], etp_rank, etp, chunk, vpp)
+
+
+def is_whole(hf: Any, parallel: ParallelConfig) -> bool:
+    """Whether the ranks' layouts, made without the check, hold every element of every tensor."""
+    family: Any = family_of(hf)
+    family.check = lambda at: None
+    found: dict[str, set[Any]] = {}
+    try:
+        for at in ranks(parallel):
+            for local in family.local_tensors(at):
+                for piece in local.pieces:
+                    found.setdefault(piece.source, set()).add(piece.region)
+    except (ValueError, ZeroDivisionError, IndexError):
+        return False
+    held = {name: sum(prod(shape) for _, _, shape in regions) for name, regions in found.items()}
+    return held == {name: prod(shape) for name, shape in family.tensors().items()}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
+    """A tiny model of any family with some sizes changed, and parallel sizes that may or may not fit."""
+    hf = dict(FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))])
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if hf.get(name):
+            hf[name] = draw(WIDTHS)
+    hf["num_hidden_layers"] = draw(st.sampled_from([3, 4, 5, 8]))
+    if not hf.get("kv_lora_rank"):
+        heads = hf["num_attention_heads"] = draw(st.sampled_from([4, 6, 8, 12]))
+        hf["num_key_value_heads"] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if not heads % n]))
+    experts = bool(derived.num_experts(hf))
+    return hf, ParallelConfig(
+        tensor=draw(SIZES),
+        pipeline=draw(st.sampled_from([1, 2, 3, 4])),
+        virtual_pipeline=draw(st.sampled_from([None, 2])),
+        expert=draw(SIZES) if experts else 1,
+        expert_tensor=draw(st.sampled_from([None, 1, 2, 3])) if experts else None,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_what_passes_can_be_cut_and_what_is_refused_cannot(case: tuple[dict[str, Any], ParallelConfig]) -> None:
+    hf, parallel = case
+    try:
+        check_cut(hf, parallel)
+    except ModelError as error:
+        # heads are refused by Megatron even where their rows could be divided
+        assert "heads" in str(error) or "q, k and v" in str(error) or not is_whole(hf, parallel), str(error)
+    else:
+        assert is_whole(hf, parallel), "passes, and the ranks do not hold the whole model"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "parallel", "said"),
+    [
+        ("mixtral", {"intermediate_size": 33}, {"tensor": 2}, "33"),
+        ("deepseek_v3", {"intermediate_size": 33}, {"tensor": 2}, "intermediate_size is 33"),
+        ("deepseek_v3", {"moe_intermediate_size": 33}, {"tensor": 2, "expert": 2}, "shared experts' .* is 33"),
+        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"tensor": 4}, "num_key_value_heads 3"),
+        ("llama", {"num_hidden_layers": 5}, {"pipeline": 2}, "num_hidden_layers is 5, .*pipeline 2"),
+    ],
+)
+def test_the_layouts_that_failed_after_the_start(
+    family: str, sizes: dict[str, Any], parallel: dict[str, int], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        check_cut({**FAMILIES[family], **sizes}, ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("model.hf_config.num_hidden_layers=3",), ("num_hidden_layers is 3", "actor.parallel.pipeline 2")),
+        (("actor.parallel.virtual_pipeline=2",), ("layers of pipeline stage 0 is 1", "virtual_pipeline 2")),
+        (
+            ("model.hf_config.moe_intermediate_size=33", "actor.parallel.expert_tensor=2"),
+            ("intermediate_size is 33",),
+        ),
+        (("model.hf_config.num_experts=3",), ("num_experts is 3", "actor.parallel.expert 2")),
+        (("model=tiny-dense", "model.hf_config.intermediate_size=33"), ("intermediate_size is 33", "tensor 2")),
+        (
+            ("algorithm=ppo", "critic.placement=own", "critic.procs=3", "critic.parallel.pipeline=3"),
+            ("num_hidden_layers is 2", "critic.parallel.pipeline 3"),
+        ),
+    ],
+)
+def test_a_run_is_refused_with_key_and_value(words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    lines = list(problems(load_config("e2e", words)))
+    assert any(all(part in line for part in parts) for line in lines), lines
+
+
+def test_a_run_that_fits_passes_both_checks() -> None:
+    config = load_config("e2e", [])
+    assert config_problems(config) == list(problems(config)) == []
+    assert isinstance(family_of({"vocab_size": 1, **derived.hf_config(config.model)}), Decoder)

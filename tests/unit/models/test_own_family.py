@@ -1,0 +1,56 @@
+"""A family of the user's, from a file outside of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models import FAMILIES, family_of, use_family
+from hybridflow.models.layout import Coordinates
+from hybridflow.reshard.layout import Catalog, megatron_layout
+from tests.models import FIELD_MODELS
+
+FILE = '''
+from hybridflow.models.blocks import DenseMlp, GroupedAttention
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.family import FAMILIES
+from hybridflow.models.fields import REQUIRED, Fields
+
+
+class Plain(Decoder):
+    """Llama's layers; the queries' and keys' heads have norms."""
+
+    architecture = "PlainForCausalLM"
+    fields = Fields(used={"intermediate_size": REQUIRED}, fixed={"rotary": ("whole",)})
+
+    def attention(self, layer):
+        return GroupedAttention(self.hidden, self.heads, self.groups, self.head_dim, qk_norm=True)
+
+    def mlp(self, layer):
+        return DenseMlp(self.hidden, self.values["intermediate_size"])
+
+
+FAMILIES.register("plain", Plain)
+'''
+CONFIG = {**FIELD_MODELS["llama"], "model_type": "plain"}
+
+
+def test_a_family_from_a_file_has_a_catalog_and_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+    with pytest.raises(ModelError, match=r"model\.family=path/to/file\.py:plain"):
+        family_of(CONFIG)
+    (tmp_path / "own.py").write_text(FILE)
+    with pytest.raises(ConfigError, match="registers no model family 'other'"):
+        use_family(f"{tmp_path}/own.py:other")
+    use_family(f"{tmp_path}/own.py:plain")
+    family = family_of(CONFIG)
+    catalog = Catalog.of(family.tensors())
+    assert "model.layers.1.self_attn.k_norm.weight" in catalog.names
+    ranks = [Coordinates(rank, 2) for rank in range(2)]
+    assert megatron_layout(family, ranks, "float32", catalog).num_ranks == 2
+    with pytest.raises(ModelError, match="rotary='half'"):
+        family_of({**CONFIG, "rotary": "half"})
+    with pytest.raises(ModelError, match="sliding"):
+        family_of({**CONFIG, "hidden_act": "sliding"})

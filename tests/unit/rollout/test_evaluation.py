@@ -1,0 +1,133 @@
+"""Scores and what a reward returns beside them: in the batch, the dumps, the metrics and the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import RewardConfig, RunConfig
+from hybridflow.observe.report import facts, write_report
+from hybridflow.observe.rollouts import dump_path, read_rollouts
+from hybridflow.observe.run_folder import load_run
+from hybridflow.observe.tracker import Tracker
+from hybridflow.rewards import RewardManager
+from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics
+from hybridflow.trainer.session import Session
+from tests.unit.trainer.worlds import World, config_of, records, trainer_of
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    size = len(solution_str)
+    return {"score": size / 2, "length": size, "brief": size < 3, "said": solution_str, "odd": float("nan")}
+"""
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+    decode_response = decode
+
+
+def objects(*values: Any) -> np.ndarray:
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
+
+
+def batch_of(*responses: str, source: str = "toy") -> DataProto:
+    count = len(responses)
+    rows = [np.array([ord(letter) - 97 for letter in text]) for text in responses]
+    return DataProto.from_columns(
+        {
+            "prompt_ids": Jagged.from_rows([np.array([0])] * count, np.int64),
+            "response_ids": Jagged.from_rows(rows, np.int64),
+            "response_versions": Jagged.from_rows([np.zeros(len(row)) for row in rows], np.int64),
+            "data_source": objects(*[source] * count),
+            "ground_truth": objects(*["a"] * count),
+            "extra_info": objects(*[{}] * count),
+            "finish_reason": objects(*["stop"] * count),
+            "weight_version": objects(*["1"] * count),
+            "index": np.arange(count),
+        }
+    )
+
+
+@pytest.fixture
+def scorer(tmp_path: Path) -> Scorer:
+    (tmp_path / "reward.py").write_text(REWARD)
+    letters: Any = Letters()
+    return Scorer(RewardManager(RewardConfig(path=str(tmp_path / "reward.py"))), letters)
+
+
+def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report(
+    tmp_path: Path, scorer: Scorer
+) -> None:
+    batch = batch_of("ab", "abcd")
+    batch = batch.union(scorer.score(batch))
+    metrics = extra_metrics(batch)
+    assert metrics["reward_extra/length/mean"] == 3 and metrics["reward_extra/length/max"] == 4
+    assert metrics["reward_extra/brief/mean"] == 0.5
+    assert {name.split("/")[1] for name in metrics} == {"length", "brief"}, "text and NaN are no metrics"
+    run = tmp_path / "run"
+    dump_batch(run / "rollouts", 1, batch, scorer.tokenizer)
+    extras = [json.loads(row["reward_extra"]) for row in read_rollouts(dump_path(run / "rollouts", 1))]
+    assert [extra["length"] for extra in extras] == [2, 4] and extras[0]["said"] == "ab"
+    with Tracker(run, ("jsonl",)) as tracker:
+        tracker.log(1, metrics)
+        tracker.log(2, metrics)
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "Reward: length, mean of the batch" in page
+    assert "&#34;said&#34;: &#34;abcd&#34;" in page
+
+
+@pytest.mark.parametrize(("answers", "accuracy"), [(("ab", ""), 0.5), (("ab", "abc"), None)])
+def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
+    tmp_path: Path, scorer: Scorer, answers: tuple[str, ...], accuracy: float | None
+) -> None:
+    """A length bonus is no share of right answers."""
+    batch = batch_of(*answers)
+    given: Any = batch.select(["prompt_ids", "data_source", "ground_truth", "extra_info", "index"])
+    rest = batch.select(["response_ids", "response_versions", "finish_reason", "weight_version"])
+
+    class Rows:
+        __len__ = lambda self: len(given)  # noqa: E731
+        batch = lambda self, indices: given  # noqa: E731
+
+    class Engines:
+        generate = lambda self, prompts, training: rest  # noqa: E731
+
+    rows: Any = Rows()
+    engines: Any = Engines()
+    metrics = Validator(RunConfig(), rows, scorer, tmp_path / "validation").run(engines, 0)
+    assert metrics["val/score"] == metrics["val/toy/score"] == np.mean([len(answer) / 2 for answer in answers])
+    assert metrics.get("val/accuracy") == metrics.get("val/toy/accuracy") == accuracy
+    assert metrics["val/reward_extra/length/mean"] == np.mean([len(answer) for answer in answers])
+    with Tracker(tmp_path, ("jsonl",)) as tracker:
+        tracker.log(0, metrics, "val")
+    title, shown, _ = facts(load_run(tmp_path))[0]
+    assert (title, shown) == (("Held-out accuracy", "50.0 %") if accuracy else ("Held-out score", "1.25"))
+
+
+def test_a_run_without_held_out_prompts_writes_json_without_nan(tmp_path: Path) -> None:
+    trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
+    trainer.validator.dataset = None
+    trainer.fit()
+    assert records(trainer, "val") == []
+    assert not {"score_before", "score_after"} & set(trainer.session.totals)
+
+
+def test_a_file_of_the_run_never_holds_nan(tmp_path: Path) -> None:
+    session = Session(config_of(tmp_path))
+    session.folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        session.write_json("summary.json", {"score_before": math.nan})
+    assert not (session.folder / "summary.json").exists()
