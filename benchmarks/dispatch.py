@@ -37,7 +37,7 @@ from support.workers import Echo, peer_worker, plain_actor
 
 ROUNDS, CALLS = 11, 200
 STORE = 4 << 30
-FILLS = STORE * 93 // 100  # one object of this size fits in beside what is there already
+FILLS = STORE * 93 // 100  # an object of this size still fits into the store
 FREED_S = 2.0  # Ray frees the memory of objects that are let go of once a second
 TOTAL, ROWS = 208_000_000, 1024
 SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"

@@ -110,7 +110,7 @@ class Mesh:
         ]
         if cut or not ranks:
             raise MeshError(
-                f"ranks {list(ranks)} are only a part of data-parallel groups {cut}"
+                f"ranks {list(ranks)} are only parts of data-parallel groups {cut}"
                 if cut
                 else "a call needs at least one rank"
             )
@@ -304,7 +304,7 @@ def _plan_data_parallel(spec: MethodSpec, mesh: Mesh, args: tuple[Any, ...], kwa
         raise SchemaError(f"{spec.name} is data-parallel and needs a DataProto argument to split")
     if len({len(batch) for batch in batches}) != 1:
         raise SchemaError(
-            f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split alike"
+            f"{spec.name}: batches of different lengths {[len(batch) for batch in batches]} cannot be split together"
         )
     _require_reads(spec, batches)
     rows = len(batches[0])

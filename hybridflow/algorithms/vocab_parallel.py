@@ -36,7 +36,7 @@ class SumOverGroup(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Scoring:
-    """What to make of hidden states.
+    """How hidden states are scored.
 
     Attributes:
         vocab_size: rows of the output layer at or behind it are padding and take no probability.
@@ -168,7 +168,7 @@ class _Scores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scoring: Scoring, group: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `log_probs_and_entropy`."""
+        """[n] log-probs and [n] entropies; only each row's normaliser and entropy are kept for the backward."""
         log_z, picked, entropy = _normaliser(_Shard(weight, scoring, group), hidden, targets)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.scoring, ctx.group = scoring, group

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.build import to_plain
+from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES, estimator_options, policy_loss_options
 from hybridflow.config.schema import RunConfig
 
 _DEFAULT = "schema default"
@@ -62,7 +63,7 @@ class Origins:
 def explain(config: RunConfig, origins: Origins) -> str:
     """The text of `--explain`."""
     given = _given(config, origins)
-    parts = (_rollout, _actor, _reference, _teacher, _critic, _sync, _sft)
+    parts = (_rollout, _algorithm, _actor, _reference, _teacher, _critic, _sync, _sft)
     return "\n".join([*given, *(line for part in parts for line in ("", *part(config)))])
 
 
@@ -96,6 +97,22 @@ def _engine_shape(config: RunConfig) -> str:
     product = f"rollout.tensor x rollout.pipeline = {rollout.tensor} x {rollout.pipeline} = {ranks}"
     weights = f"; weights in {rollout.quantization}" if rollout.quantization else ""
     return f"{product} an engine{grouped}{place}{weights}"
+
+
+def _algorithm(config: RunConfig) -> list[str]:
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
+    loss = POLICY_LOSSES.get(config.actor.policy_loss)
+    return [
+        "Algorithm",
+        f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of scores"
+        f"{''.join(f', {name}' for name in estimator.reads)}; {_options(estimator_options(config.algorithm))}",
+        f"  policy loss = actor.policy_loss {config.actor.policy_loss} of {', '.join(loss.reads)}; "
+        f"{_options(policy_loss_options(config.actor))}",
+    ]
+
+
+def _options(options: Any) -> str:
+    return ", ".join(f"{name}={value}" for name, value in to_plain(options).items()) or "no options"
 
 
 def _actor(config: RunConfig) -> list[str]:

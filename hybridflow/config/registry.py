@@ -102,6 +102,12 @@ def is_user_entry(name: str) -> bool:
     return ".py:" in name
 
 
+def absolute_entry(name: str) -> str:
+    """`name` for another process, whose working directory may be another: with the whole path of a user's file."""
+    path, _, attribute = name.rpartition(":")
+    return f"{Path(path).resolve()}:{attribute}" if is_user_entry(name) else name
+
+
 def import_file(path: Path, key: str) -> ModuleType:
     """Import a python file of the user's as a module of its own.
 

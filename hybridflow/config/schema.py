@@ -194,7 +194,7 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """A model beside the policy: where it comes from and which processes hold it."""
+    """A model other than the policy: where it comes from and which processes hold it."""
 
     path: str | None = None
     # colocated: in the actor's processes, in its layout; own: in processes of its own

@@ -1,7 +1,7 @@
 """Spreading items over ranks by cost, and what a sequence costs. Pure numpy.
 
-A greedy start (longest processing time first) is improved by exchanges between a dear and a cheap rank. An exchange is
-only made when the dearer of the two gets cheaper, so the bounds of the greedy start hold for the result.
+A greedy start (longest processing time first) is improved by exchanges between a costly and a cheap rank. An exchange
+is only made when the costlier of the two gets cheaper, so the bounds of the greedy start hold for the result.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def checked_costs(costs: Costs) -> np.ndarray:
 def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list[np.ndarray]:
     """Spreads items over ranks so that the largest sum of costs is small.
 
-    Longest processing time first, then exchanges. The largest sum is at most the mean plus the dearest item; without
+    Longest processing time first, then exchanges. The largest sum is at most the mean plus the costliest item; without
     `equal_counts` it is at most 4/3 - 1/(3 num_ranks) of the optimum too. Deterministic; ties go to the lower rank and
     the lower index.
 
@@ -115,7 +115,7 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the dearest goes to the
+    """Rank of each item [B], equally many each: of every `num_ranks` items (they descend), the costliest goes to the
     cheapest rank."""
     loads, rows = np.zeros(num_ranks), []
     for costs in weights.reshape(-1, num_ranks):
@@ -125,16 +125,16 @@ def _deal(weights: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _exchange(weights: np.ndarray, owner: np.ndarray, num_ranks: int, *, moves: bool) -> None:
-    """Improve `owner` in place: in each round the dearest rank trades with the cheapest, the second with the second,
+    """Improve `owner` in place: in each round the costliest rank trades with the cheapest, the second with the second,
     and so on."""
     loads = np.bincount(owner, weights, num_ranks)
     fruitless, accepted = 0, loads.mean() * (1 + _ENOUGH)
     for turn in range(_MAX_ROUNDS):
-        too_dear = int((loads > accepted).sum())
-        if not too_dear or fruitless == _PATIENCE:
+        too_costly = int((loads > accepted).sum())
+        if not too_costly or fruitless == _PATIENCE:
             return
         ranks = np.argsort(-loads, kind="stable")
-        pairs = min(too_dear, num_ranks // 2)
+        pairs = min(too_costly, num_ranks // 2)
         # Shifted from round to round: a pair that has nothing to trade meets others.
         partners = ranks[::-1][: min(2 * pairs, num_ranks - pairs)]
         done = _trade(weights, owner, loads, ranks[:pairs], np.roll(partners, turn)[:pairs], moves)
@@ -176,7 +176,7 @@ def _apply(
     half: np.ndarray,
     found: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Carry out the best exchange of each pair that makes its dearer rank cheaper; an item taken of -1 means none."""
+    """Carry out the best exchange of each pair that makes its costlier rank cheaper; an item taken of -1 means none."""
     (high, low), (give, take, missed) = ranks, found
     order = np.lexsort((give, missed))
     first = np.full(len(loads), -1)

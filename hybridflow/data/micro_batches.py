@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+RESPONSE_MASK = "response_mask"  # jagged bool: which response tokens the policy sampled
+
+
 class Packed(Protocol):
     """A packed micro-batch, as far as its results are taken apart."""
 
@@ -23,13 +26,26 @@ class Packed(Protocol):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[s] response tokens of each."""
+        """[s] response tokens of each, those that take part."""
         ...
 
 
 def sequence_lengths(batch: DataProto) -> np.ndarray:
     """[B] prompt plus response tokens."""
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
+
+
+def counted_tokens(batch: DataProto, rows: np.ndarray, columns: Sequence[str]) -> tuple[np.ndarray | slice, np.ndarray]:
+    """Which response tokens of these rows take part, and how many of each row [s].
+
+    Where `columns` asks for `response_mask`, only those that the policy sampled: no loss, metric or count sees others.
+    A batch without that column counts as sampled throughout.
+    """
+    if RESPONSE_MASK not in columns or RESPONSE_MASK not in batch:
+        return slice(None), np.asarray(batch.jagged("response_ids").take(rows).lengths)
+    mask = batch.jagged(RESPONSE_MASK).take(rows)
+    before = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    return mask.values, np.diff(before[mask.offsets])
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

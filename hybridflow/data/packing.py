@@ -15,7 +15,7 @@ import numpy as np
 from hybridflow.data.balancing import Costs, balance, checked_costs
 from hybridflow.errors import ConfigError
 
-__all__ = ["Costs", "Lengths", "balance", "balanced_order", "pack", "pack_alike"]
+__all__ = ["Costs", "Lengths", "balance", "balanced_order", "pack", "pack_alike", "update_order"]
 
 Lengths = np.ndarray | Sequence[int]
 
@@ -24,11 +24,9 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
     """Groups sequences into micro-batches of at most `max_tokens` tokens.
 
     Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit decreasing decides how
-    many bins are
-    needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, then to a multiple of
-        `multiple_of`, as far as
-    there are sequences to fill the bins. Lengths are evened out over the bins when that stays within the budget.
-    Deterministic.
+    many bins are needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, then to a multiple
+    of `multiple_of`, as far as there are sequences to fill the bins. Lengths are evened out over the bins when that
+    stays within the budget. Deterministic.
 
     Args:
         lengths: tokens of each sequence [B], positive.
@@ -91,7 +89,7 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
     same.
 
     Pieces hold B / num_ranks rows, rounded up; where that does not divide, the cheapest rows fill the short piece after
-    the whole ones. A whole piece costs at most the mean of the whole pieces plus the dearest row. Inside a piece rows
+    the whole ones. A whole piece costs at most the mean of the whole pieces plus the costliest row. Inside a piece rows
     keep their order.
     """
     weights = checked_costs(costs)
@@ -99,10 +97,28 @@ def balanced_order(costs: Costs, num_ranks: int) -> np.ndarray:
     if not size:
         return np.zeros(0, np.int64)
     whole = len(weights) // size
-    dearest_first = np.argsort(-weights, kind="stable")
-    full, short = np.sort(dearest_first[: whole * size]), np.sort(dearest_first[whole * size :])
+    costliest_first = np.argsort(-weights, kind="stable")
+    full, short = np.sort(costliest_first[: whole * size]), np.sort(costliest_first[whole * size :])
     groups = balance(weights[full], whole, equal_counts=True)
     return np.concatenate([*(full[members] for members in sorted(groups, key=lambda members: int(members[0]))), short])
+
+
+def update_order(costs: Costs, num_ranks: int, rows_per_update: int, seed: Sequence[int]) -> np.ndarray:
+    """The order [B] of rows for the updates of one epoch: the consecutive piece of each data-parallel rank holds its
+    share of the first update, then of the second, and so on.
+
+    The rows of an update are drawn from the whole batch, by `seed` alone, and divided over the ranks afterwards at
+    about equal cost: a run in any layout trains on the same sequence of mini-batches.
+
+    Raises:
+        ValueError: the B rows do not divide into updates, or an update does not divide over the ranks.
+    """
+    weights = checked_costs(costs)
+    if len(weights) % rows_per_update or rows_per_update % num_ranks:
+        raise ValueError(f"{len(weights)} rows, {rows_per_update} an update, do not divide over {num_ranks} ranks")
+    drawn = np.random.default_rng(list(seed)).permutation(len(weights)).reshape(-1, rows_per_update)
+    shares = [rows[balanced_order(weights[rows], num_ranks)].reshape(num_ranks, -1) for rows in drawn]
+    return np.concatenate([np.zeros((num_ranks, 0), np.int64), *shares], axis=1).reshape(-1)
 
 
 def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:

@@ -148,7 +148,7 @@ class _FileStore:
     def write(self, key: str, storages: list[torch.UntypedStorage]) -> None:
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115  (lives as long as this object)
+                self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115  (open as long as this object exists)
             self._file.seek(0)
             for storage in storages:
                 self._file.write(_memory(storage))

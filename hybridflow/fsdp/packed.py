@@ -9,19 +9,19 @@ import numpy as np
 import torch
 
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import ranges, sequence_lengths
+from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens, s samples.
+    """One packed forward pass. t packed tokens, n response tokens that take part, s samples.
 
     Attributes:
         samples: rows of the batch [s], in packed order.
         tokens, positions: [1, t]; positions restart at each sample.
         segments: [t] which sample a token belongs to, counted in the micro-batch.
         predict_rows: [n] the row whose output predicts a response token. targets: [n] those tokens.
-        lengths: [s] response length of each sample.
+        lengths: [s] how many of the n each sample has.
         columns: per-response-token columns [n] (old_log_probs, advantages, ...).
     """
 
@@ -47,13 +47,15 @@ def build_micro_batches(
 
     Args:
         bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
-        columns: jagged per-response-token columns to bring along.
+        columns: jagged per-response-token columns to bring along. With `response_mask` among them, tokens that the
+            policy did not sample are context alone.
     """
     return [_pack(batch, np.asarray(rows, dtype=np.int64), columns, device) for rows in bins]
 
 
 def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+    keep, counts = counted_tokens(batch, rows, columns)
     sizes = sequence_lengths(batch)[rows]
     starts, total = np.cumsum(sizes) - sizes, max(1, int(sizes.sum()))  # one token at least: a model cannot run on none
     tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))
@@ -72,8 +74,10 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
         tokens=there(tokens)[None],
         positions=there(positions)[None],
         segments=there(segments),
-        predict_rows=there(response_rows - 1),
-        targets=there(responses.values).long(),
-        lengths=there(responses.lengths),
-        columns={name: there(batch.jagged(name).take(rows).values).float() for name in columns},
+        predict_rows=there(response_rows[keep] - 1),
+        targets=there(responses.values[keep]).long(),
+        lengths=there(counts),
+        columns={
+            name: there(batch.jagged(name).take(rows).values[keep]).float() for name in columns if name != RESPONSE_MASK
+        },
     )

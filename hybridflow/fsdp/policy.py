@@ -229,7 +229,7 @@ class FsdpPolicy(HoldsReference):
         return lambda catalog: fsdp_layout(self.family, dist.get_world_size(), "float32", catalog)
 
     def settle(self) -> None:
-        """Nothing is under way between methods."""
+        """No communication is in flight between methods."""
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """For `Residency`; listed anew at each call, since an optimizer may be replaced and a reference appear."""
@@ -269,7 +269,7 @@ class FsdpPolicy(HoldsReference):
         }
 
     def saver(self, timeout_s: float) -> Saver:
-        """Saves of this policy; see `saving.saver.Saver`."""
+        """Saves the sharded state of this policy."""
         return Saver(
             lambda folder, phase, step, exchange: checkpoint.job(self, folder, phase, step, exchange), timeout_s
         )
@@ -280,6 +280,6 @@ class FsdpPolicy(HoldsReference):
         checkpoint.load(self, folder)
 
     def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
-        """Write a Hugging Face folder; see `export_held`."""
+        """Write a Hugging Face folder. Collective."""
         owners = fsdp_owners(self.family, dist.get_world_size())
         export_held(Held(self.family, self.dtype, owners, self.parameters()), folder, hf_config, tokenizer)

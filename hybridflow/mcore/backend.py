@@ -25,7 +25,7 @@ class MegatronPolicy(Policy):
         return parallel.data_parallel_position()
 
     def describe(self) -> dict[str, str]:
-        """What computes here, for the run's record."""
+        """Backend and versions, for the run's record."""
         found = {"backend": bootstrap.backend_name(), "megatron_core": bootstrap.MEGATRON_VERSION}
         if self.adapters:
             facts = self.adapters.facts()
@@ -33,7 +33,7 @@ class MegatronPolicy(Policy):
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """How to list this rank's tensors of each part."""
+        """For each part a function that lists this rank's tensors."""
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:

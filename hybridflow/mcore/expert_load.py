@@ -1,10 +1,10 @@
-"""The load that moves expert biases counts real tokens: Megatron's router counts the padding of packed micro-batches,
+"""The load that moves expert biases counts real tokens; Megatron's router counts the padding of packed micro-batches
 too.
 
 Megatron-Core 0.16.1 has a padding mask for that, which reaches no later pipeline stage (gpt_model.py:308) and has the
 wrong shape where it is used (router.py:542: [t] against a routing map [t, experts]). So each router's count is
-corrected after the fact, on the routing map that it returns. Which rows are padding hangs on the micro-batch's
-`PackedSeqParams`; `underway` says which micro-batch that is.
+corrected afterwards by the routing map that it returns. The micro-batch's `PackedSeqParams` says which rows are
+padding; `micro_batch_tracker` says which micro-batch that is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.mcore.underway import Turns, Underway
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
 
 
 class ExpertLoad:
-    """Watches the routers of this rank that have an expert bias; there is nothing to do for others."""
+    """Corrects the counts of this rank's routers that have an expert bias; others count nothing."""
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages`: the rank's model chunks, not yet wrapped."""
@@ -31,24 +31,24 @@ class ExpertLoad:
             for module in stage.modules()
             if isinstance(module, TopKRouter) and module.enable_expert_bias
         ]
-        underway = Underway(stages if found else (), "real")
-        self._routers = [_Corrected(underway, router) for router in found]
+        tracker = MicroBatchTracker(stages if found else (), "real")
+        self._routers = [_Corrected(tracker, router) for router in found]
 
     def begin(self) -> None:
-        """A training pass begins: what an earlier one that failed has left is forgotten."""
+        """A training pass begins: forget what a pass that failed has left."""
         for router in self._routers:
-            router.turns.forget()
+            router.queue.clear()
 
 
 class _Corrected:
-    """One router."""
+    """Corrects the count of one router."""
 
-    def __init__(self, underway: Underway, router: TopKRouter) -> None:
-        self.turns = Turns(underway)
+    def __init__(self, tracker: MicroBatchTracker, router: TopKRouter) -> None:
+        self.queue = RecomputationQueue(tracker)
         router.register_forward_hook(self._correct)
 
     def _correct(self, router: TopKRouter, _: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        real, _recomputed = self.turns.take()
+        real, _recomputed = self.queue.take()
         if real is None or not torch.is_grad_enabled():  # without gradient nothing was counted (router.py:539)
             return
         if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens

@@ -1,4 +1,4 @@
-"""Which tensors of a policy are its weights, gradients, optimizer state and reference, for `Residency`."""
+"""The tensors of a policy by part (weights, gradients, optimizer state, reference), for `Residency`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.mcore.policy import Policy
 
 
 def model_parts(policy: Policy) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-    """Listed anew at each call, since an optimizer may be replaced and a reference appear."""
+    """For each part a function that lists its present tensors: an optimizer may be replaced, a reference appear."""
     return {
         "weights": lambda: [*_held(policy), *_flat(policy, "param_data")],
         "gradients": lambda: [*_flat(policy, "grad_data"), *_gradients(policy)],
@@ -34,7 +34,7 @@ def _flat(policy: Policy, name: str) -> list[torch.Tensor]:
 
 
 def _main_parameters(policy: Policy) -> list[torch.Tensor]:
-    """What the inner optimizers step: fp32 copies or, in fp32, views of the weights, which then count as weights."""
+    """Parameters that the inner optimizers update: fp32 copies or, in fp32, views that count as weights."""
     inner = inner_optimizers(policy.optimizer.inner) if policy.optimizer else []
     return [parameter for one in inner for group in one.optimizer.param_groups for parameter in group["params"]]
 

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import ranges, sequence_lengths
+from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.parallel import device
 
@@ -45,8 +45,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed forward pass. t packed tokens, n response tokens, s samples; t' tokens and n' predictions of this
-    context rank.
+    """One packed forward pass. t packed tokens, n response tokens that take part, s samples; t' tokens and n'
+    predictions of this context rank.
 
     Attributes:
         samples: rows of the batch, in packed order.
@@ -57,7 +57,7 @@ class MicroBatch:
         predict_rows: [n'] this rank's row whose output predicts a response token.
         targets: [n'] those tokens.
         places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
-        lengths: [s] response length of each sample.
+        lengths: [s] how many of the n each sample has.
         columns: per-response-token columns [n] (old_log_probs, advantages, ...).
     """
 
@@ -85,7 +85,8 @@ def build_micro_batches(
 
     Args:
         bins: rows of each micro-batch; may be empty (a rank that ran out of samples still takes part in collectives).
-        columns: jagged per-response-token columns to bring along.
+        columns: jagged per-response-token columns to bring along. With `response_mask` among them, tokens that the
+            policy did not sample are context alone.
         total: length of every micro-batch; None: what `cut.total` says.
     """
     lengths = sequence_lengths(batch)
@@ -97,12 +98,14 @@ def _pack(
     batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Sequence[str], cut: Cut, total: int
 ) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+    keep, counts = counted_tokens(batch, rows, columns)
     bounds = np.concatenate([[0], np.cumsum(padded[rows])]).astype(np.int64)
     tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
     starts = bounds[:-1]
     tokens[ranges(starts, prompts.lengths)] = prompts.values
     response_rows = ranges(starts + prompts.lengths, responses.lengths)
     tokens[response_rows] = responses.values
+    response_rows = response_rows[keep]
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
     positions -= np.repeat(bounds[:-1], np.diff(bounds))
@@ -119,12 +122,13 @@ def _pack(
         positions=torch.from_numpy(positions[mine])[None].to(here),
         packed=_segments(bounds, real[mine], here),
         predict_rows=torch.from_numpy(layout.local[response_rows[places] - 1]).to(here),
-        targets=torch.from_numpy(np.array(responses.values, dtype=np.int64)[places]).to(here),
+        targets=torch.from_numpy(np.array(responses.values[keep], dtype=np.int64)[places]).to(here),
         places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
-        lengths=torch.from_numpy(np.array(responses.lengths)).to(here),
+        lengths=torch.from_numpy(np.array(counts)).to(here),
         columns={
-            name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values, dtype=np.float32)).to(here)
+            name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values[keep], dtype=np.float32)).to(here)
             for name in columns
+            if name != RESPONSE_MASK
         },
     )
 

@@ -142,7 +142,8 @@ class Policy(HoldsReference):
         )
 
     def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
-        """One optimizer update on the gradients that `accumulate` leaves in the buffers; see `train_mini_batch`."""
+        """One optimizer update on the gradients that `accumulate` leaves in the buffers; returns and raises what
+        `train_mini_batch` does."""
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         self.optimizer.zero_grad()

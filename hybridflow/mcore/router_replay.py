@@ -8,9 +8,9 @@ with their gradient.
 
 How it gets into Megatron-Core 0.16.1: `TopKRouter.router_replay` (moe/router.py:219) is an object whose
 `get_replay_topk` is asked for the choice (moe/moe_utils.py:705). Megatron's own class there knows one set of routes at
-a time and takes a recomputation for a second list that somebody must switch to; under 1F1B, forwards of later
-micro-batches and recomputations of earlier ones alternate. Ours finds the routes through the micro-batch itself: they
-hang on its `PackedSeqParams`, and `underway` says which is being computed or recomputed.
+a time and expects that its caller switches to a second list for recomputations; under 1F1B, forwards of later
+micro-batches and recomputations of earlier ones alternate. Ours finds the routes through the micro-batch itself: its
+`PackedSeqParams` carries them, and `micro_batch_tracker` says which is being computed or recomputed.
 
 What follows the replayed choice: expert outputs, token dispatch, the counts behind the expert bias
 (`local_tokens_per_expert`). What keeps to the live choice: the auxiliary balancing losses (moe_utils.py:788), since
@@ -38,15 +38,15 @@ from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
 from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.underway import Turns, Underway
 
 Action = Literal["replay", "record", "compare"]
 
 
 @dataclass
 class MicroRoutes:
-    """What one micro-batch brings to, or takes from, this rank's routers.
+    """The routes that one micro-batch gives to this rank's routers, or that it records from them.
 
     Attributes:
         given: [t, layers, k] expert ids of this rank's share of the packed tokens, `FREE` where the router decides;
@@ -73,7 +73,7 @@ class RouterReplay:
         ]
         # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
         routers = [router for name, router in found if "mtp." not in name]
-        self.underway = Underway(stages if routers else (), "routes")
+        self.tracker = MicroBatchTracker(stages if routers else (), "routes")
         self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
@@ -99,11 +99,11 @@ class RouterReplay:
         finally:
             self._action, self.tally = None, _Tally()
             for router in self._routers:
-                router.turns.forget()
+                router.queue.clear()
 
     def attach(self, batch: DataProto, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Hang each micro-batch's routes (rows of the column `routed_experts` of `batch`) on it. Does nothing outside
-        `during`.
+        """Attach each micro-batch's routes (rows of the column `routed_experts` of `batch`) to it. Does nothing outside
+        of `during`.
 
         Raises:
             RouterReplayError: the column does not fit the batch or the model.
@@ -188,7 +188,7 @@ class RouterReplay:
     def _check(self) -> None:
         found = self.tally.numbers()
         sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
-        waiting = sum(router.turns.waiting() for router in self._routers)
+        waiting = sum(router.queue.pending() for router in self._routers)
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
                 f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given "
@@ -243,11 +243,11 @@ class RouterReplay:
 
 
 class _RouterHook:
-    """Stands where Megatron's RouterReplay stands, on one router."""
+    """Takes the place of Megatron's RouterReplay on one router."""
 
     def __init__(self, replay: RouterReplay, router: TopKRouter) -> None:
         self.replay, self.topk, self.layer = replay, router.topk, router.layer_number - 1
-        self.turns = Turns(replay.underway)
+        self.queue = RecomputationQueue(replay.tracker)
         self._active: MicroRoutes | None = None
         self._recomputed = False
         self._live: torch.Tensor | None = None
@@ -279,7 +279,7 @@ class _RouterHook:
         return routes.given[:, self.layer].long()
 
     def _begin(self, *_: Any) -> None:
-        self._active, self._recomputed = self.turns.take()
+        self._active, self._recomputed = self.queue.take()
 
     @torch.no_grad()
     def _observe(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -303,7 +303,7 @@ class _RouterHook:
                 (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
             )
             tally.add(used=wanted, mismatched=wanted & ~same)
-            tally.add(**{"drifted" if self.replay.underway.with_gradient else "differing": wanted & other})
+            tally.add(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
             tally.add(mismatched=wanted & ~same)
 

@@ -59,7 +59,7 @@ class ValueModel(MegatronPolicy):
     def train_values(
         self, batch: DataProto, loss: ScalarLoss, *, columns: Sequence[str], max_tokens: int
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on values of response tokens; see `Policy.train_mini_batch`."""
+        """One optimizer update on values of response tokens: metric (sum, count) pairs and {grad_norm, lr, applied}."""
         return self._train(self._micro_batches(batch, max_tokens, columns), loss, response_values)
 
     def train_pairs(

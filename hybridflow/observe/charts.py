@@ -240,7 +240,7 @@ def _reference(at: float, text: str) -> Markup:
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
-    """A dot with a label beside the curve: under its start when it rises from there, above it elsewhere."""
+    """A labelled dot on the curve. The label is under its start when the curve rises from there, above it elsewhere."""
     left = px < LEFT + 60
     anchor = "start" if left else "end" if px > WIDTH - RIGHT - 60 else "middle"
     at = min(py + 16, HEIGHT - BOTTOM - 5) if left and rises else py - 9 if py > TOP + 14 else py + 18

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from hybridflow.observe.charts import Chart, Point, Series
 from hybridflow.observe.run_folder import RunFolder
@@ -40,13 +42,78 @@ _MAX_STACKED = 7
 
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
     """The charts of the page in reading order; those without data are dropped when drawn."""
+    one, zero = partial(_one, run), (0.0,)
     return [
-        ("Learning", [_accuracy(run), _reward(run), *_reward_extras(run), _sft_loss(run)]),
-        ("Policy", [_kl(run), _entropy(run), _gradient(run), _clipping(run), _advantages(run), _rate(run)]),
-        ("Critic", [_explained(run), _value_loss(run)]),
-        ("Reward model", [_pair_loss(run), _pair_accuracy(run), _model_score(run), _model_share(run), _agreement(run)]),
-        ("Generation", [_lengths(run), _clip_ratio(run), _difference(run), _routes(run)]),
-        ("Time", [_step_time(run), _throughput(run), _tokens(run), _memory(run)]),
+        (
+            "Learning",
+            [
+                _accuracy(run),
+                one("Reward, mean of the batch", "critic/score/mean", "score", trend=True),
+                *_reward_extras(run),
+                one("Warm start (SFT) loss", "sft/loss", "nats a token", phase="sft", include=zero, trend=True),
+            ],
+        ),
+        (
+            "Policy",
+            [
+                _kl(run),
+                _entropy(run),
+                _gradient(run),
+                one("Clipped tokens in the policy loss", "actor/pg_clipfrac", "tokens", percent=True, include=zero),
+                _advantages(run),
+                one("Learning rate", "actor/lr", "", include=zero),
+            ],
+        ),
+        (
+            "Critic",
+            [
+                one("Variance of returns that values explain", "critic/vf_explained_var", "share", include=(0.0, 1.0)),
+                one("Value loss", "critic/vf_loss", "half a squared error", include=zero),
+            ],
+        ),
+        ("Reward model", _reward_model(run)),
+        (
+            "Generation",
+            [
+                _lengths(run),
+                one(
+                    "Responses cut at the length limit",
+                    "response_length/clip_ratio",
+                    "responses",
+                    percent=True,
+                    include=zero,
+                ),
+                _difference(run),
+                _routes(run),
+            ],
+        ),
+        (
+            "Time",
+            [
+                _step_time(run),
+                one("Throughput", "perf/throughput", "tokens a second", include=zero),
+                one("Tokens trained on", "perf/total_num_tokens", "tokens a step", include=zero),
+                one("Peak memory of a trainer rank", "perf/max_memory_allocated_gb", "GB", include=zero),
+            ],
+        ),
+    ]
+
+
+def _reward_model(run: RunFolder) -> list[Chart]:
+    one, pairs = partial(_one, run), partial(_one, run, phase="reward")
+    share, agreement = "reward_model/share", "reward_model/agreement"
+    return [
+        pairs("Loss on pairs", "reward/loss", "nats", include=(0.0,)),
+        pairs("Pairs told apart", "reward/accuracy", "share", include=(0.0, 1.0)),
+        one("Score of the reward model", "reward_model/score/mean", "score"),
+        one("What the reward model makes of the scores' variance", share, "share", percent=True, include=(0.0, 1.0)),
+        one(
+            "Answers to one prompt that reward model and verifier order alike",
+            agreement,
+            "share of pairs",
+            percent=True,
+            include=(0.5, 1.0),
+        ),
     ]
 
 
@@ -115,15 +182,6 @@ def _reward_extras(run: RunFolder) -> list[Chart]:
     ]
 
 
-def _reward(run: RunFolder) -> Chart:
-    return _one(run, "Reward, mean of the batch", "critic/score/mean", "score", trend=True)
-
-
-def _sft_loss(run: RunFolder) -> Chart:
-    series = [Series("sft/loss", run.points("sft", "sft/loss"), 1)]
-    return Chart("Warm start (SFT) loss", series, "nats a token", "sft/loss", include=(0.0,), trend=True)
-
-
 def _advantages(run: RunFolder) -> Chart:
     names = [
         ("max", "critic/advantages/max", 1),
@@ -157,28 +215,9 @@ def _gradient(run: RunFolder) -> Chart:
     )
 
 
-def _clipping(run: RunFolder) -> Chart:
-    return _one(run, "Clipped tokens in the policy loss", "actor/pg_clipfrac", "tokens", percent=True, include=(0.0,))
-
-
-def _rate(run: RunFolder) -> Chart:
-    return _one(run, "Learning rate", "actor/lr", "", include=(0.0,))
-
-
 def _lengths(run: RunFolder) -> Chart:
     names = [("max", "response_length/max", 1), ("mean", "response_length/mean", 0)]
     return Chart("Response length", _series(run, names), "tokens", "response_length/*", include=(0.0,))
-
-
-def _clip_ratio(run: RunFolder) -> Chart:
-    return _one(
-        run,
-        "Responses cut at the length limit",
-        "response_length/clip_ratio",
-        "responses",
-        percent=True,
-        include=(0.0,),
-    )
 
 
 def _difference(run: RunFolder) -> Chart:
@@ -200,10 +239,6 @@ def _routes(run: RunFolder) -> Chart:
     return Chart("Router choices that differ" + note, series, "tokens x layers", about, percent=True, include=(0.0,))
 
 
-def _memory(run: RunFolder) -> Chart:
-    return _one(run, "Peak memory of a trainer rank", "perf/max_memory_allocated_gb", "GB", include=(0.0,))
-
-
 def _step_time(run: RunFolder) -> Chart:
     phases, _ = step_phases(run)
     sums = {name: sum(value or 0.0 for _, value in points) for name, points in phases.items()}
@@ -223,48 +258,6 @@ def _step_time(run: RunFolder) -> Chart:
     return Chart("Step time by phase", series, "seconds", "timing_s/*", kind="stack")
 
 
-def _explained(run: RunFolder) -> Chart:
-    return _one(run, "Variance of returns that values explain", "critic/vf_explained_var", "share", include=(0.0, 1.0))
-
-
-def _value_loss(run: RunFolder) -> Chart:
-    return _one(run, "Value loss", "critic/vf_loss", "half a squared error", include=(0.0,))
-
-
-def _pair_loss(run: RunFolder) -> Chart:
-    series = [Series("reward/loss", run.points("reward", "reward/loss"), 0)]
-    return Chart("Loss on pairs", series, "nats", "reward/loss", include=(0.0,))
-
-
-def _pair_accuracy(run: RunFolder) -> Chart:
-    series = [Series("reward/accuracy", run.points("reward", "reward/accuracy"), 0)]
-    return Chart("Pairs told apart", series, "share", "reward/accuracy", include=(0.0, 1.0))
-
-
-def _model_score(run: RunFolder) -> Chart:
-    return _one(run, "Score of the reward model", "reward_model/score/mean", "score")
-
-
-def _model_share(run: RunFolder) -> Chart:
-    name = "reward_model/share"
-    return _one(
-        run, "What the reward model makes of the scores' variance", name, "share", percent=True, include=(0.0, 1.0)
-    )
-
-
-def _agreement(run: RunFolder) -> Chart:
-    title, name = "Answers to one prompt that reward model and verifier order alike", "reward_model/agreement"
-    return _one(run, title, name, "share of pairs", percent=True, include=(0.5, 1.0))
-
-
-def _throughput(run: RunFolder) -> Chart:
-    return _one(run, "Throughput", "perf/throughput", "tokens a second", include=(0.0,))
-
-
-def _tokens(run: RunFolder) -> Chart:
-    return _one(run, "Tokens trained on", "perf/total_num_tokens", "tokens a step", include=(0.0,))
-
-
 def _sum(columns: Sequence[Sequence[Point]]) -> list[Point]:
     sums: dict[float, float] = {}
     for points in columns:
@@ -273,19 +266,10 @@ def _sum(columns: Sequence[Sequence[Point]]) -> list[Point]:
     return sorted(sums.items())
 
 
-def _one(
-    run: RunFolder,
-    title: str,
-    name: str,
-    unit: str,
-    *,
-    percent: bool = False,
-    trend: bool = False,
-    include: Sequence[float] = (),
-    lines: Sequence[tuple[float, str]] = (),
-) -> Chart:
-    series = [Series(name, run.points("train", name), 0)]
-    return Chart(title, series, unit, name, percent=percent, trend=trend, include=include, lines=lines)
+def _one(run: RunFolder, title: str, name: str, unit: str, phase: str = "train", **settings: Any) -> Chart:
+    """A chart of one metric. Without points it is dropped when drawn."""
+    color = 1 if phase == "sft" else 0
+    return Chart(title, [Series(name, run.points(phase, name), color)], unit, name, **settings)
 
 
 def _series(run: RunFolder, names: Sequence[tuple[str, str, int]]) -> list[Series]:

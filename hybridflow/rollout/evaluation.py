@@ -12,6 +12,7 @@ import numpy as np
 from hybridflow.batch import ROUTES, DataProto, Jagged
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts
+from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
@@ -116,6 +117,7 @@ def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) 
 def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """The rows of one piece."""
     prompts = batch.jagged("prompt_ids")
+    mask = batch.jagged(RESPONSE_MASK)
     rows: dict[str, Any] = {
         "step": [step] * len(batch),
         "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
@@ -126,6 +128,7 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "score": batch["scores"].tolist(),
         "prompt_length": prompts.lengths.tolist(),
         "response_length": batch["response_length"].tolist(),
+        "response_mask": [_runs(row.astype(np.int64)) for row in mask],
         "finish_reason": batch["finish_reason"].tolist(),
         "weight_version": batch["weight_version"].tolist(),
         "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
@@ -136,12 +139,13 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
     if "rm_scores" in batch:
         rows["rm_score"] = batch["rm_scores"].tolist()
     if "advantages" in batch:
-        rows["advantage"] = [_mean(row) for row in batch.jagged("advantages")]
+        rows["advantage"] = [_mean(row[kept]) for row, kept in zip(batch.jagged("advantages"), mask, strict=True)]
     if "old_log_probs" in batch:
         old, rollout = batch.jagged("old_log_probs"), batch.jagged("rollout_log_probs")
         difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
-        rows["logprob_diff_mean"] = [_mean(row) for row in difference]
-        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in difference]
+        sampled = [row[kept] for row, kept in zip(difference, mask, strict=True)]
+        rows["logprob_diff_mean"] = [_mean(row) for row in sampled]
+        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in sampled]
     return rows
 
 

@@ -13,7 +13,7 @@ class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        """response_ids, rollout_log_probs, response_versions, finish_reason, weight_version.
+        """response_ids, response_mask, rollout_log_probs, response_versions, finish_reason, weight_version.
 
         Args:
             training: sample as `rollout.sampling` says, with routed_experts when they are replayed; else as

@@ -16,6 +16,7 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS, estimator_options
 from hybridflow.config.schema import RunConfig
+from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
@@ -27,7 +28,7 @@ def advantages_step(config: RunConfig) -> DataflowStep:
     penalty = ("old_log_probs", "ref_log_probs") if config.algorithm.kl_coef else ()
     model = ("rm_scores",) if derived.has_reward_model(config) else ()
     returns = ("returns",) if estimator.needs_critic else ()
-    reads = dict.fromkeys(("response_ids", "scores", "uid", *model, *penalty, *estimator.reads))
+    reads = dict.fromkeys(("response_ids", RESPONSE_MASK, "scores", "uid", *model, *penalty, *estimator.reads))
     return DataflowStep("advantages", tuple(reads), ("rewards", "advantages", *returns))
 
 
@@ -78,7 +79,7 @@ class Advantages:
     def _samples(self, batch: DataProto) -> Samples:
         """What the estimator is given. Moves the KL coefficient on."""
         lengths, scores = torch.tensor(batch.lengths("response_ids")), torch.from_numpy(self._scores(batch))
-        mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
+        mask = batch.torch(RESPONSE_MASK)[0]
         penalties = self._penalties(batch, lengths, mask)
         return Samples(
             scores=scores - sums_of_rows(penalties, lengths),

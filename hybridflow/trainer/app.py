@@ -8,11 +8,13 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
+from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
@@ -74,7 +76,7 @@ def train_reward(config: RunConfig) -> None:
 
 
 class _Job:
-    """What all jobs share: the session, the data, the tokenizer, and how groups are started."""
+    """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
 
     def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
@@ -126,7 +128,9 @@ class _Job:
         path = self.config.model.path if role == "actor" else getattr(self.config, role).path
         is_policy = role == "actor" or path is None
         hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
-        return RoleSpec(self.config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
+        actor = replace(self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss))
+        config = replace(self.config, actor=actor)
+        return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
         """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the

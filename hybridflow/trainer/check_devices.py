@@ -1,4 +1,4 @@
-"""What a configuration asks of devices, against those that are there. Before anything starts; `config.check` knows no
+"""Checks of a configuration against the devices of this machine, before anything starts; `config.check` knows no
 devices."""
 
 from __future__ import annotations

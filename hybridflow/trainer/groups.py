@@ -13,7 +13,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
 from hybridflow.data.custom import COLUMNS
-from hybridflow.data.packing import balanced_order
+from hybridflow.data.packing import balanced_order, update_order
 from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
@@ -44,18 +44,21 @@ class ModelGroup:
 
     def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
-        order = self._order(batch)
-        return as_batch(self.run(method, batch.reorder(order))).reorder(np.argsort(order))
+        order = balanced_order(self._costs(batch), self._data_parallel)
+        share = batch.select(method_spec(method).reads).reorder(order)
+        return as_batch(self.run(method, share)).reorder(np.argsort(order))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
-        """Optimizer updates, merged over the data-parallel ranks."""
+        """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs, whose mini-batches
+        the seed draws from the whole batch: the same on any number of ranks."""
         if seed is None:
-            reports = self.run(method, batch)
-        else:
-            rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
-            share = batch.select(self._reads(method)).reorder(self._order(batch))
-            reports = self.run(method, share, rows, seed)
-        return [merge(rank_reports) for rank_reports in zip(*reports, strict=True)]
+            return [merge(reports) for reports in zip(*self.run(method, batch), strict=True)]
+        rows, ranks = derived.role_samples_per_mini_batch(self.config, self.role), self._data_parallel
+        read, costs, updates = batch.select(self._reads(method)), self._costs(batch), []
+        for epoch in range(getattr(self.config, self.role).ppo_epochs):
+            share = read.reorder(update_order(costs, ranks, rows, (seed, epoch)))
+            updates += [merge(reports) for reports in zip(*self.run(method, share, rows // ranks), strict=True)]
+        return updates
 
     def memory(self) -> Mapping[str, float]:
         """Peaks of the methods, and what lay off the device, since the last call."""
@@ -72,10 +75,9 @@ class ModelGroup:
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return method_spec(method).reads
 
-    def _order(self, batch: DataProto) -> np.ndarray:
-        """The order [B] in which the consecutive rows of each data-parallel rank cost about the same."""
-        costs = self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
-        return balanced_order(costs, self._data_parallel)
+    def _costs(self, batch: DataProto) -> np.ndarray:
+        """[B] what each row costs to compute."""
+        return self._cost(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
 
 
 class FrozenGroup(ModelGroup):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridflow.batch import DataProto
+from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.trainer.protocols import Update
 
 
@@ -14,33 +15,36 @@ def log_prob_difference(batch: DataProto) -> tuple[float, float]:
     """Mean and largest |engine - trainer| log-probability of the sampled tokens; NaN where one is NaN, 0 without
     tokens."""
     total, count, largest = 0.0, 0, [0.0]
-    for piece in batch.pieces(("rollout_log_probs", "old_log_probs")):
-        difference = np.abs(piece.jagged("rollout_log_probs").values - piece.jagged("old_log_probs").values)
+    for piece in batch.pieces((RESPONSE_MASK, "rollout_log_probs", "old_log_probs")):
+        difference = np.abs(sampled(piece, "rollout_log_probs") - sampled(piece, "old_log_probs"))
         total, count = total + float(difference.sum(dtype=np.float64)), count + len(difference)
         largest.append(float(difference.max(initial=0.0)))
     return total / max(count, 1), float(np.max(largest))
 
 
 def kl_sums(batch: DataProto) -> np.ndarray:
-    """[B] float64: old less reference log-probability, summed over the tokens of each sample."""
+    """[B] float64: old less reference log-probability, summed over the sampled tokens of each sample."""
     found = [np.zeros(0)]
-    for piece in batch.pieces(("old_log_probs", "ref_log_probs")):
-        old = piece.jagged("old_log_probs")
-        sums = np.concatenate([[0.0], np.cumsum(old.values - piece.jagged("ref_log_probs").values, dtype=np.float64)])
+    for piece in batch.pieces((RESPONSE_MASK, "old_log_probs", "ref_log_probs")):
+        old, mask = piece.jagged("old_log_probs"), piece.jagged(RESPONSE_MASK).values
+        difference = np.where(mask, old.values - piece.jagged("ref_log_probs").values, 0)
+        sums = np.concatenate([[0.0], np.cumsum(difference, dtype=np.float64)])
         found.append(sums[old.offsets[1:]] - sums[old.offsets[:-1]])
     return np.concatenate(found)
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch."""
-    responses, prompts, (difference, largest) = (
-        batch.lengths("response_ids"),
-        batch.lengths("prompt_ids"),
-        log_prob_difference(batch),
-    )
+    """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch.
+
+    Scores and rewards are those of samples with a response (as in verl); lengths and the total number of tokens count
+    everything that the model reads, all else sampled tokens alone.
+    """
+    responses, prompts = batch.lengths("response_ids"), batch.lengths("prompt_ids")
+    (difference, largest), answered = log_prob_difference(batch), responses > 0
     metrics = {
-        **spread("critic/score", batch["scores"]),
-        **spread("critic/rewards", batch["rewards"]),
+        "critic/score/mean": float("nan"),
+        **spread("critic/score", batch["scores"][answered]),
+        **spread("critic/rewards", batch["rewards"][answered]),
         **_token_spread("critic/advantages", batch, "advantages"),
         **spread("response_length", responses),
         "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
@@ -54,7 +58,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
     }
     if "ref_log_probs" in batch:
-        metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(responses.sum(), 1))
+        metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(_num_sampled(batch), 1))
     if "teacher_top_log_probs" in batch:
         metrics["teacher/top_mass"] = _top_mass(batch)
     if "rm_scores" in batch:
@@ -66,10 +70,10 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _top_mass(batch: DataProto) -> float:
-    """Probability that the teacher gives to its most likely tokens together; mean over response tokens."""
+    """Probability that the teacher gives to its most likely tokens together; mean over sampled tokens."""
     total, count = 0.0, 0
-    for piece in batch.pieces(("teacher_top_log_probs",)):
-        values = piece.jagged("teacher_top_log_probs").values
+    for piece in batch.pieces((RESPONSE_MASK, "teacher_top_log_probs")):
+        values = sampled(piece, "teacher_top_log_probs")
         total, count = total + float(np.exp(values, dtype=np.float64).sum()), count + len(values)
     return total / max(count, 1)
 
@@ -77,9 +81,9 @@ def _top_mass(batch: DataProto) -> float:
 def _explained_variance(batch: DataProto) -> float:
     """How well values (before the step's updates) explain returns: 1 - var(returns - values) / var(returns)."""
     sums, count = np.zeros(4), 0
-    for piece in batch.pieces(("values", "returns")):
-        returns = piece.jagged("returns").values.astype(np.float64)
-        rest = returns - piece.jagged("values").values
+    for piece in batch.pieces((RESPONSE_MASK, "values", "returns")):
+        returns = sampled(piece, "returns").astype(np.float64)
+        rest = returns - sampled(piece, "values")
         sums += [rest.sum(), (rest**2).sum(), returns.sum(), (returns**2).sum()]
         count += len(returns)
     if count < 2:
@@ -129,8 +133,8 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
-    """`spread` over all tokens of a jagged column."""
-    parts = (piece.jagged(column).values for piece in batch.pieces([column]))
+    """`spread` over the sampled tokens of a jagged column."""
+    parts = (sampled(piece, column) for piece in batch.pieces([RESPONSE_MASK, column]))
     spreads = [
         (float(values.sum(dtype=np.float64)), len(values), values.max(), values.min())
         for values in parts
@@ -144,6 +148,15 @@ def _token_spread(name: str, batch: DataProto, column: str) -> dict[str, float]:
         f"{name}/max": float(np.max(highest)),
         f"{name}/min": float(np.min(lowest)),
     }
+
+
+def sampled(piece: DataProto, column: str) -> np.ndarray:
+    """Values of a jagged column at the tokens that the policy sampled."""
+    return piece.jagged(column).values[piece.jagged(RESPONSE_MASK).values]
+
+
+def _num_sampled(batch: DataProto) -> int:
+    return sum(int(piece.jagged(RESPONSE_MASK).values.sum()) for piece in batch.pieces([RESPONSE_MASK]))
 
 
 def _share_of_groups(batch: DataProto, score: float) -> float:

@@ -1,4 +1,4 @@
-"""Who holds the devices' memory when: the policy while it trains, the engines while they generate, both during a
+"""Ownership of the devices' memory: the policy's while it trains, the engines' while they generate, shared during a
 weight sync.
 
 Between the phases below the engines may answer. Where nothing is offloaded and engines keep their memory, a phase

@@ -1,4 +1,4 @@
-"""What the loop sees of the roles. The composition root builds the real groups; tests of the loop's logic build small
+"""The roles as the loop uses them. The composition root builds the real groups; tests of the loop's logic build small
 ones without Ray."""
 
 from __future__ import annotations

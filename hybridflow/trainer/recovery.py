@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Restartable(Protocol):
-    """What is asked of a worker group."""
+    """A worker group, as far as recovery uses it."""
 
     def is_alive(self) -> bool:
         """Whether every rank still runs."""

@@ -1,5 +1,4 @@
-"""What a training backend offers to the workers; `mcore` and `fsdp` have one implementation of `Backend` each, and mypy
-holds both to it."""
+"""The interface between workers and training backends; `mcore` and `fsdp` implement `Backend`, and mypy checks both."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class Model(Holder, Protocol):
         ...
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """How to list weights, gradients, optimizer state and reference now."""
+        """For each part a function that lists its present tensors: an optimizer may be replaced, a reference appear."""
         ...
 
     def saver(self, timeout_s: float) -> Saver:

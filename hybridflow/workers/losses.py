@@ -9,6 +9,7 @@ from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
 from hybridflow.config.schema import ActorConfig, CriticConfig
+from hybridflow.data.micro_batches import RESPONSE_MASK
 
 
 def sft_loss(
@@ -47,13 +48,13 @@ class PolicyLoss:
 def policy_loss_columns(config: ActorConfig) -> tuple[str, ...]:
     """Columns over response tokens that an update of the policy reads."""
     reads = POLICY_LOSSES.get(config.policy_loss).reads
-    return tuple(dict.fromkeys((*reads, *(("ref_log_probs",) if config.kl_loss_coef else ()))))
+    return tuple(dict.fromkeys((RESPONSE_MASK, *reads, *(("ref_log_probs",) if config.kl_loss_coef else ()))))
 
 
 class ValueLoss:
     """The critic's clipped regression towards the returns; a `mcore.value_model.ScalarLoss`."""
 
-    columns = ("values", "returns")
+    columns = (RESPONSE_MASK, "values", "returns")
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config

@@ -22,8 +22,8 @@ from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 @dataclass(frozen=True)
 class ModelRole:
-    """What tells a role from the others: whether a job of reinforcement learning has it, and the head of its model (a
-    scalar for each token or for a sequence; None: the vocabulary's)."""
+    """The declaration of a role: whether a job of reinforcement learning has it, and the head of its model (a scalar
+    for each token or for a sequence; None: the vocabulary's)."""
 
     is_wanted: Callable[[RunConfig], bool]
     head: str | None = None
@@ -113,14 +113,14 @@ class ModelWorker(RoleWorker):
             return None
         return DataProto.from_columns({"teacher_top_log_probs": found[0], "teacher_top_ids": found[1]})
 
-    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", "values", "returns"))
+    @register(Dispatch.DP_METRIC, reads=("prompt_ids", "response_ids", *ValueLoss.columns))
     @needs("weights", "gradients", "optimizer")
-    def update_critic(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
-        """Critic: epochs of regression over this rank's share, `rows_per_update` of its rows an optimizer update. One
-        report an update."""
+    def update_critic(self, batch: DataProto, rows_per_update: int) -> list[Report]:
+        """Critic: regression over this rank's share in its order, `rows_per_update` of its rows an optimizer update.
+        One report an update."""
         config, reports = self.config, []
         loss = ValueLoss(config)
-        for mini_batch in own_rows(batch).mini_batches(rows_per_update, epochs=config.ppo_epochs, seed=seed):
+        for mini_batch in batch.mini_batches(rows_per_update):
             sums, info = self.model.train_values(
                 mini_batch, loss, columns=loss.columns, max_tokens=config.max_tokens_per_micro_batch
             )

@@ -67,19 +67,17 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
-    def update_policy(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
-        """PPO epochs over this rank's share, `rows_per_update` of its rows an optimizer update. One report an update,
-        in order.
+    def update_policy(self, batch: DataProto, rows_per_update: int) -> list[Report]:
+        """Updates over this rank's share in its order, `rows_per_update` of its rows each. One report an update.
 
-        Reads prompt_ids, response_ids, old_log_probs, advantages, with a KL loss ref_log_probs, and replays
-        routed_experts if it is there.
+        Reads prompt_ids, response_ids and what the policy loss declares, and replays routed_experts if it is there.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
-            return self._update(own_rows(batch), rows_per_update, seed)
+            return self._update(batch, rows_per_update)
 
-    def _update(self, batch: DataProto, rows_per_update: int, seed: int) -> list[Report]:
+    def _update(self, batch: DataProto, rows_per_update: int) -> list[Report]:
         loss, reports = PolicyLoss(self.config), []
-        for mini_batch in batch.mini_batches(rows_per_update, epochs=self.config.ppo_epochs, seed=seed):
+        for mini_batch in batch.mini_batches(rows_per_update):
             sums, info = self.model.train_mini_batch(
                 mini_batch,
                 loss,

@@ -25,7 +25,7 @@ Report = dict[str, Any]  # of one optimizer update: {sums: {metric: (sum, count)
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What every rank of a role is told.
+    """The arguments of every rank of a role.
 
     Args:
         config: of the run.
@@ -57,7 +57,7 @@ class RoleWorker:
         self._saver = model.saver(spec.config.trainer.checkpoint_timeout_s) if spec.trains else None
 
     def mesh_position(self) -> MeshPosition:
-        """Where this rank stands for data-parallel calls."""
+        """The position of this rank in data-parallel calls."""
         return MeshPosition(*self.model.mesh_position())
 
     @register(Dispatch.ONE_TO_ALL)
@@ -74,12 +74,12 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def wake(self, parts: tuple[Part, ...]) -> None:
-        """These parts come back and stay: for several methods in a row."""
+        """Move these parts back to the device to stay there over several methods."""
         self.memory.residency.wake(*parts)
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
-        """What `RoleMemory.take` says since the last call."""
+        """Peaks of memory since the last call, as `RoleMemory.take` returns them."""
         return self.memory.take()
 
     @register(Dispatch.ONE_TO_ALL)

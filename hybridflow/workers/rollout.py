@@ -22,7 +22,14 @@ from hybridflow.errors import EngineError, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
 
-WRITES = ("response_ids", "rollout_log_probs", "response_versions", "finish_reason", "weight_version")
+WRITES = (
+    "response_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "response_versions",
+    "finish_reason",
+    "weight_version",
+)
 
 
 def engine_spec(
@@ -222,6 +229,8 @@ class RolloutWorker:
 def _columns(completions: list[Completion]) -> DataProto:
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([np.asarray(c.token_ids, np.int64) for c in completions], np.int64),
+        # which tokens the policy sampled: an engine alone answers without tools, and all of them are
+        "response_mask": Jagged.from_rows([np.ones(len(c.token_ids), np.bool_) for c in completions], np.bool_),
         "rollout_log_probs": Jagged.from_rows([np.asarray(c.log_probs, np.float32) for c in completions], np.float32),
         "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
         "response_versions": Jagged.from_rows([_versions(c) for c in completions], np.int64),

@@ -150,6 +150,9 @@ def test_the_tools_read_an_fsdp_checkpoint(contracts: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str) -> None:
     for result in run_backend(backend, RANKS, "updates", hf=DENSE):
+        masked = result["masked"]
+        assert np.isfinite(masked["one"]).all() and masked["true"] == masked["none"] != masked["one"]
+        np.testing.assert_allclose(masked["one"], masked["many"], rtol=1e-5, atol=1e-6)
         assert result["norm"] < 1e-6
         assert result["weights"] < 1e-6
         assert result["moved"] > 1e-4
@@ -160,6 +163,13 @@ def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str
         assert memory["freed"] == sum(memory["held"].values()) - sum(memory["left"].values()) > 0
         assert all(memory["left"][part] < size for part, size in memory["held"].items() if part != "gradients")
         assert result["unequal"][0] == result["unequal"][1]
+
+
+def test_two_ranks_train_on_the_mini_batches_of_one() -> None:
+    """Mini-batches drawn from each rank's share would differ, and gradient norms with them."""
+    [[one], *two] = (run_backend("megatron", ranks, "drawn", hf=DENSE) for ranks in (1, RANKS))
+    for rank in two[0]:
+        np.testing.assert_allclose(rank, one, rtol=1e-5, atol=TOLERANCE)
 
 
 def test_bf16_keeps_fp32_weights_and_learns(tmp_path: Path) -> None:

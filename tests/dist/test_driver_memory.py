@@ -75,6 +75,7 @@ def finished_batch() -> DataProto:
     lengths = np.full(ROWS, TOKENS)
     values = {name: np.random.default_rng(i).random(ROWS * TOKENS, np.float32) for i, name in enumerate(COLUMNS)}
     values |= {name: values[name].astype(np.int64) for name in ("response_ids", "response_versions")}
+    values["response_mask"] = np.ones(ROWS * TOKENS, np.bool_)
     tokens = {name: Jagged.from_lengths(column, lengths) for name, column in values.items()}
     plain = {
         "data_source": objects("toy"),
@@ -100,7 +101,7 @@ class Letters:
 
 def test_metrics_and_dump_hold_a_small_part_of_the_batch_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     batch = finished_batch()
-    assert set(batch.deferred) == set(COLUMNS)
+    assert set(batch.deferred) == {*COLUMNS, "response_mask"}
     shuffled = batch.reorder(np.random.default_rng(0).permutation(ROWS))
     size = batch.nbytes
     assert size > 150 << 20

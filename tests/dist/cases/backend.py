@@ -13,6 +13,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, ClusterConfig, ModelConfig, OptimConfig, RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.reshard.layout import Catalog
+from tests.dist.cases.gradient import with_mask
 from tests.dist.harness.policies import batch_of, weights_of
 
 ROWS = 8
@@ -178,10 +179,21 @@ def updates(backend: str, hf: dict[str, Any]) -> dict[str, Any]:
     """Other packings and orders of one batch; a NaN; weights off the device and back; more work on one rank than on the
     other."""
     policy = open_policy(backend, hf, 0.05)
-    result = packings(policy) | {"poisoned": poisoned(policy), "memory": slept(policy)}
+    result = {"masked": masked(policy), **packings(policy)} | {"poisoned": poisoned(policy), "memory": slept(policy)}
     rows = [1, 12][dist.get_rank()]
     found = policy.log_probs(batch_of(rows, 3), max_tokens=20, temperature=1.0, with_entropy=False)
     return result | {"unequal": [rows, len(found[0])]}
+
+
+def with_columns() -> DataProto:
+    """Twelve rows with what the policy loss reads."""
+    rng, batch = np.random.default_rng(0), batch_of(12, 5)
+    lengths = batch["response_ids"].lengths
+    columns = {
+        name: Jagged.from_rows([rng.normal(middle, 0.5, n).astype(np.float32) for n in lengths], np.float32)
+        for name, middle in (("old_log_probs", -3.9), ("ref_log_probs", -3.9), ("advantages", 0.0))
+    }
+    return batch.with_columns(**columns)
 
 
 def packings(policy: Any) -> dict[str, float]:
@@ -189,13 +201,7 @@ def packings(policy: Any) -> dict[str, float]:
     from hybridflow.workers.losses import PolicyLoss
 
     loss = PolicyLoss(ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coef=0.1, kl_loss_coef=0.5))
-    rng, batch = np.random.default_rng(0), batch_of(12, 5)
-    lengths = batch["response_ids"].lengths
-    columns = {
-        name: Jagged.from_rows([rng.normal(middle, 0.5, n).astype(np.float32) for n in lengths], np.float32)
-        for name, middle in (("old_log_probs", -3.9), ("ref_log_probs", -3.9), ("advantages", 0.0))
-    }
-    batch, before, found = batch.with_columns(**columns), whole(policy), []
+    batch, before, found = with_columns(), whole(policy), []
     policy.freeze_reference()
     for max_tokens, order in ((4096, 1), (20, 1), (33, -1)):
         policy.set_optimizer(OptimConfig(lr=1e-3, adam_eps=1e-3, weight_decay=0.0, clip_grad=0.0))
@@ -213,6 +219,43 @@ def packings(policy: Any) -> dict[str, float]:
         "weights": max(float((two[name] - one[name]).abs().max()) for _, two in others for name in one),
         "moved": max(float((one[name] - before[name]).abs().max()) for name in one),
     }
+
+
+def masked(policy: Any) -> dict[str, Any]:
+    """Updates with observations, at which every column is NaN, in two packings; and of a mask that is all true."""
+    from hybridflow.workers.losses import PolicyLoss
+
+    loss, batch = PolicyLoss(ActorConfig(kl_loss_coef=0.5)), with_mask(with_columns())
+    found: dict[str, Any] = {}
+    whole_mask = with_mask(with_columns(), share=0.0)
+    for name, rows, max_tokens in (
+        ("one", batch, 4096),
+        ("many", batch, 20),
+        ("true", whole_mask, 4096),
+        ("none", whole_mask.drop(["response_mask"]), 4096),
+    ):
+        policy.set_optimizer(OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=0.0))
+        arguments = {"columns": loss.columns, "max_tokens": max_tokens, "temperature": 0.8, "with_entropy": False}
+        sums, info = policy.train_mini_batch(share(policy, rows), loss, **arguments)
+        found[name] = [info["grad_norm"], *(number for pair in sums.values() for number in pair)]
+    return found
+
+
+def drawn(backend: str, hf: dict[str, Any]) -> list[float]:
+    """Gradient norms of two epochs of four updates each, drawn as `trainer.groups` draws them, and a weight sum."""
+    from hybridflow.data.packing import update_order
+    from hybridflow.workers.losses import PolicyLoss
+
+    policy, loss, batch, found = open_policy(backend, hf, 0.1), PolicyLoss(ActorConfig()), with_columns(), []
+    policy.set_optimizer(OPTIM)
+    _, size, _ = policy.mesh_position()
+    costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
+    for epoch in range(2):
+        rows = share(policy, batch.reorder(update_order(costs, size, 4, (7, epoch))))
+        for mini_batch in rows.mini_batches(4 // size):
+            arguments = {"columns": loss.columns, "max_tokens": 40, "temperature": 1.0, "with_entropy": False}
+            found.append(policy.train_mini_batch(mini_batch, loss, **arguments)[1]["grad_norm"])
+    return [*found, *(value for pair in digest(whole(policy)).values() for value in pair)]
 
 
 def poisoned(policy: Any) -> dict[str, Any]:

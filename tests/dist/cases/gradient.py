@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,10 @@ CUTS = [
 ]
 
 
+MASKED = {f"{name}, masked": config for name, config in LOSSES.items() if config}
+MASKED_CUTS = ("one micro-batch", "CP2 DP2", "PP2 VPP2 DP2")
+
+
 def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
     """{cut: {loss: largest difference of any gradient from one micro-batch on one process, in units of the largest
     gradient}}."""
@@ -80,7 +85,13 @@ def _measure(cut: Cut, path: Path) -> dict[str, float]:
     batch = batch_with_columns(policy)
     batch = batch.reorder(np.arange(ROWS)[::-1]) if cut.is_reversed else batch
     found = {name: _gradient(policy, share_of(batch), config, cut.max_tokens) for name, config in LOSSES.items()}
+    if cut.name in MASKED_CUTS:
+        masked, plain = share_of(with_mask(batch)), share_of(with_mask(batch, share=0.0))
+        found |= {name: _gradient(policy, masked, config, cut.max_tokens) for name, config in MASKED.items()}
+        again = _gradient(policy, plain, LOSSES["token-mean"], cut.max_tokens)
+        assert all(torch.equal(found["token-mean"][name], tensor) for name, tensor in again.items())
     if cut is CUTS[0]:
+        _check_by_hand(policy, batch, found)
         torch.save(found, path.with_suffix(".partial"))
         path.with_suffix(".partial").rename(path)
     wait_for(path)
@@ -107,15 +118,54 @@ def batch_with_columns(policy: Any, rows: int = ROWS) -> DataProto:
     )
 
 
-def _gradient(policy: Any, batch: DataProto, config: ActorConfig | None, max_tokens: int) -> dict[str, torch.Tensor]:
-    """The reduced gradient of one mini-batch as HF tensors, on each stage's leader."""
+def with_mask(batch: DataProto, share: float = 0.4) -> DataProto:
+    """Some response tokens are observations, at which every column of a loss is NaN: one that is read would show."""
+    responses = batch.jagged("response_ids")
+    # the same tokens are observations in whatever order the rows come
+    mask = np.array([(token * 7919) % 100 >= 100 * share for token in responses.values], np.bool_)
+    columns = {
+        name: Jagged(np.where(mask, batch.jagged(name).values, np.float32(np.nan)), responses.offsets)
+        for name in ("old_log_probs", "ref_log_probs", "advantages")
+    }
+    return batch.with_columns(response_mask=Jagged(mask, responses.offsets), **columns)
+
+
+def _check_by_hand(policy: Any, batch: DataProto, found: dict[str, dict[str, torch.Tensor]]) -> None:
+    """The masked loss is the loss of all tokens with the observations picked out of its inputs afterwards."""
+    from hybridflow.workers.losses import PolicyLoss
+
+    masked, config = with_mask(batch), LOSSES["entropy"]
+    assert config is not None
+    loss, mask = PolicyLoss(config), torch.tensor(masked.jagged("response_mask").values)
+    assert 0 < int(mask.sum()) < len(mask)
+
+    def picked(log_probs: torch.Tensor, entropy: torch.Tensor, micro: Any) -> Any:
+        row = torch.repeat_interleave(torch.arange(len(micro.lengths)), micro.lengths)
+        chosen = mask  # one micro-batch holds the whole batch in its order
+        micro = SimpleNamespace(
+            lengths=row[chosen].bincount(minlength=len(micro.lengths)),
+            columns={name: values[chosen] for name, values in micro.columns.items()},
+        )
+        return loss(log_probs[chosen], entropy[chosen], micro)
+
+    picked.columns, picked.with_entropy = loss.columns[1:], True  # type: ignore[attr-defined]
+    expected = _gradient(policy, masked.drop(["response_mask"]), picked, 4096)
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    assert (
+        max(float((found["entropy, masked"][name] - expected[name]).abs().max()) for name in expected) <= 1e-6 * scale
+    )
+
+
+def _gradient(policy: Any, batch: DataProto, config: Any, max_tokens: int) -> dict[str, torch.Tensor]:
+    """The reduced gradient of one mini-batch as HF tensors, on each stage's leader. `config` makes a policy loss, is a
+    loss with its columns, or None: the supervised one."""
     from benchmarks.support.gather import gather_stage, plan_stages
     from hybridflow.mcore.nonfinite import Watch
     from hybridflow.mcore.parallel import all_coordinates
     from hybridflow.mcore.step import backward
     from hybridflow.workers.losses import PolicyLoss, sft_loss
 
-    loss = PolicyLoss(config) if config else sft_loss
+    loss = PolicyLoss(config) if isinstance(config, ActorConfig) else config or sft_loss
     columns, with_entropy = (loss.columns, loss.with_entropy) if config else ((), False)
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()

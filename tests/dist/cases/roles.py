@@ -50,9 +50,9 @@ def not_finite() -> dict[str, Any]:
     batch = with_targets(batch_of(4, 0), 0)
     returns = batch.jagged("returns")
     batch = batch.with_columns(returns=Jagged(np.full_like(returns.values, np.nan), returns.offsets))
-    [report] = worker.update_critic(batch, 4, 1)
+    [report] = worker.update_critic(batch, 4)
     moved = [name for name, tensor in worker.model.parameters().items() if not tensor.equal(before[name])]
-    [after] = worker.update_critic(with_targets(batch_of(4, 1), 1), 4, 1)
+    [after] = worker.update_critic(with_targets(batch_of(4, 1), 1), 4)
     return {"applied": report["info"]["applied"], "moved": moved, "after": after["info"]["applied"]}
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.data.balancing import SequenceCost
-from hybridflow.data.packing import _split_to, balance, balanced_order, pack, pack_alike
+from hybridflow.data.packing import _split_to, balance, balanced_order, pack, pack_alike, update_order
 from hybridflow.errors import ConfigError
 
 BUDGET = 100
@@ -133,6 +133,24 @@ def test_balanced_order_is_a_permutation_whose_consecutive_pieces_are_balanced(c
     size = -(-len(costs) // ranks)
     pieces = [np.asarray(costs)[order[i : i + size]].sum() for i in range(0, len(costs), size)]
     assert max(pieces) <= sum(costs) / (len(costs) // size) + max(costs) + 1e-9
+
+
+@given(st.lists(st.integers(1, 500), min_size=48, max_size=48), st.integers(0, 9))
+def test_every_layout_draws_the_same_rows_for_each_update(costs, seed):
+    def updates(ranks):
+        order = update_order(costs, ranks, 12, (seed, 0))
+        assert sorted(order.tolist()) == list(range(48))
+        shares = order.reshape(ranks, 4, 12 // ranks)  # a rank's piece: its share of each of the four updates
+        heaviest = np.asarray(costs)[shares].sum(-1).max(0)
+        assert (heaviest <= np.asarray(costs)[shares].sum((0, 2)) / ranks + max(costs)).all()
+        return [set(shares[:, number].reshape(-1).tolist()) for number in range(4)]
+
+    assert updates(1) == updates(2) == updates(4)
+    one = update_order(costs, 1, 12, (seed, 0))
+    assert one.tolist() == np.random.default_rng([seed, 0]).permutation(48).tolist()
+    assert one.tolist() != update_order(costs, 1, 12, (seed, 1)).tolist()
+    with pytest.raises(ValueError, match="do not divide"):
+        update_order(costs, 5, 12, (seed, 0))
 
 
 @given(st.lists(st.integers(1, 500), min_size=8, max_size=40, unique=True), st.randoms())

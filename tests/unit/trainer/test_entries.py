@@ -118,6 +118,9 @@ def test_a_policy_loss_of_a_file_trains_and_its_columns_reach_it(entries: Path) 
     loss = PolicyLoss(config.actor)
     assert {"advantages", "rollout_log_probs"} <= set(loss.columns) <= set(update_step(config).reads)
     assert "old_log_probs" not in loss.columns
+    assert f"{entries}:plain of advantages, rollout_log_probs; clip_ratio_low=0.25, bound=1.5" in explain(
+        config, _NOWHERE
+    )
     log_probs = torch.tensor([0.0, -1.0, -1.0], requires_grad=True)
     total, count, metrics = loss(log_probs, None, Micro())  # type: ignore[arg-type]
     total.backward()

@@ -294,8 +294,9 @@ def batch_of(**columns: object) -> DataProto:
     responses = Jagged.from_rows(rows, np.int64)
     old = Jagged(np.linspace(-1, 0, 6, dtype=np.float32), responses.offsets)
     reference = Jagged(np.linspace(-2, 0, 6, dtype=np.float32), responses.offsets)
-    given = {"response_ids": responses, "old_log_probs": old, "ref_log_probs": reference, "uid": np.array([0, 0, 1, 1]),
-             "scores": np.array([1, 0, 1, 0], np.float32)}  # fmt: skip
+    mask = Jagged(np.ones(6, np.bool_), responses.offsets)
+    given = {"response_ids": responses, "response_mask": mask, "old_log_probs": old, "ref_log_probs": reference,
+             "uid": np.array([0, 0, 1, 1]), "scores": np.array([1, 0, 1, 0], np.float32)}  # fmt: skip
     return DataProto.from_columns({**given, **columns})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Pa
     world = Fragile()
     trainer = after_a_warm_start(tmp_path, world)
     trainer.session.store.wait()
-    (trainer.session.folder / "checkpoints" / "latest.json").unlink()
+    shutil.rmtree(trainer.session.folder / "checkpoints")
     with pytest.raises(CheckpointError, match="no checkpoint holds the weights of the warm start"):
         fit_with_restarts(trainer, {"actor": world.ranks}, 1, Progress(0, "", enabled=False))
     assert "freeze_reference" not in world.calls
@@ -165,7 +166,7 @@ class Workers(Ranks):
             raise lost(role)
         if method is ModelWorker.fill:
             raise SchemaError("an error of ranks that live")
-        return args[0].select(["uid"])
+        return args[0].select(["prompt_ids"])  # a role is sent what its method reads
 
 
 def frozen(workers: Any, told: list[str], allowed: int = 1) -> FrozenGroup:
@@ -187,7 +188,7 @@ def test_a_role_that_only_computes_starts_again_within_the_step() -> None:
     workers, told, filled = Workers([1]), list[str](), list[int]()
     workers.hooks.append(lambda: filled.append(workers.calls))
     found = frozen(workers, told).compute(ModelWorker.compute_ref_log_probs, rows())
-    assert found["uid"].tolist() == list(range(6))
+    assert found.jagged("prompt_ids").lengths.tolist() == [1, 2, 3, 1, 2, 3]
     assert (workers.calls, workers.restarts, filled) == (2, 1, [1])
     assert told[0].startswith("the ranks of the reference start again: the worker process died")
 

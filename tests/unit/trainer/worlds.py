@@ -98,6 +98,7 @@ class World:
         return DataProto.from_columns(
             {
                 "response_ids": responses,
+                "response_mask": Jagged(np.ones(len(responses.values), np.bool_), responses.offsets),
                 "rollout_log_probs": log_probs,
                 "response_versions": Jagged(
                     np.full(len(responses.values), self.engine_version, np.int64), responses.offsets

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hybridflow.mcore.underway import Turns, Underway
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
 
 
 class Stage(torch.nn.Module):
@@ -19,11 +19,11 @@ class Stage(torch.nn.Module):
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.recompute, self.routers = recompute, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
-        self.underway = Underway([self], "label")
-        self.turns = [Turns(self.underway) for _ in self.routers]
+        self.tracker = MicroBatchTracker([self], "label")
+        self.queues = [RecomputationQueue(self.tracker) for _ in self.routers]
         self.told: list[list[tuple[Any, bool]]] = [[], []]
-        for router, turns, told in zip(self.routers, self.turns, self.told, strict=True):
-            router.register_forward_pre_hook(lambda *_, turns=turns, told=told: told.append(turns.take()))
+        for router, queue, told in zip(self.routers, self.queues, self.told, strict=True):
+            router.register_forward_pre_hook(lambda *_, queue=queue, told=told: told.append(queue.take()))
 
     def _layers(self, x: torch.Tensor) -> torch.Tensor:
         return self.routers[1](self.routers[0](x))
@@ -49,25 +49,25 @@ def test_routers_are_told_in_the_order_of_a_schedule(order: str, recompute: bool
             outputs[step[1]].backward()
     expected = [(step[1], step[0] == "b") for step in order.split() if recompute or step[0] == "f"]
     assert stage.told == [expected, expected]
-    assert [turns.waiting() for turns in stage.turns] == [0, 0]
+    assert [queue.pending() for queue in stage.queues] == [0, 0]
 
 
 def test_a_pass_without_gradient_is_not_recomputed() -> None:
     stage = Stage(recompute=True)
     with torch.no_grad():
         forward(stage, "1")
-    assert stage.told[0] == [("1", False)] and stage.turns[0].waiting() == 0
+    assert stage.told[0] == [("1", False)] and stage.queues[0].pending() == 0
 
 
 def test_what_a_failed_pass_has_left_is_forgotten() -> None:
     stage = Stage(recompute=True)
     forward(stage, "failed")
-    assert stage.turns[0].waiting() == 1
+    assert stage.queues[0].pending() == 1
     with pytest.raises(RuntimeError):
         stage(torch.ones(1, 2), packed_seq_params=SimpleNamespace(label="raises"))
-    assert stage.underway.current is None and not stage.underway.computing
-    for turns in stage.turns:
-        turns.forget()
+    assert stage.tracker.current is None and not stage.tracker.computing
+    for queue in stage.queues:
+        queue.clear()
     forward(stage, "next").backward()
     assert stage.told[1][-2:] == [("next", False), ("next", True)]
 

@@ -1,8 +1,8 @@
 """Which micro-batch a router is computing: Megatron tells a router nothing of the batch, and computes some
 micro-batches twice.
 
-A forward hook of the model notes what the micro-batch brings with its `PackedSeqParams`. A router that is called
-outside any forward recomputes activations for the backward pass. Under 1F1B, forwards of later micro-batches and
+A forward hook of the model notes what the micro-batch carries in its `PackedSeqParams`. A router that is called outside
+of any forward pass recomputes activations for the backward pass. Under 1F1B, forwards of later micro-batches and
 recomputations of earlier ones alternate, but backward passes come in the order of the forwards: the recomputation is of
 the oldest micro-batch that this router has run without gradient.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 
-class Underway:
-    """Follows the forwards of this rank's model chunks."""
+class MicroBatchTracker:
+    """Follows the forward passes of this rank's model chunks."""
 
     def __init__(self, stages: Sequence[torch.nn.Module], name: str) -> None:
         """Args:
@@ -39,29 +39,29 @@ class Underway:
         self.current, self.computing = None, False
 
 
-class Turns:
-    """Whose turn it is at one router. Each router has its own: a pipeline stage recomputes its layers one after
-    another."""
+class RecomputationQueue:
+    """The micro-batches that one router will compute again. Each router has its own queue: a pipeline stage recomputes
+    its layers one after another."""
 
-    def __init__(self, underway: Underway) -> None:
-        self._underway = underway
+    def __init__(self, tracker: MicroBatchTracker) -> None:
+        self._tracker = tracker
         self._pending: deque[Any] = deque()
 
     def take(self) -> tuple[Any, bool]:
-        """(what the micro-batch brings or None, whether this is a recomputation). To be asked once in each call of the
+        """(what the micro-batch carries or None, whether this is a recomputation). Call it once in each call of the
         router."""
-        underway = self._underway
-        if not underway.computing:
+        tracker = self._tracker
+        if not tracker.computing:
             return (self._pending.popleft() if self._pending else None), True
-        # inside a forward with gradient, a module that runs without it will be recomputed
-        if underway.current is not None and underway.with_gradient and not torch.is_grad_enabled():
-            self._pending.append(underway.current)
-        return underway.current, False
+        # inside a forward pass with gradient, a module that runs without it will be recomputed
+        if tracker.current is not None and tracker.with_gradient and not torch.is_grad_enabled():
+            self._pending.append(tracker.current)
+        return tracker.current, False
 
-    def waiting(self) -> int:
+    def pending(self) -> int:
         """Recomputations that are still to come."""
         return len(self._pending)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Expect no recomputation: a pass begins, or has ended."""
         self._pending.clear()

@@ -1,0 +1,104 @@
+"""Packing with a response mask: tokens that the policy did not sample are context and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import ActorConfig, CriticConfig
+from hybridflow.workers.losses import PolicyLoss, ValueLoss, policy_loss_columns
+
+LENGTHS = (5, 3, 0, 4)
+# observations in the middle, at the end, and everywhere
+MASK = [True, True, False, False, True, True, True, False, False, False, False, False]
+KL = ActorConfig(kl_loss_coef=0.5, entropy_coef=0.1)
+NAMES = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+
+
+def batch_of(mask: list[bool] | None, outside: float = 0.0) -> DataProto:
+    """Rows with every column that a loss reads; at tokens outside of the mask, `outside`."""
+    rng, prompts = np.random.default_rng(0), (2, 1, 3, 2)
+    columns = {name: rng.normal(-1, 0.5, sum(LENGTHS)).astype(np.float32) for name in NAMES}
+    if mask is not None:
+        columns = {name: np.where(mask, values, np.float32(outside)) for name, values in columns.items()}
+        columns["response_mask"] = np.array(mask)
+    columns["response_ids"] = np.arange(10, 10 + sum(LENGTHS))
+    return DataProto.from_columns(
+        {
+            "prompt_ids": Jagged.from_lengths(np.arange(sum(prompts)), prompts),
+            **{name: Jagged.from_lengths(values, LENGTHS) for name, values in columns.items()},
+        }
+    )
+
+
+def megatron(batch: DataProto, columns: tuple[str, ...], rank: int = 0, size: int = 1) -> Any:
+    from hybridflow.mcore.packed import Cut, build_micro_batches
+
+    cut = Cut(2 * size if size > 1 else 1, 1, rank, size)
+    return build_micro_batches(batch, [np.arange(4)], columns, cut)[0]
+
+
+def fsdp(batch: DataProto, columns: tuple[str, ...]) -> Any:
+    from hybridflow.fsdp.packed import build_micro_batches
+
+    return build_micro_batches(batch, [np.arange(4)], columns, torch.device("cpu"))[0]
+
+
+BACKENDS = pytest.mark.parametrize("pack", [megatron, fsdp])
+
+
+@BACKENDS
+def test_only_sampled_tokens_are_predicted(pack: Callable[..., Any]) -> None:
+    whole, kept = (pack(batch_of(mask), policy_loss_columns(KL)) for mask in (None, MASK))
+    assert torch.equal(whole.tokens, kept.tokens)  # observations are still attended to
+    for name in ("predict_rows", "targets"):
+        assert torch.equal(getattr(kept, name), getattr(whole, name)[MASK])
+    assert kept.lengths.tolist() == [3, 2, 0, 0] and whole.lengths.tolist() == list(LENGTHS)
+    assert set(kept.columns) == {"old_log_probs", "ref_log_probs", "advantages"}
+
+
+@BACKENDS
+def test_a_mask_that_is_all_true_changes_nothing(pack: Callable[..., Any]) -> None:
+    without, with_mask = (pack(batch_of(mask), policy_loss_columns(KL)) for mask in (None, [True] * sum(LENGTHS)))
+    for name in ("tokens", "positions", "predict_rows", "targets", "lengths"):
+        assert torch.equal(getattr(without, name), getattr(with_mask, name))
+    assert all(torch.equal(without.columns[name], with_mask.columns[name]) for name in without.columns)
+
+
+def test_context_parallel_ranks_divide_the_sampled_tokens() -> None:
+    whole = megatron(batch_of(MASK), policy_loss_columns(KL))
+    ranks = [megatron(batch_of(MASK), policy_loss_columns(KL), rank, 2) for rank in range(2)]
+    places = torch.cat([rank.places for rank in ranks])
+    assert sorted(places.tolist()) == list(range(sum(MASK)))
+    assert torch.equal(torch.cat([rank.targets for rank in ranks])[places.argsort()], whole.targets)
+    assert all(torch.equal(rank.columns["advantages"], whole.columns["advantages"]) for rank in ranks)
+
+
+LOSSES = {
+    mode: ActorConfig(loss_agg_mode=mode, kl_loss_coef=0.5, kl_loss_type=kind, entropy_coef=0.1)
+    for mode, kind in (("token-mean", "k1"), ("seq-mean-token-sum", "abs"), ("seq-mean-token-mean", "k3"))
+} | {"k2": ActorConfig(kl_loss_coef=0.5, kl_loss_type="k2"), "plain": ActorConfig()}
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", [*LOSSES, "value"])
+def test_a_masked_token_gives_no_gradient_loss_or_count(pack: Callable[..., Any], name: str) -> None:
+    """Whatever stands at masked tokens (NaN here), every loss is that of the rows without them."""
+    loss: Any = ValueLoss(CriticConfig()) if name == "value" else PolicyLoss(LOSSES[name])
+    inside, found = torch.tensor(MASK), []
+    logits = torch.linspace(-2, -0.1, sum(LENGTHS))
+    for outside, mask in ((np.nan, MASK), (7.0, MASK)):
+        micro, values = pack(batch_of(mask, outside), loss.columns), logits.clone().requires_grad_()
+        chosen = values[inside]  # what the model's output at `predict_rows` is
+        arguments = (chosen, micro) if name == "value" else (chosen, chosen.exp(), micro)
+        total, count, metrics = loss(*arguments)
+        (total / count).backward()
+        assert values.grad is not None and not values.grad[~inside].any() and values.grad[inside].any()
+        found.append([total, count, values.grad, *(part for pair in metrics.values() for part in pair)])
+        assert int(count) == (2 if name.startswith("seq") else 5)
+    assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(*found, strict=True))
