@@ -152,12 +152,6 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
-    if config.rollout.sync.transport == "shared_memory" and config.cluster.nodes > 1:
-        yield (
-            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but "
-            f"cluster.nodes={config.cluster.nodes}; "
-            "use auto, p2p or disk"
-        )
     sampling = config.rollout.sampling
     for prefix, one in (("sampling", sampling), ("val_sampling", config.rollout.val_sampling)):
         if one.top_k == 0:

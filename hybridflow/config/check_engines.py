@@ -46,12 +46,6 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
             f"because a node holds "
             "whole stages or a stage whole nodes"
         )
-    if nodes > 1 and config.cluster.address is not None and rollout.sync.transport == "shared_memory":
-        yield (
-            f"rollout.sync.transport=shared_memory needs trainer and engines on one machine, but "
-            f"rollout.nodes_per_engine={nodes} in the "
-            f"cluster at {config.cluster.address}; use auto, p2p or disk"
-        )
 
 
 def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[str]:

@@ -85,6 +85,7 @@ ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
 POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
 PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
 TRACKER = Entry("tracker", "hybridflow.observe.trackers")
+TRANSPORT = Entry("weight transport", "hybridflow.sync.transports", also=("auto",))
 VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")
 
 

@@ -15,6 +15,7 @@ from hybridflow.config.keys import (
     POLICY_LOSS,
     PREPARE_TASK,
     TRACKER,
+    TRANSPORT,
     VERIFIER,
     Above,
     AtLeast,
@@ -297,8 +298,7 @@ class SyncConfig:
     """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one
     transaction an engine."""
 
-    # auto: p2p with GPUs, else tcp; tcp: no GPUs; shared_memory: one machine, no GPUs
-    transport: Literal["auto", "p2p", "tcp", "shared_memory", "disk"] = "auto"
+    transport: Annotated[str, TRANSPORT] = "auto"  # auto: p2p with GPUs, else tcp
     # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
     commit: Literal["staged", "in_place"] = "staged"
     # what happens to requests in flight; retract: they wait and their KV cache is made anew; abort: they end; in_place:

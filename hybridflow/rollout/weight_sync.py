@@ -22,7 +22,7 @@ from hybridflow.single_controller import WorkerGroup
 from hybridflow.sync.schedule import PlanFacts
 from hybridflow.sync.session import Order, Outcome, answer_deadline, refuse
 from hybridflow.sync.transports import chosen
-from hybridflow.sync.transports.base import Endpoint
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import RolloutWorker
 
@@ -52,7 +52,7 @@ class SliceSync:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
-        if self.sync_config.transport == "disk":
+        if TRANSPORTS.get(self._transport).needs_folder:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)
         described = self.engines.group.run(RolloutWorker.describe_weights, *self._at, timeout=2 * wait)
@@ -155,7 +155,7 @@ class SliceSync:
         """Messages in flight: as many as the staging memory takes; all of them where an engine's rank stages in shared
         memory."""
         assert self._plan is not None
-        if self._transport == "shared_memory" and self.sync_config.commit == "staged":
+        if TRANSPORTS.get(self._transport).keeps_messages and self.sync_config.commit == "staged":
             return max(2, self._plan.messages[number])
         share = self.sync_config.staging_bytes // len(self._sessions)
         return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))

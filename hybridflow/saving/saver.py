@@ -88,10 +88,12 @@ class Saver:
     methods together."""
 
     def __init__(self, open_job: Callable[[Path, str, int, Exchange], Job], timeout_s: float = 1800.0) -> None:
-        """Args:
-        open_job: makes the job of one save from folder, phase, step and exchange; it takes everything but the tensors'
-            data from the live state.
-        timeout_s: how long a rank that has written its files waits for the slowest, and a save for the one before.
+        """Start with no save in progress.
+
+        Args:
+            open_job: makes the job of one save from folder, phase, step and exchange; it takes everything but the
+                tensors' data from the live state.
+            timeout_s: how long a rank that has written its files waits for the slowest, and a save for the one before.
         """
         self._open_job, self.timeout_s = open_job, timeout_s
         # not the shared exchange: an export or a load may use that on the training's thread while a save ends in the
@@ -212,9 +214,7 @@ class Job:
             self._raise_if(self._on_first(lambda: self._complete(reports)))
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
-            raise self._not_written(
-                f"another rank has ended, or its files took longer than allowed: {reason}"
-            ) from error
+            raise self._not_written(f"another rank is gone, or its files took longer than allowed: {reason}") from error
 
     def _write_own(self, tensors: Sequence[Any]) -> str:
         """Write this rank's file; returns, as JSON, what lies where in it, or why it could not be written."""
@@ -341,7 +341,7 @@ def restore(folder: Path, tensors: Sequence[Any], exchange: Exchange) -> None:
 def _mismatches(holder: Holder, manifest: Manifest, backend: str) -> list[str]:
     if manifest.backend != backend:
         return [
-            f"another training backend ({manifest.backend}) wrote it; set actor.backend as it was, or bring it over "
+            f"another training backend wrote it ({manifest.backend}); set actor.backend as it was, or bring it over "
             "with `hybridflow checkpoint export` and model.path"
         ]
     family = holder.family.hf.get("model_type")

@@ -95,7 +95,7 @@ class Retention:
 
 
 class CheckpointStore:
-    """The `checkpoints/` folder of a run. With `background`, at most one save is under way beside the training."""
+    """The `checkpoints/` folder of a run. With `background`, saves go on while the run trains, one at a time."""
 
     def __init__(
         self, folder: Path, retention: Retention, *, background: bool = False, timeout_s: float = 1800.0
@@ -105,10 +105,10 @@ class CheckpointStore:
         self._pending: _Pending | None = None
 
     def save(self, phase: str, step: int, state: Mapping[str, Any], policy: Saves, **others: Saves) -> Path:
-        """Write a checkpoint, or in the background begin to: then it counts when it is whole, and `check` tells of a
+        """Write a checkpoint, or begin to in the background: it counts when it is whole then, and `check` reports a
         failure.
 
-        `critic=...` is another role whose ranks fill a folder of that name beside `policy/`.
+        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`.
 
         Raises:
             CheckpointError: it (or the one before, in the background) could not be written; the previous one is in
@@ -142,7 +142,7 @@ class CheckpointStore:
         self._pending = None
 
     def wait(self) -> None:
-        """Until no save is under way. CheckpointError as from `check`, or after `timeout_s`."""
+        """Wait until no save is in progress. CheckpointError as from `check`, or after `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while self._pending is not None:
             self.check()
@@ -154,7 +154,8 @@ class CheckpointStore:
             time.sleep(_POLL_S / 5)
 
     def settle(self) -> None:
-        """The ranks are gone, or about to go: a save under way counts if it is whole by now, and never otherwise."""
+        """To be called when the ranks have ended, or are about to: a save in progress counts if it is whole by now, and
+        never otherwise."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.stop()

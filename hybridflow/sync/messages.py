@@ -33,8 +33,7 @@ class Item:
     """A slice in a rank's buffer: rectangle of the buffer's shape (padded with ones from the left to three dimensions).
 
     `dtype` is that of the wire: the engine's. Where a sender makes block-wise fp8, `blocks` are what it reads of the
-        buffer, and the
-    rectangle is one of what it makes of them.
+    buffer, and the rectangle is one of what it makes of them.
     """
 
     buffer: str
@@ -186,7 +185,7 @@ class Messages:
 
 
 def item_bytes(item: Item) -> int:
-    """On the wire."""
+    """Bytes of a slice on the wire."""
     return prod(item.size) * ITEM_BYTES[item.dtype]
 
 

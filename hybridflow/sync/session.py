@@ -1,13 +1,12 @@
-"""What trainer, engine worker and engine ranks tell each other around a weight sync: plain data, as JSON under keys of
+"""What trainer, engine worker and engine ranks tell each other in a weight sync: plain data, as JSON under keys of
 one TCPStore.
 
 At start-up the trainer posts the catalog of HF tensors, engine ranks post their layouts, the trainer posts the plan's
 schedules. In a sync each engine has an `Order`, and a `Board` of keys under it:
 
-    sender           announce(plan, version)                wait for go ─ open, send
-    engine worker    compare the announcements ─ pause ─ begin ─ go ─ call the ranks ─ read reports ─ end ─ version ─
-    continue engine rank                                                       open, receive ─ staged ─ decide ─ copy ─
-    report
+    sender          announce(plan, version) ─ wait for go ─ open, send
+    engine worker   compare announcements ─ pause, begin ─ go ─ call the ranks ─ reports ─ end ─ version ─ continue
+    engine rank     open, receive ─ staged ─ decide ─ copy ─ report
 
 `decide` is one compare-and-set: all ranks of an engine copy, or none does, whoever runs into a deadline first.
 """
@@ -99,7 +98,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an order at one end.
+    """How an order ended, as one end saw it.
 
     Attributes:
         rank: the trainer rank for a sender, -1 for the engine.
@@ -156,7 +155,7 @@ class Board:
     # --------------------------------------------------------------------------------------------------------
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
-        """Of all senders. Raises WeightSyncError naming those that are silent at the deadline."""
+        """The announcements of all senders. WeightSyncError names those that are silent at the deadline."""
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
         self._wait(
             list(keys.values()),
@@ -176,8 +175,8 @@ class Board:
         self.store.compare_set(self._key("go"), "", reason)
 
     def reports(self, timeout_s: float) -> dict[int, RankReport]:
-        """Of the engine's ranks, by their number in the plan; a rank whose report has not come by then is missing from
-        the result."""
+        """The reports of the engine's ranks, by their number in the plan; a rank whose report has not come by then is
+        missing from the result."""
         return read_reports(self.store, self._key("done"), self.order.endpoint.receivers, timeout_s)
 
     def clear(self) -> None:
@@ -240,13 +239,13 @@ def connect(host: str, port: int, timeout_s: float) -> Store:
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
-    """Whether all keys are there by the deadline. WeightSyncError when the store itself is gone."""
+    """Whether all keys are there by the deadline. WeightSyncError when the store itself cannot be reached."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
         if "timeout" in str(error).lower() or "timed out" in str(error).lower():
             return False
-        raise WeightSyncError(f"the sync's store is gone: {error}") from error
+        raise WeightSyncError(f"the sync's store cannot be reached any more: {error}") from error
     return True
 
 

@@ -1,17 +1,185 @@
-"""A rank's memory for messages under way, and what is prepared once for all syncs of a session."""
+"""A rank's memory for the messages of a sync, and the slices of messages as views of that memory and of the rank's
+buffers: prepared once for all syncs of a session, copied in bulk."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
+from math import prod
 
 import torch
 
-from hybridflow.sync.checksum import DIGEST_BYTES, message_key, seeds_of
-from hybridflow.sync.messages import Message
-from hybridflow.sync.payload import Payload
-from hybridflow.sync.slice_views import Copies, MessageViews
+from hybridflow.errors import WeightSyncError
+from hybridflow.models.fp8 import FP8
+from hybridflow.reshard.fp8_blocks import SCALES, Blocks
+from hybridflow.reshard.layout import DIMS, ITEM_BYTES
+from hybridflow.sync.fp8_cast import write_scales, write_weights
+from hybridflow.sync.messages import Item, Message
+from hybridflow.sync.payload import DIGEST_BYTES, Payload, message_key, seeds_of
+
+# fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
+_DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A rectangle of a buffer and the bytes of the message that it fills, from `begin`."""
+
+    item: Item
+    begin: int
+
+
+class Copies:
+    """The prepared copies between one set of buffers and its messages."""
+
+    def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
+        self._messages = messages
+        self._slices = [_slices(message) for message in messages]
+        self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
+        self._made = [
+            [
+                (index, piece.item, piece.item.blocks)
+                for index, piece in enumerate(pieces)
+                if piece.item.blocks is not None
+            ]
+            for pieces in self._slices
+        ]
+        self._whole = [_payload_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
+        self._packed: dict[tuple[int, Payload], list[torch.Tensor]] = {}
+        self.device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
+
+    def whole(self, number: int) -> Payload | None:
+        """The bytes of the buffer that are the message as they lie there, if it is one contiguous slice of one
+        dtype."""
+        return self._whole[number]
+
+    def pack(self, number: int, payload: Payload) -> None:
+        """Copy the slices of a message into `payload`, cast to the engine's dtypes or made of blocks."""
+        views, local = self._views(number, payload), self._local[number]
+        if made := self._made[number]:
+            for index, item, blocks in made:
+                _make(item, blocks, local[index], views[index])
+            computed = {index for index, _, _ in made}
+            views, local = (
+                [view for index, view in enumerate(some) if index not in computed] for some in (views, local)
+            )
+        if views:
+            torch._foreach_copy_(views, local)
+
+    def scatter(self, number: int, payload: Payload) -> None:
+        """Copy the slices of a message from `payload` into the buffers."""
+        torch._foreach_copy_(self._local[number], self._views(number, payload))
+
+    def _views(self, number: int, payload: Payload) -> list[torch.Tensor]:
+        """The slices' places in a payload; a message comes to lie in one of few places, so they are kept."""
+        key = (number, payload)
+        if key not in self._packed:
+            self._packed[key] = [
+                payload.tensor[piece.begin : piece.begin + prod(piece.item.size) * ITEM_BYTES[piece.item.dtype]]
+                .view(_DTYPES[piece.item.dtype])
+                .view(piece.item.size)
+                for piece in self._slices[number]
+            ]
+        return self._packed[key]
+
+
+class MessageViews:
+    """Keeps the `Copies` of the last messages and buffers for as long as they stay where they are."""
+
+    def __init__(self) -> None:
+        self._copies: Copies | None = None
+        self._messages: Sequence[Message] | None = None
+        self._where: list[tuple[str, int]] = []
+
+    def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
+        """The copies for these messages.
+
+        Raises:
+            WeightSyncError: a buffer is missing, or too small for a slice.
+        """
+        where = [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
+        if self._copies is None or self._messages is not messages or self._where != where:
+            self.clear()
+            self._copies, self._messages, self._where = Copies(messages, buffers), messages, where
+        return self._copies
+
+    def clear(self) -> None:
+        """Forget all views."""
+        self._copies, self._messages, self._where = None, None, []
+
+
+def _slices(message: Message) -> list[_Slice]:
+    """The message's slices in order; neighbours that are one rectangle of the buffer are one."""
+    pieces: list[_Slice] = []
+    begin = 0
+    for item in message.items:
+        last = pieces[-1].item if pieces else None
+        axis = _joins(last, item) if last is not None else None
+        if last is not None and axis is not None:
+            size = (*last.size[:axis], last.size[axis] + item.size[axis], *last.size[axis + 1 :])
+            pieces[-1] = replace(pieces[-1], item=replace(last, size=size))
+        else:
+            pieces.append(_Slice(item, begin))
+        begin += prod(item.size) * ITEM_BYTES[item.dtype]
+    return pieces
+
+
+def _payload_of(pieces: list[_Slice], local: list[torch.Tensor]) -> Payload | None:
+    if len(pieces) != 1 or pieces[0].item.blocks is not None:
+        return None
+    view = local[0]
+    fits = view.is_contiguous() and view.dtype == _DTYPES[pieces[0].item.dtype]
+    return Payload(view.view(-1).view(torch.uint8)) if fits else None
+
+
+def _joins(first: Item, second: Item) -> int | None:
+    """The axis along which `second` continues `first`, in the buffer and in the message alike; None where it does
+    not."""
+    if (
+        first.buffer != second.buffer
+        or first.dtype != second.dtype
+        or first.blocks is not None
+        or second.blocks is not None
+    ):
+        return None
+    apart = [d for d in range(DIMS) if first.start[d] != second.start[d] or first.size[d] != second.size[d]]
+    # packed row after row, the two are one block only if nothing before the axis is longer than one
+    axis = next((d for d in range(DIMS) if first.start[d] != second.start[d]), None)
+    if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
+        return None
+    return axis if first.start[axis] + first.size[axis] == second.start[axis] else None
+
+
+def _make(item: Item, blocks: Blocks, weights: torch.Tensor, view: torch.Tensor) -> None:
+    """Write the block-wise fp8 weights, or their scales, that the item names."""
+    if blocks.makes == SCALES:
+        write_scales(weights, blocks.block, view)
+    else:
+        write_weights(weights, blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
+
+
+def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
+    """What of the buffer is read or written."""
+    starts, sizes = (item.blocks.start, item.blocks.size) if item.blocks else (item.start, item.size)
+    whole = buffers.get(item.buffer)
+    if whole is None:
+        raise WeightSyncError(
+            f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan from this rank's "
+            f"layout"
+        )
+    view = whole.detach()
+    view = view[(None,) * (DIMS - view.dim())]
+    if any(start + size > full for start, size, full in zip(starts, sizes, view.shape, strict=True)):
+        raise WeightSyncError(
+            f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} on; make the plan "
+            f"from this rank's layout"
+        )
+    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        view = view.narrow(axis, start, size)
+    return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view
+
 
 _ALIGN = 64  # bytes; of each message among others in a slab
 

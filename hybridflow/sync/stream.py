@@ -21,9 +21,8 @@ from types import TracebackType
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.sync.checksum import Digest, digest, first_difference, joined
 from hybridflow.sync.messages import Message
-from hybridflow.sync.payload import Payload
+from hybridflow.sync.payload import Digest, Payload, digest, first_difference, joined
 from hybridflow.sync.staging import ReceiveStaging, SendStaging, seal_bytes
 from hybridflow.sync.transports.base import (
     LAST_TAG,
@@ -57,7 +56,7 @@ class StreamStats:
     seconds: float
 
 
-class _Course:
+class _RankSync:
     """One sync of a rank: what it needs for every message, and its checksums.
 
     As a context it adds to an error of the transport, which knows numbers alone, what the message `at` hand carries. A
@@ -99,19 +98,19 @@ class _Course:
         self._digests[number] = digest(payload, self._seeds[number])
 
     def peers(self) -> list[int]:
-        """Ascending."""
+        """The ranks that messages go to or come from, ascending."""
         return sorted({message.peer for message in self.messages})
 
     def digests(self, peer: int) -> list[Digest]:
-        """Of the messages to or from a peer, in order."""
+        """The checksums of the messages to or from a peer, in order."""
         return [taken for taken, message in zip(self._digests, self.messages, strict=True) if message.peer == peer]
 
     def places(self, keep: bool = False) -> list[Payload]:
-        """See `staging.places`."""
+        """Where each message lies; `keep` gives each a place of its own."""
         return self.staging.places(self.messages, self.copies, keep)
 
     def stats(self, used: int) -> StreamStats:
-        """Of the sync so far, in which `used` bytes held messages."""
+        """Figures of the sync so far, in which `used` bytes held messages."""
         payload = sum(message.nbytes for message in self.messages)
         count = len(self.messages)
         return StreamStats(payload, seal_bytes(count), used, count, time.perf_counter() - self._start)
@@ -132,46 +131,42 @@ def send_stream(
         WeightSyncError: a peer is gone or late, or a buffer is missing or of another shape. The session must be
         aborted.
     """
-    course = _Course(messages, buffers, channel, staging)
-    with course:
-        used = (
-            _send_lent(course, channel)
-            if isinstance(channel, LendingSendChannel)
-            else _send_from_slabs(course, channel)
-        )
-        for peer in course.peers():
-            course.at = peer
-            channel.send(peer, LAST_TAG, Payload(joined(course.digests(peer), course.copies.device))).wait()
-    return course.stats(used)
+    sync = _RankSync(messages, buffers, channel, staging)
+    with sync:
+        used = _send_lent(sync, channel) if isinstance(channel, LendingSendChannel) else _send_from_slabs(sync, channel)
+        for peer in sync.peers():
+            sync.at = peer
+            channel.send(peer, LAST_TAG, Payload(joined(sync.digests(peer), sync.copies.device))).wait()
+    return sync.stats(used)
 
 
-def _send_from_slabs(course: _Course, channel: SendChannel) -> int:
-    copies, slots = course.copies, course.staging.slots
-    under_way: deque[tuple[Message, Work]] = deque()
-    for number, (message, payload) in enumerate(zip(course.messages, course.places(), strict=True)):
-        if len(under_way) == slots:
-            course.at, work = under_way.popleft()
+def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
+    copies, slots = sync.copies, sync.staging.slots
+    in_flight: deque[tuple[Message, Work]] = deque()
+    for number, (message, payload) in enumerate(zip(sync.messages, sync.places(), strict=True)):
+        if len(in_flight) == slots:
+            sync.at, work = in_flight.popleft()
             work.wait()
-        course.at = message
+        sync.at = message
         if copies.whole(number) is not payload:
             copies.pack(number, payload)
-        course.take(number, payload)
-        under_way.append((message, channel.send(message.peer, message.tag, payload)))
-    for message, work in under_way:
-        course.at = message
+        sync.take(number, payload)
+        in_flight.append((message, channel.send(message.peer, message.tag, payload)))
+    for message, work in in_flight:
+        sync.at = message
         work.wait()
-    return course.staging.nbytes
+    return sync.staging.nbytes
 
 
-def _send_lent(course: _Course, channel: LendingSendChannel) -> int:
+def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
     """Pack straight into the transport's memory; returns the bytes of it that were used."""
     channel.rewind()
     used = _Used()
-    for number, message in enumerate(course.messages):
-        course.at = message
+    for number, message in enumerate(sync.messages):
+        sync.at = message
         payload = channel.lend(message.peer, message.tag, message.nbytes)
-        course.copies.pack(number, payload)
-        course.take(number, payload)
+        sync.copies.pack(number, payload)
+        sync.take(number, payload)
         channel.send(message.peer, message.tag, payload).wait()
         used.note(payload)
     return used.nbytes
@@ -213,56 +208,56 @@ def receive_stream(
         another shape.
             The session must be aborted; the buffers are untouched if `staged`, else a mixture of old and new.
     """
-    course = _Course(messages, buffers, channel, staging)
+    sync = _RankSync(messages, buffers, channel, staging)
     commit: Commit | None = None
-    with course:
+    with sync:
         if isinstance(channel, LendingReceiveChannel):
             channel.rewind()
         if isinstance(channel, LendingReceiveChannel) and not staged:
-            used = _receive_lent(course, channel)
+            used = _receive_lent(sync, channel)
         elif isinstance(channel, LendingReceiveChannel) and _has_room(channel, messages):
-            used, commit = _receive_and_keep(course, channel)
+            used, commit = _receive_and_keep(sync, channel)
         elif staged:
-            used, commit = _receive_all(course, channel)
+            used, commit = _receive_all(sync, channel)
         else:
-            used = _receive_in_place(course, channel)
-        sent = {peer: _checksums(course, channel, peer) for peer in course.peers()}
+            used = _receive_in_place(sync, channel)
+        sent = {peer: _checksums(sync, channel, peer) for peer in sync.peers()}
     for peer, theirs in sent.items():
-        _compare(course, peer, theirs)
-    return Received(course.stats(used), commit)
+        _compare(sync, peer, theirs)
+    return Received(sync.stats(used), commit)
 
 
-def _arrivals(course: _Course, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
+def _arrivals(sync: _RankSync, channel: ReceiveChannel, places: Sequence[Payload]) -> Iterator[int]:
     """Numbers of the messages as they have come to lie in their places; while one is dealt with, the next `slots` are
     received."""
-    messages, slots = course.messages, course.staging.slots
-    under_way: deque[Work] = deque()
+    messages, slots = sync.messages, sync.staging.slots
+    in_flight: deque[Work] = deque()
     for number in range(len(messages) + slots):
         if number >= slots:
-            course.at = messages[number - slots]
-            under_way.popleft().wait()
+            sync.at = messages[number - slots]
+            in_flight.popleft().wait()
             yield number - slots
         if number < len(messages):
-            course.at = message = messages[number]
-            under_way.append(channel.receive(message.peer, message.tag, places[number]))
+            sync.at = message = messages[number]
+            in_flight.append(channel.receive(message.peer, message.tag, places[number]))
 
 
-def _receive_in_place(course: _Course, channel: ReceiveChannel) -> int:
+def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
     """Contiguous slices are received where they belong, others in slabs."""
-    copies, places = course.copies, course.places()
-    for number in _arrivals(course, channel, places):
+    copies, places = sync.copies, sync.places()
+    for number in _arrivals(sync, channel, places):
         payload = places[number]
-        course.take(number, payload)
+        sync.take(number, payload)
         if copies.whole(number) is not payload:
             copies.scatter(number, payload)
-    return course.staging.nbytes
+    return sync.staging.nbytes
 
 
-def _receive_all(course: _Course, channel: ReceiveChannel) -> tuple[int, Commit]:
+def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]:
     """Into one slab, where everything stays until the commit."""
-    messages, staging, places = course.messages, course.staging, course.places(keep=True)
-    for number in _arrivals(course, channel, places):
-        course.take(number, places[number])
+    messages, staging, places = sync.messages, sync.staging, sync.places(keep=True)
+    for number in _arrivals(sync, channel, places):
+        sync.take(number, places[number])
 
     def commit(target: Buffers) -> None:
         copies = staging.views.prepare(messages, target)
@@ -278,13 +273,13 @@ def _has_room(channel: LendingReceiveChannel, messages: Sequence[Message]) -> bo
     return max(counts.values(), default=0) < channel.slots
 
 
-def _receive_and_keep(course: _Course, channel: LendingReceiveChannel) -> tuple[int, Commit]:
+def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[int, Commit]:
     """Leave what arrives where it is, in the transport's memory, which is this rank's staging then."""
-    messages, staging, loans = course.messages, course.staging, list[Loan]()
+    messages, staging, loans = sync.messages, sync.staging, list[Loan]()
     for number, message in enumerate(messages):
-        course.at = message
+        sync.at = message
         loans.append(channel.borrow(message.peer, message.tag, message.nbytes))
-        course.take(number, loans[-1].payload)
+        sync.take(number, loans[-1].payload)
 
     def commit(target: Buffers) -> None:
         copies = staging.views.prepare(messages, target)
@@ -295,15 +290,15 @@ def _receive_and_keep(course: _Course, channel: LendingReceiveChannel) -> tuple[
     return sum(loan.payload.nbytes for loan in loans), commit
 
 
-def _receive_lent(course: _Course, channel: LendingReceiveChannel) -> int:
+def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
     """Write straight from the transport's memory; returns the bytes of it that were used."""
     used = _Used()
-    for number, message in enumerate(course.messages):
-        course.at = message
+    for number, message in enumerate(sync.messages):
+        sync.at = message
         loan = channel.borrow(message.peer, message.tag, message.nbytes)
         payload = loan.payload
-        course.take(number, payload)
-        course.copies.scatter(number, payload)
+        sync.take(number, payload)
+        sync.copies.scatter(number, payload)
         used.note(payload)
         loan.release()
     return used.nbytes
@@ -326,21 +321,21 @@ class _Used:
         return sum(self._ends.values())
 
 
-def _checksums(course: _Course, channel: ReceiveChannel, peer: int) -> torch.Tensor:
+def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Tensor:
     """Those of a peer, as it sent them."""
-    course.at = peer
-    sent = torch.empty(seal_bytes(len(course.digests(peer))), dtype=torch.uint8, device=course.copies.device)
+    sync.at = peer
+    sent = torch.empty(seal_bytes(len(sync.digests(peer))), dtype=torch.uint8, device=sync.copies.device)
     channel.receive(peer, LAST_TAG, Payload(sent)).wait()
     return sent
 
 
-def _compare(course: _Course, peer: int, sent: torch.Tensor) -> None:
+def _compare(sync: _RankSync, peer: int, sent: torch.Tensor) -> None:
     """Raise WeightSyncError for the first message of a peer that is not what was sent."""
-    wrong = first_difference(course.digests(peer), sent)
+    wrong = first_difference(sync.digests(peer), sent)
     if wrong is not None:
-        message = [message for message in course.messages if message.peer == peer][wrong]
+        message = [message for message in sync.messages if message.peer == peer][wrong]
         raise WeightSyncError(
-            f"engine rank {course.staging.rank}: what arrived from trainer rank {peer} of bucket {message.bucket} "
+            f"engine rank {sync.staging.rank}: what arrived from trainer rank {peer} of bucket {message.bucket} "
             f"(from {message.items[0].buffer} on, {message.nbytes} bytes) has another checksum than what was sent; "
             "give the session up and sync again"
         )

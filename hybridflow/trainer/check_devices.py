@@ -6,19 +6,15 @@ from __future__ import annotations
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ConfigError
+from hybridflow.sync.transports.base import TRANSPORTS
 
 FP8_CAPABILITY = (8, 9)
-CPU_TRANSPORTS = ("tcp", "shared_memory", "disk")
 
 
 def check_devices(config: RunConfig, platform: Platform) -> None:
     """Raise ConfigError for engines and transports that cannot run on the devices of this platform; says what can."""
-    transport = config.rollout.sync.transport
-    if platform.kind == "cuda" and transport in CPU_TRANSPORTS:
-        raise ConfigError(
-            f"rollout.sync.transport={transport} carries CPU buffers, and the weights lie on GPUs here; use auto or "
-            f"p2p (NCCL)"
-        )
+    if config.rollout.sync.transport != "auto":
+        _check_transport(config, platform)
     if config.rollout.quantization == "fp8":
         _check_fp8(platform)
     if config.rollout.nodes_per_engine > 1 and config.cluster.address is None and platform.kind == "cuda":
@@ -27,6 +23,26 @@ def check_devices(config: RunConfig, platform: Platform) -> None:
             f"an engine on this "
             "machine, where each would take the same GPUs; give the address of a cluster, or set "
             "rollout.nodes_per_engine=1"
+        )
+
+
+def _check_transport(config: RunConfig, platform: Platform) -> None:
+    name, cluster, nodes = config.rollout.sync.transport, config.cluster, config.rollout.nodes_per_engine
+    transport = TRANSPORTS.get(name)
+    others = [one for one in TRANSPORTS.names() if platform.kind in TRANSPORTS.get(one).devices]
+    if platform.kind not in transport.devices:
+        raise ConfigError(
+            f"rollout.sync.transport={name} carries {', '.join(transport.devices).upper()} buffers, and the weights "
+            f"lie on {platform.kind} devices here; use auto or {', '.join(others)}"
+        )
+    several = f"cluster.nodes={cluster.nodes}" if cluster.nodes > 1 else ""
+    if nodes > 1 and cluster.address is not None:
+        several = f"rollout.nodes_per_engine={nodes} in the cluster at {cluster.address}"
+    if transport.one_host and several:
+        others = [one for one in others if not TRANSPORTS.get(one).one_host]
+        raise ConfigError(
+            f"rollout.sync.transport={name} needs trainer and engines on one machine, but {several}; use auto or "
+            f"{', '.join(others)}"
         )
 
 

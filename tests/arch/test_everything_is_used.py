@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 Definition = tuple[str, int]  # name, line
 # Bases of ours in all but their place: methods of a class with any other base from outside may be called from there.
 OWN_BASES = {"Protocol", "Generic", "Enum", "IntEnum", "StrEnum", "NamedTuple", "TypedDict", "ABC", "Exception"}
-NOT_YET = {"use_family", "health"}  # their callers, or their removal, come with the next changes of models and engines
 # Name -> who calls it.
 CALLED_FROM_OUTSIDE = {
     "record_event": "Megatron, on the stand-in for torch.cuda's streams",
@@ -93,7 +92,7 @@ def unused(package: Path, callers: Sequence[Path], documents: Sequence[Path]) ->
         f"{path.relative_to(package)}:{line} {name}"
         for path, text in sources.items()
         for name, line in definitions(text, classes)
-        if not used[name] and name not in CALLED_FROM_OUTSIDE and name not in NOT_YET
+        if not used[name] and name not in CALLED_FROM_OUTSIDE
     ]
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from hybridflow.sync.transports.base import TRANSPORTS as BUILT_IN
 from tests.dist.cases import transport as cases
 from tests.dist.harness.ranks import TORCH, run_ranks
 
 pytestmark = pytest.mark.slow
 
-TRANSPORTS = ("p2p", "tcp", "shared_memory", "disk")
+TRANSPORTS = BUILT_IN.names()
 Facts = list[dict[str, Any]]
 
 

@@ -1,41 +1,31 @@
-"""Ways to bring the messages of a slice plan from trainer ranks to the ranks of one engine.
-
-| Name | For | Needs |
-|---|---|---|
-| `p2p` | any placement: gloo between CPU buffers, NCCL between GPU buffers | nothing |
-| `tcp` | any placement, CPU buffers: faster than gloo where cores are few | nothing |
-| `shared_memory` | engine and trainer ranks on one host, CPU buffers | one kernel and user for both |
-| `disk` | where nothing else goes | a folder that both sides see |
-"""
+"""Ways to bring the messages of a slice plan from trainer ranks to the ranks of one engine: one file each, which
+declares where it runs."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from pathlib import Path
 
 import torch
 
+from hybridflow.config.registry import is_user_entry
 from hybridflow.device.platform import Platform
-from hybridflow.errors import WeightSyncError
-from hybridflow.sync.transports.base import Endpoint, ReceiveChannel, SendChannel
-
-TRANSPORTS = ("p2p", "tcp", "shared_memory", "disk")
-_GLOO_PARTS = 4
+from hybridflow.errors import ConfigError, WeightSyncError
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, ReceiveChannel, SendChannel, Transport
 
 
 def chosen(wanted: str, platform: Platform) -> str:
-    """The transport that is meant by `wanted`: `auto` is what carries weights between any two hosts fastest."""
+    """The transport that `wanted` names, a user's file by its absolute path; `auto` is what carries weights between any
+    two hosts fastest."""
+    if is_user_entry(wanted):
+        path, _, name = wanted.rpartition(":")
+        return f"{Path(path).absolute()}:{name}"
     return platform.weight_transport if wanted == "auto" else wanted
 
 
 def part_bytes(transport: str, platform: Platform) -> int:
     """Bytes of a message (`Messages`): those that stay in a core's cache from being packed to being sent; 0: whole
-    buckets.
-
-    Over gloo more: it hands each message to a thread of its own and asks the receiver before it, which costs more than
-    the cache saves.
-    """
-    return platform.cache_bytes * (_GLOO_PARTS if transport == "p2p" else 1)
+    buckets."""
+    return platform.cache_bytes * TRANSPORTS.get(transport).parts
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> SendChannel:
@@ -48,23 +38,22 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu
         WeightSyncError: no such transport or rank, or some rank did not come within the endpoint's `timeout_s` (it is
         named).
     """
-    module = _transport(endpoint, rank, endpoint.senders, "trainer")
-    channel: SendChannel = module.open_sender(endpoint, rank, torch.device(device))
-    return channel
+    transport = _transport(endpoint, rank, endpoint.senders, "trainer")
+    return transport.open_sender(endpoint, rank, torch.device(device))
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device | str = "cpu") -> ReceiveChannel:
-    """Engine rank `rank`'s end of the session; see `open_sender`."""
-    module = _transport(endpoint, rank, endpoint.receivers, "engine")
-    channel: ReceiveChannel = module.open_receiver(endpoint, rank, torch.device(device))
-    return channel
+    """Engine rank `rank`'s end of the session, as `open_sender` opens a trainer rank's."""
+    transport = _transport(endpoint, rank, endpoint.receivers, "engine")
+    return transport.open_receiver(endpoint, rank, torch.device(device))
 
 
-def _transport(endpoint: Endpoint, rank: int, ranks: tuple[int, ...], side: str) -> Any:
-    if endpoint.transport not in TRANSPORTS:
-        raise WeightSyncError(f"no transport is called {endpoint.transport!r}; choose one of {', '.join(TRANSPORTS)}")
+def _transport(endpoint: Endpoint, rank: int, ranks: tuple[int, ...], side: str) -> Transport:
     if rank not in ranks:
         raise WeightSyncError(
             f"{side} rank {rank} takes no part in session {endpoint.session}, its {side} ranks are {list(ranks)}"
         )
-    return importlib.import_module(f"hybridflow.sync.transports.{endpoint.transport}")
+    try:
+        return TRANSPORTS.get(endpoint.transport)
+    except ConfigError as error:
+        raise WeightSyncError(str(error)) from error

@@ -7,11 +7,16 @@ payload is opaque bytes here; what is in it, its checksum and its place in a buf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from hybridflow.config.keys import TRANSPORT
+from hybridflow.config.registry import Registry
 from hybridflow.sync.payload import Payload
+
+if TYPE_CHECKING:
+    import torch
 
 # of the last message to a peer in a sync, which carries the checksums of the others; a bucket's number is smaller than
 # 2^19
@@ -23,7 +28,7 @@ class Endpoint:
     """Where a session meets. Plain data: made by the trainer, read by the engine's ranks.
 
     Attributes:
-        transport: name in `transports.open_sender` / `open_receiver`: "p2p", "tcp", "shared_memory" or "disk".
+        transport: name of an entry of `TRANSPORTS`.
         session: unique over the job; a new one after every failure.
         host, port: the store (`rendezvous`) at which both sides meet.
         senders: trainer ranks, ascending. receivers: engine ranks as the plan numbers them, ascending.
@@ -154,7 +159,7 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
         ...
 
     def rewind(self) -> None:
-        """See `LendingSendChannel.rewind`."""
+        """Begin with the first slot, as the sender does."""
         ...
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
@@ -164,3 +169,28 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
             WeightSyncError: as `Work.wait`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way to bring messages from trainer ranks to the ranks of one engine, and where it runs.
+
+    Attributes:
+        open_sender, open_receiver: of endpoint, rank and device; block until all ranks of the session are there.
+        devices: where the buffers may lie, "cpu" and "cuda".
+        one_host: trainer and engines must be on one host; else any placement will do.
+        needs_folder: messages go through a folder that both sides see (`Endpoint.folder`).
+        keeps_messages: a receiver that stages leaves all messages of a sync in the transport's slots.
+        parts: a message has so many times the bytes that stay in a core's cache.
+    """
+
+    open_sender: Callable[[Endpoint, int, torch.device], SendChannel]
+    open_receiver: Callable[[Endpoint, int, torch.device], ReceiveChannel]
+    devices: tuple[str, ...] = ("cpu",)
+    one_host: bool = False
+    needs_folder: bool = False
+    keeps_messages: bool = False
+    parts: int = 1
+
+
+TRANSPORTS: Registry[Transport] = Registry(TRANSPORT.kind, TRANSPORT.package, "rollout.sync.transport")

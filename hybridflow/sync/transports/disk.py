@@ -14,43 +14,43 @@ from pathlib import Path
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.sync.meeting import Member, PeerWatch, meet, refuse_device
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import Endpoint, Work
-from hybridflow.sync.transports.meeting import PeerWatch, Seat, meet, refuse_device
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
 
 _POLL_S, _LOOK_S = 0.002, 0.1
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
-    """See `transports.open_sender`."""
-    return Files(Seat(endpoint, "trainer", rank), device)
+    """Open trainer rank `rank`'s end of the session."""
+    return Files(Member(endpoint, "trainer", rank), device)
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
-    """See `transports.open_receiver`."""
-    return Files(Seat(endpoint, "engine", rank), device)
+    """Open engine rank `rank`'s end of the session."""
+    return Files(Member(endpoint, "engine", rank), device)
 
 
 class Files:
     """Either end. The n-th message of a pair has n in its name, so one sync's files are not taken for the next
     one's."""
 
-    def __init__(self, seat: Seat, device: torch.device) -> None:
-        self.seat, self.folder = seat, Path(seat.endpoint.folder)
-        refuse_device(seat, device, "use p2p")
-        if not seat.endpoint.folder or not self.folder.is_dir():
+    def __init__(self, member: Member, device: torch.device) -> None:
+        self.member, self.folder = member, Path(member.endpoint.folder)
+        refuse_device(member, device, "use p2p")
+        if not member.endpoint.folder or not self.folder.is_dir():
             raise WeightSyncError(
-                f"the transport disk needs a folder that both sides see; {seat.endpoint.folder!r} is none"
+                f"the transport disk needs a folder that both sides see; {member.endpoint.folder!r} is none"
             )
         # a session's name may have any character, a file's may not
-        self._session = "weights-" + hashlib.sha256(seat.endpoint.session.encode()).hexdigest()[:16]
-        meeting = meet(seat)
+        self._session = "weights-" + hashlib.sha256(member.endpoint.session.encode()).hexdigest()[:16]
+        meeting = meet(member)
         self.watches = {peer: PeerWatch(said) for peer, said in meeting.peers.items()}
-        self._counts = dict.fromkeys(seat.peers, 0)
+        self._counts = dict.fromkeys(member.peers, 0)
         self._is_open = True
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """See `SendChannel.send`. Done when the receiver has removed the file: the folder holds what is under way, no
+        """Done when the receiver has removed the file: the folder holds what is under way, no
         more."""
         path = self._next(peer, tag)
         part = path.with_suffix(".part")
@@ -60,33 +60,33 @@ class Files:
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self.seat.failure(
+            raise self.member.failure(
                 peer, tag, f"{path} cannot be written ({error}); make room or choose another folder"
             ) from error
         return _Sent(self, peer, tag, path)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """See `ReceiveChannel.receive`."""
+        """Start receiving into `into`."""
         return _Reading(self, peer, tag, self._next(peer, tag), into)
 
     def _next(self, peer: int, tag: int) -> Path:
         if not self._is_open:
-            raise self.seat.failure(peer, tag, "the session was given up before")
+            raise self.member.failure(peer, tag, "the session was given up before")
         number = self._counts[peer]
         self._counts[peer] += 1
-        sender, receiver = (self.seat.rank, peer) if self.seat.side == "trainer" else (peer, self.seat.rank)
+        sender, receiver = (self.member.rank, peer) if self.member.side == "trainer" else (peer, self.member.rank)
         return self.folder / f"{self._session}-{sender}-{receiver}-{number}-{tag}.bin"
 
     def close(self) -> None:
-        """See `SendChannel.close`."""
+        """End the session in good order."""
         self._is_open = False
         for watch in self.watches.values():
             watch.close()
 
     def abort(self) -> None:
-        """See `SendChannel.abort`. Removes what this rank has sent or was to receive."""
+        """Removes what this rank has sent or was to receive."""
         self.close()
-        mine = f"{self.seat.rank}-*" if self.seat.side == "trainer" else f"*-{self.seat.rank}-*-*"
+        mine = f"{self.member.rank}-*" if self.member.side == "trainer" else f"*-{self.member.rank}-*-*"
         for path in self.folder.glob(f"{self._session}-{mine}"):
             path.unlink(missing_ok=True)
 
@@ -101,16 +101,16 @@ class _Sent:
         self._until(exists=False)
 
     def _until(self, exists: bool) -> None:
-        seat, watch = self._files.seat, self._files.watches[self._peer]
-        deadline, look = time.monotonic() + seat.endpoint.timeout_s, 0.0
+        member, watch = self._files.member, self._files.watches[self._peer]
+        deadline, look = time.monotonic() + member.endpoint.timeout_s, 0.0
         while self._path.exists() != exists:
             now = time.monotonic()
             if now > deadline:
-                raise seat.late(self._peer, self._tag)
+                raise member.late(self._peer, self._tag)
             if now > look:
                 look = now + _LOOK_S
                 if watch.has_ended() and self._path.exists() != exists:  # it may have done its part just before
-                    raise seat.gone(self._peer, self._tag)
+                    raise member.gone(self._peer, self._tag)
             time.sleep(_POLL_S)
 
 
@@ -128,10 +128,13 @@ class _Reading(_Sent):
             what = (
                 f"{self._into.nbytes} bytes were expected, {self._path} has {size}; the two sides have different plans"
             )
-            raise self._files.seat.failure(self._peer, self._tag, what)
+            raise self._files.member.failure(self._peer, self._tag, what)
         with self._path.open("rb", buffering=0) as file:
             view, got = self._into.memory, 0
             while got < size:
                 got += os.readv(file.fileno(), [view[got:]])
         with suppress(FileNotFoundError):
             self._path.unlink()
+
+
+TRANSPORTS.register("disk", Transport(open_sender, open_receiver, needs_folder=True))

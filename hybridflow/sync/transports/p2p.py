@@ -15,54 +15,53 @@ import torch
 
 from hybridflow.device.platform import Platform
 from hybridflow.errors import WeightSyncError
+from hybridflow.sync.meeting import Meeting, Member, Peers, meet
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import Endpoint, Work
-from hybridflow.sync.transports.meeting import Meeting, Peers, Seat, meet
-from hybridflow.sync.transports.pacing import connections_unpaced
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
-    """See `transports.open_sender`."""
-    return PeerToPeer(Seat(endpoint, "trainer", rank), device)
+    """Open trainer rank `rank`'s end of the session."""
+    return PeerToPeer(Member(endpoint, "trainer", rank), device)
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
-    """See `transports.open_receiver`."""
-    return PeerToPeer(Seat(endpoint, "engine", rank), device)
+    """Open engine rank `rank`'s end of the session."""
+    return PeerToPeer(Member(endpoint, "engine", rank), device)
 
 
 class PeerToPeer:
     """Either end: trainer ranks come first in the group, engine ranks after them."""
 
-    def __init__(self, seat: Seat, device: torch.device) -> None:
-        self.seat = seat
-        meeting = meet(seat)
-        endpoint = seat.endpoint
+    def __init__(self, member: Member, device: torch.device) -> None:
+        self.member = member
+        meeting = meet(member)
+        endpoint = member.endpoint
         self._place = {rank: number for number, rank in enumerate(endpoint.receivers, start=len(endpoint.senders))}
-        if seat.side == "engine":
+        if member.side == "engine":
             self._place = {rank: number for number, rank in enumerate(endpoint.senders)}
         mine = (
-            endpoint.senders.index(seat.rank)
-            if seat.side == "trainer"
-            else len(endpoint.senders) + endpoint.receivers.index(seat.rank)
+            endpoint.senders.index(member.rank)
+            if member.side == "trainer"
+            else len(endpoint.senders) + endpoint.receivers.index(member.rank)
         )
-        self.peers = Peers(seat, meeting)
+        self.peers = Peers(member, meeting)
         try:
             self._group = _group(endpoint, meeting, mine, device)
         except RuntimeError as error:
             raise self._unopened(error) from error
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """See `SendChannel.send`."""
+        """Start sending; the payload stays untouched until `wait`."""
         return self._start("send", peer, tag, payload)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """See `ReceiveChannel.receive`."""
+        """Start receiving into `into`."""
         return self._start("recv", peer, tag, into)
 
     def _start(self, method: str, peer: int, tag: int, payload: Payload) -> Work:
         if self._group is None:
-            raise self.seat.failure(peer, tag, "the session was given up before")
+            raise self.member.failure(peer, tag, "the session was given up before")
         try:
             return _Transfer(self, peer, tag, getattr(self._group, method)([payload.tensor], self._place[peer], tag))
         except RuntimeError as error:
@@ -70,24 +69,24 @@ class PeerToPeer:
 
     def _unopened(self, error: RuntimeError) -> WeightSyncError:
         """The error for a group that did not come about."""
-        seat, reason = self.seat, _first_line(error)
+        member, reason = self.member, _first_line(error)
         if ended := self.peers.ended():
-            return seat.failure(
+            return member.failure(
                 ended[0], 0, f"the session could not be opened, because that rank's process has ended ({reason})"
             )
         return WeightSyncError(
-            f"session {seat.endpoint.session}, {seat.side} rank {seat.rank}: no process group with {seat.peer_side} "
-            f"ranks "
-            f"{list(seat.peers)} within {seat.endpoint.timeout_s:g} s: {reason}; look at the logs of those ranks"
+            f"session {member.endpoint.session}, {member.side} rank {member.rank}: no process group with "
+            f"{member.peer_side} ranks {list(member.peers)} within {member.endpoint.timeout_s:g} s: {reason}; "
+            "look at the logs of those ranks"
         )
 
     def close(self) -> None:
-        """See `SendChannel.close`."""
+        """End the session in good order."""
         self._group = None  # its destructor closes the sockets
         self.peers.forget()
 
     def abort(self) -> None:
-        """See `SendChannel.abort`."""
+        """Give the session up at once."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -99,13 +98,13 @@ class _Transfer:
         self._channel, self._peer, self._tag, self._work = channel, peer, tag, work
 
     def wait(self) -> None:
-        seat = self._channel.seat
+        member = self._channel.member
         try:
-            self._work.wait(timedelta(seconds=seat.endpoint.timeout_s))
+            self._work.wait(timedelta(seconds=member.endpoint.timeout_s))
         except RuntimeError as error:
             reason = _first_line(error).lower()
             if "timed out" in reason or "timeout" in reason:
-                raise seat.late(self._peer, self._tag) from error
+                raise member.late(self._peer, self._tag) from error
             raise self._channel.peers.lost(self._peer, self._tag, _first_line(error)) from error
 
 
@@ -127,9 +126,12 @@ def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device
         if is_loopback
         else dist.ProcessGroupGloo.create_default_device()
     ]
-    with connections_unpaced():
-        return dist.ProcessGroupGloo(store, rank, size, gloo)
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0].strip()
+
+
+# over gloo larger messages: it hands each to a thread of its own and asks the receiver before it
+TRANSPORTS.register("p2p", Transport(open_sender, open_receiver, devices=("cpu", "cuda"), parts=4))

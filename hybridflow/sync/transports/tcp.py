@@ -24,10 +24,9 @@ from typing import NoReturn
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.sync.meeting import Meeting, Member, Peers, meet, refuse_device
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import DONE, LAST_TAG, Endpoint, Work
-from hybridflow.sync.transports.meeting import Meeting, Peers, Seat, meet, refuse_device
-from hybridflow.sync.transports.pacing import unpace
+from hybridflow.sync.transports.base import DONE, LAST_TAG, TRANSPORTS, Endpoint, Transport, Work
 
 _KEY_BYTES = 32
 _HELLO = struct.Struct(f"<{_KEY_BYTES}sq")  # key, trainer rank
@@ -37,11 +36,11 @@ _HELLO_S = 5.0  # a stranger that says nothing holds the others up no longer
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
-    """See `transports.open_sender`."""
-    seat = Seat(endpoint, "trainer", rank)
-    refuse_device(seat, device, "use p2p")
+    """Open trainer rank `rank`'s end of the session."""
+    member = Member(endpoint, "trainer", rank)
+    refuse_device(member, device, "use p2p")
     deadline = time.monotonic() + endpoint.timeout_s
-    meeting = meet(seat)
+    meeting = meet(member)
     with ExitStack() as on_error:
         links = {}
         for peer, said in meeting.peers.items():
@@ -52,23 +51,23 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
                 on_error.callback(link.close)
                 link.sendall(_HELLO.pack(bytes.fromhex(said["key"]), rank))
             except OSError as error:
-                raise seat.failure(
+                raise member.failure(
                     peer, 0, f"it cannot be reached at {said['host']}:{said['port']} ({error})"
                 ) from error
             links[peer] = link
         on_error.pop_all()
-    return Connections(seat, meeting, links)
+    return Connections(member, meeting, links)
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connections:
-    """See `transports.open_receiver`."""
-    seat = Seat(endpoint, "engine", rank)
-    refuse_device(seat, device, "use p2p")
+    """Open engine rank `rank`'s end of the session."""
+    member = Member(endpoint, "engine", rank)
+    refuse_device(member, device, "use p2p")
     deadline = time.monotonic() + endpoint.timeout_s
     host, key = _own_address(endpoint), secrets.token_bytes(_KEY_BYTES)
-    with socket.create_server((host, 0), backlog=len(seat.peers) + 8) as listener:
-        meeting = meet(seat, host=host, port=listener.getsockname()[1], key=key.hex())
-        return Connections(seat, meeting, _accept_all(seat, listener, key, deadline))
+    with socket.create_server((host, 0), backlog=len(member.peers) + 8) as listener:
+        meeting = meet(member, host=host, port=listener.getsockname()[1], key=key.hex())
+        return Connections(member, meeting, _accept_all(member, listener, key, deadline))
 
 
 class _Link:
@@ -81,7 +80,6 @@ class _Link:
         self.pending: deque[_Transfer] = deque()  # what is to be read, in order
         self.count = 0  # messages that were sent or asked for
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        unpace(connection)
         # deadlines of the kernel's: Python's own ask before each call whether it would wait, and cannot wait for all of
         # a message
         connection.settimeout(None)
@@ -93,12 +91,12 @@ class Connections:
     """Either end. As few calls as can be for a message: beside a megabyte of it in the cache, each of them comes from
     memory."""
 
-    def __init__(self, seat: Seat, meeting: Meeting, connections: dict[int, socket.socket]) -> None:
-        self.seat, self.peers = seat, Peers(seat, meeting)
-        self._links = {peer: _Link(connection, seat.endpoint.timeout_s) for peer, connection in connections.items()}
+    def __init__(self, member: Member, meeting: Meeting, connections: dict[int, socket.socket]) -> None:
+        self.member, self.peers = member, Peers(member, meeting)
+        self._links = {peer: _Link(connection, member.endpoint.timeout_s) for peer, connection in connections.items()}
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """See `SendChannel.send`."""
+        """Start sending; the payload stays untouched until `wait`."""
         link = self._links.get(peer) or self._no_link(peer, tag)
         self._write(link, peer, tag, (_HEADER.pack(tag, payload.nbytes), payload.memory), _HEADER.size + payload.nbytes)
         if not self._is_acknowledged(link, tag):
@@ -108,7 +106,7 @@ class Connections:
         return sent
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """See `ReceiveChannel.receive`. What has not come by then is read by `wait`."""
+        """What has not come by then is read by `wait`."""
         link = self._links.get(peer) or self._no_link(peer, tag)
         arrival = _Arrival(self, link, peer, tag, into, self._is_acknowledged(link, tag))
         link.pending.append(arrival)
@@ -119,9 +117,9 @@ class Connections:
         self._write(link, peer, tag, (_TAKEN.pack(tag),), _TAKEN.size)
 
     def _is_acknowledged(self, link: _Link, tag: int) -> bool:
-        """Of the next message; both ends count alike."""
+        """Whether the receiver acknowledges the next message; both ends count alike."""
         link.count += 1
-        return link.count % self.seat.endpoint.slots == 1 or tag == LAST_TAG
+        return link.count % self.member.endpoint.slots == 1 or tag == LAST_TAG
 
     def _write(self, link: _Link, peer: int, tag: int, parts: Sequence[bytes | memoryview], size: int) -> None:
         try:
@@ -144,25 +142,25 @@ class Connections:
             raise self._problem(peer, tag, ConnectionResetError("it has closed the connection"))
 
     def _no_link(self, peer: int, tag: int) -> NoReturn:
-        raise self.seat.failure(peer, tag, "the session was given up before, or has no such rank")
+        raise self.member.failure(peer, tag, "the session was given up before, or has no such rank")
 
     def _problem(self, peer: int, tag: int, error: OSError) -> WeightSyncError:
         """The error for a connection that broke or stands still."""
         if peer not in self._links:
-            return self.seat.failure(peer, tag, "the session was given up meanwhile")
+            return self.member.failure(peer, tag, "the session was given up meanwhile")
         if isinstance(error, (TimeoutError, BlockingIOError)):
-            return self.seat.late(peer, tag)
+            return self.member.late(peer, tag)
         return self.peers.lost(peer, tag, str(error) or type(error).__name__)
 
     def close(self) -> None:
-        """See `SendChannel.close`. What was sent still arrives."""
+        """What was sent still arrives."""
         links, self._links = self._links, {}
         for link in links.values():
             link.socket.close()
         self.peers.forget()
 
     def abort(self) -> None:
-        """See `SendChannel.abort`."""
+        """Give the session up at once."""
         links, self._links = self._links, {}
         for link in links.values():
             with suppress(OSError):  # it may be broken already
@@ -180,7 +178,7 @@ class _Transfer:
         self.channel, self.link, self.peer, self.tag, self.is_done = channel, link, peer, tag, False
 
     def wait(self) -> None:
-        """See `Work.wait`. Reads what the peer still owes for transfers before this one, and then for this."""
+        """Reads what the peer still owes for transfers before this one, and then for this."""
         pending = self.link.pending
         while not self.is_done:
             pending[0].read()
@@ -199,7 +197,7 @@ class _Transfer:
                 f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different "
                 f"plans"
             )
-            raise self.channel.seat.failure(self.peer, self.tag, what)
+            raise self.channel.member.failure(self.peer, self.tag, what)
 
 
 class _Sent(_Transfer):
@@ -235,16 +233,16 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def _accept_all(seat: Seat, listener: socket.socket, key: bytes, deadline: float) -> dict[int, socket.socket]:
+def _accept_all(member: Member, listener: socket.socket, key: bytes, deadline: float) -> dict[int, socket.socket]:
     """One connection from each sender, by its rank."""
     links: dict[int, socket.socket] = {}
     with ExitStack() as on_error:
-        while missing := [peer for peer in seat.peers if peer not in links]:
+        while missing := [peer for peer in member.peers if peer not in links]:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 link, _ = listener.accept()
             except TimeoutError as error:
-                raise seat.failure(missing[0], 0, f"no connection came from trainer ranks {missing}") from error
+                raise member.failure(missing[0], 0, f"no connection came from trainer ranks {missing}") from error
             rank = _greeted(link, key, min(_HELLO_S, max(deadline - time.monotonic(), 0.001)))
             if rank in missing:
                 links[rank] = link
@@ -271,7 +269,10 @@ def _greeted(link: socket.socket, key: bytes, within_s: float) -> int:
 
 
 def _own_address(endpoint: Endpoint) -> str:
-    """Of this machine, as the store's machine sees it."""
+    """The address of this machine as the store's machine sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((endpoint.host, endpoint.port))  # sends nothing: asks for the route
         return str(probe.getsockname()[0])
+
+
+TRANSPORTS.register("tcp", Transport(open_sender, open_receiver))

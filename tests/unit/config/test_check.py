@@ -130,10 +130,6 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         ),
         (("cluster.procs_per_node=2", "actor.parallel.expert_tensor=3"), ("expert_tensor=3", "multiple of 3")),
         (("rollout.tensor=3",), ("num_attention_heads=4", "rollout.tensor=3")),
-        (
-            ("cluster.nodes=2", "rollout.sync.transport=shared_memory"),
-            ("rollout.sync.transport=shared_memory", "cluster.nodes=2", "p2p"),
-        ),
         (("rollout.sync.timeout_s=0",), ("rollout.sync.timeout_s=0.0 must be more than 0",)),
         (("rollout.sync.max_retries=-1",), ("rollout.sync.max_retries=-1 must be at least 0",)),
         (("rollout.tensor=4", "model.hf_config.num_key_value_heads=3"), ("num_key_value_heads=3", "rollout.tensor=4")),
@@ -146,15 +142,6 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (
             ("rollout.pipeline=2", "rollout.tensor=3", "rollout.nodes_per_engine=3"),
             ("nodes_per_engine=3", "rollout.pipeline=2", "whole nodes"),
-        ),
-        (
-            (
-                "rollout.tensor=2",
-                "rollout.nodes_per_engine=2",
-                "cluster.address=auto",
-                "rollout.sync.transport=shared_memory",
-            ),
-            ("shared_memory", "rollout.nodes_per_engine=2", "auto, p2p or disk"),
         ),
         (("model=tiny-dense", "rollout.tensor=2", "rollout.expert=2"), ("rollout.expert=2", "mixture of experts")),
         (

@@ -87,6 +87,19 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
         check_devices(config, Gpu(9, 0))
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("cluster.nodes=2",), "cluster.nodes=2"),
+        (("rollout.tensor=2", "rollout.nodes_per_engine=2", "cluster.address=auto"), "rollout.nodes_per_engine=2"),
+    ],
+)
+def test_shared_memory_needs_one_machine(words: tuple[str, ...], why: str) -> None:
+    config = load_config("tiny-moe-grpo", ["rollout.sync.transport=shared_memory", *words])
+    with pytest.raises(ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*disk"):
+        check_devices(config, Platform("cpu"))
+
+
 # ---- what an engine is told
 # ------------------------------------------------------------------------------------------------------------
 

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.sync import checksum
-from hybridflow.sync.checksum import (
+from hybridflow.sync import payload as checksum
+from hybridflow.sync.payload import (
     DIGEST_BYTES,
     Digest,
+    Payload,
     device_digest,
     first_difference,
     joined,
     message_key,
     seeds_of,
 )
-from hybridflow.sync.payload import Payload
 
 
 def digest_of_host(body: torch.Tensor, seed: int) -> int:

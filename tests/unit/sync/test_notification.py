@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.sync.transports.bell import Bell, make_pipes, open_pipes
-from hybridflow.sync.transports.meeting import PeerWatch
+from hybridflow.sync.meeting import PeerWatch
+from hybridflow.sync.transports.shared_memory import Notifier, make_pipes, open_pipes
 
 KERNEL = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 LONG_S = 30.0
 
 
-def pair(process: int) -> tuple[Bell, Bell]:
-    """The sender's bell, which watches `process`, and the receiver's, whose descriptors are opened as another process
+def pair(process: int) -> tuple[Notifier, Notifier]:
+    """The sender's end, which watches `process`, and the receiver's, whose descriptors are opened as another process
     would."""
     reads, writes, *theirs = make_pipes()
-    receiver = Bell(*open_pipes(os.getpid(), theirs), PeerWatch({"kernel": KERNEL, "process": os.getpid()}))
+    receiver = Notifier(*open_pipes(os.getpid(), theirs), PeerWatch({"kernel": KERNEL, "process": os.getpid()}))
     for fd in theirs:
         os.close(fd)
-    return Bell(reads, writes, PeerWatch({"kernel": KERNEL, "process": process})), receiver
+    return Notifier(reads, writes, PeerWatch({"kernel": KERNEL, "process": process})), receiver
 
 
-def test_each_side_wakes_the_other_and_a_ring_before_the_wait_is_not_lost() -> None:
+def test_each_side_wakes_the_other_and_a_notification_before_the_wait_is_not_lost() -> None:
     sender, receiver = pair(os.getpid())
     counts, rounds = {"sent": 0, "taken": 0}, 2000
 
@@ -37,7 +37,7 @@ def test_each_side_wakes_the_other_and_a_ring_before_the_wait_is_not_lost() -> N
             while not receiver.wait(lambda: counts["sent"] > counts["taken"], time.monotonic() + LONG_S):
                 pass
             counts["taken"] += 1
-            receiver.ring()
+            receiver.notify()
 
     thread, start = threading.Thread(target=take, daemon=True), time.monotonic()
     thread.start()
@@ -45,7 +45,7 @@ def test_each_side_wakes_the_other_and_a_ring_before_the_wait_is_not_lost() -> N
         while not sender.wait(lambda number=number: counts["taken"] == number, time.monotonic() + LONG_S):  # type: ignore[misc]
             pass
         counts["sent"] += 1
-        sender.ring()
+        sender.notify()
     thread.join(LONG_S)
     # were rings lost, every one would cost the longest sleep
     assert counts == {"sent": rounds, "taken": rounds} and time.monotonic() - start < rounds * 0.1 / 4
@@ -56,10 +56,10 @@ def test_each_side_wakes_the_other_and_a_ring_before_the_wait_is_not_lost() -> N
 def test_rings_that_nobody_hears_block_nobody() -> None:
     sender, receiver = pair(os.getpid())
     for _ in range(200_000):  # more than a pipe holds
-        sender.ring()
+        sender.notify()
     assert receiver.wait(lambda: True, time.monotonic() + LONG_S)
     receiver.close()
-    sender.ring()  # nobody is there
+    sender.notify()  # nobody is there
     sender.close()
 
 
@@ -87,4 +87,4 @@ def test_a_closed_bell_neither_hangs_nor_touches_other_files(when: str) -> None:
     assert not sender.wait(lambda: False, start + 0.3)
     assert time.monotonic() - start < LONG_S
     sender.close()
-    sender.ring()
+    sender.notify()

@@ -30,7 +30,7 @@ _SIDES = {"trainer": "engine", "engine": "trainer"}
 
 
 @dataclass(frozen=True)
-class Seat:
+class Member:
     """A rank of a session: its endpoint, its side ("trainer" or "engine") and number."""
 
     endpoint: Endpoint
@@ -51,9 +51,8 @@ class Seat:
         """An error that names session, both ranks, message and deadline."""
         return WeightSyncError(
             f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with {self.peer_side} rank "
-            f"{peer} "
-            f"over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); give the session up "
-            f"and sync again"
+            f"{peer} over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); "
+            "give the session up and sync again"
         )
 
     def late(self, peer: int, tag: int) -> WeightSyncError:
@@ -65,12 +64,12 @@ class Seat:
         return self.failure(peer, tag, f"the peer is gone: {why}")
 
 
-def refuse_device(seat: Seat, device: torch.device, instead: str) -> None:
+def refuse_device(member: Member, device: torch.device, instead: str) -> None:
     """For a transport of CPU buffers. Raises WeightSyncError for others, with what to do `instead`."""
     if device.type != "cpu":
         raise WeightSyncError(
-            f"the transport {seat.endpoint.transport} carries CPU buffers, {seat.side} rank {seat.rank} has them on "
-            f"{device}; {instead}"
+            f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank {member.rank} has "
+            f"them on {device}; {instead}"
         )
 
 
@@ -83,7 +82,7 @@ class Meeting:
     peers: dict[int, dict[str, Any]]
 
 
-def meet(seat: Seat, **said: Any) -> Meeting:
+def meet(member: Member, **said: Any) -> Meeting:
     """Announce this rank with what it `said` (JSON-able) and wait until all ranks of both sides have announced
     themselves.
 
@@ -93,19 +92,19 @@ def meet(seat: Seat, **said: Any) -> Meeting:
     """
     from torch.distributed import PrefixStore
 
-    endpoint, deadline = seat.endpoint, time.monotonic() + seat.endpoint.timeout_s
+    endpoint, deadline = member.endpoint, time.monotonic() + member.endpoint.timeout_s
     store = PrefixStore(f"transport/{endpoint.session}", _store(endpoint, deadline))
-    store.set(f"{seat.side}/{seat.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
+    store.set(f"{member.side}/{member.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
     ranks = [("trainer", rank) for rank in endpoint.senders] + [("engine", rank) for rank in endpoint.receivers]
     keys = [f"{side}/{rank}" for side, rank in ranks]
     try:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        found = {rank: json.loads(store.get(f"{seat.peer_side}/{rank}")) for rank in seat.peers}
+        found = {rank: json.loads(store.get(f"{member.peer_side}/{rank}")) for rank in member.peers}
     except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
         missing = _missing(store, keys)
         what = f"{', '.join(missing)} did not come" if missing else f"the store failed: {error}"
         raise WeightSyncError(
-            f"session {endpoint.session}, {seat.side} rank {seat.rank}: {what} within {endpoint.timeout_s:g} s; "
+            f"session {endpoint.session}, {member.side} rank {member.rank}: {what} within {endpoint.timeout_s:g} s; "
             "look at the logs of those ranks"
         ) from error
     return Meeting(store, found)
@@ -173,8 +172,8 @@ class PeerWatch:
 class Peers:
     """The processes of a session's other side, and what to say when one of them is lost."""
 
-    def __init__(self, seat: Seat, meeting: Meeting) -> None:
-        self._seat = seat
+    def __init__(self, member: Member, meeting: Meeting) -> None:
+        self._member = member
         self._watches = {rank: PeerWatch(said) for rank, said in meeting.peers.items()}
 
     def lost(self, peer: int, tag: int, reason: str) -> WeightSyncError:
@@ -183,9 +182,9 @@ class Peers:
         A connection also breaks because the peer gave the session up when another died, so all are looked at.
         """
         if (ended := self.ended()) and peer not in ended:
-            names = ", ".join(f"{self._seat.peer_side} rank {rank}" for rank in ended)
-            return self._seat.failure(peer, tag, f"given up, because the process of {names} has ended")
-        return self._seat.gone(peer, tag) if ended else self._seat.gone(peer, tag, reason)
+            names = ", ".join(f"{self._member.peer_side} rank {rank}" for rank in ended)
+            return self._member.failure(peer, tag, f"given up, because the process of {names} has ended")
+        return self._member.gone(peer, tag) if ended else self._member.gone(peer, tag, reason)
 
     def ended(self) -> list[int]:
         """Peers on this machine whose process has ended. It closes its connections a moment before it counts as
