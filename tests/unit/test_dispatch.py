@@ -257,7 +257,7 @@ def test_a_call_on_some_groups_returns_every_row_once_in_order(groups: list[int]
 
 
 def test_a_part_of_a_data_parallel_group_is_refused() -> None:
-    with pytest.raises(MeshError, match=r"part of data-parallel groups \[1\]"):
+    with pytest.raises(MeshError, match=r"parts of data-parallel groups \[1\]"):
         mesh(2, 2).of([0, 2, 1])
     with pytest.raises(MeshError, match="at least one rank"):
         mesh(2).of([])
