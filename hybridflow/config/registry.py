@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any, Generic, TypeVar
 from hybridflow.errors import ConfigError
 
 T = TypeVar("T")
+_import_lock = threading.RLock()
+_running: Path | None = None  # the user's file that is being imported, under the lock
 
 
 class Registry(Generic[T]):
@@ -39,8 +42,9 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry under `name`; returns it. Registering a name again replaces the entry."""
-        self._entries[name] = entry
+        """Add an entry under `name`; returns it. While a user's file runs (`import_file`), the entry belongs to that
+        file, and a built-in entry of the same name stays what it was."""
+        self._entries[name if _running is None else f"{_running}:{name}"] = entry
         return entry
 
     def names(self) -> tuple[str, ...]:
@@ -57,10 +61,10 @@ class Registry(Generic[T]):
             ConfigError: there is no such entry (the nearest name is given), or the file cannot be imported or does not
                 register what is asked for.
         """
-        if name in self._entries:
-            return self._entries[name]
         if is_user_entry(name):
             return self._of_file(name)
+        if name in self._entries:
+            return self._entries[name]
         if name not in self.names():
             near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.0)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -73,20 +77,15 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def _of_file(self, name: str) -> T:
-        path, _, attribute = name.rpartition(":")
-        before = dict(self._entries)
-        import_file(Path(path), self.key)
-        entry = self._entries.pop(attribute, None)
-        if attribute in before and (attribute in self.names() or entry is not before[attribute]):
-            self._entries[attribute] = before[attribute]  # a built-in entry of this name stays what it was
-            entry = None if entry is before[attribute] else entry
-        if entry is None:
-            new = sorted(set(self._entries) - set(before))
+        import_file(Path(name.rpartition(":")[0]), self.key)
+        path, _, attribute = absolute_entry(name).rpartition(":")
+        if f"{path}:{attribute}" not in self._entries:
+            own = sorted(key.rpartition(":")[2] for key in self._entries if key.startswith(f"{path}:"))
             raise ConfigError(
                 f"{self.key}={name}: {path} registers no {self.kind} {attribute!r}; it registers: "
-                f"{', '.join(new) or 'none'}"
+                f"{', '.join(own) or 'none'}"
             )
-        return self.register(name, entry)
+        return self._entries[f"{path}:{attribute}"]
 
 
 def package_folder(package: str) -> Path:
@@ -120,18 +119,24 @@ def import_file(path: Path, key: str) -> ModuleType:
         raise ConfigError(f"{key}: {str(path)!r} is not a python file (its name must end in .py)")
     if not path.is_file():
         raise ConfigError(f"{key}: {str(path)!r} is no file (looked in {Path.cwd()})")
-    name = f"hybridflow_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling in the user's file look their own module up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise ConfigError(f"{path} ({key}) cannot be imported: {describe_error(error, path)}") from error
+    global _running
+    path = path.resolve()
+    name = f"hybridflow_user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    with _import_lock:  # a second thread must not find a module that has run by half
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickling in the user's file look their own module up
+        before, _running = _running, path
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            sys.modules.pop(name, None)
+            raise ConfigError(f"{path} ({key}) cannot be imported: {describe_error(error, path)}") from error
+        finally:
+            _running = before
     return module
 
 

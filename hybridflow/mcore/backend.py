@@ -33,7 +33,7 @@ class MegatronPolicy(Policy):
         return found
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
-        """For each part a function that lists this rank's tensors."""
+        """A function for each part, which lists this rank's tensors."""
         return model_parts(self)
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:

@@ -121,7 +121,7 @@ def test_fsdp_refuses_settings_that_it_would_ignore(key: str, value: object) -> 
 def test_fsdp_refuses_a_mixture_of_experts(family: str) -> None:
     [line] = problems(replace(FSDP, model=ModelConfig(hf_config={"model_type": family, "num_experts": 4})))
     assert f"model_type={family}" in line
-    assert "llama, qwen2, qwen3" in line
+    assert "trains models without experts" in line
 
 
 def test_fsdp_refuses_a_critic_in_its_processes() -> None:

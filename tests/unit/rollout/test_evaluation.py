@@ -50,6 +50,7 @@ def batch_of(*responses: str, source: str = "toy") -> DataProto:
         {
             "prompt_ids": Jagged.from_rows([np.array([0])] * count, np.int64),
             "response_ids": Jagged.from_rows(rows, np.int64),
+            "response_mask": Jagged.from_rows([np.ones(len(row)) for row in rows], np.bool_),
             "response_versions": Jagged.from_rows([np.zeros(len(row)) for row in rows], np.int64),
             "data_source": objects(*[source] * count),
             "ground_truth": objects(*["a"] * count),
