@@ -97,7 +97,7 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
     """A length bonus is no share of right answers."""
     batch = batch_of(*answers)
     given: Any = batch.select(["prompt_ids", "data_source", "ground_truth", "extra_info", "index"])
-    rest = batch.select(["response_ids", "response_versions", "finish_reason", "weight_version"])
+    rest = batch.select(["response_ids", "response_mask", "response_versions", "finish_reason", "weight_version"])
 
     class Rows:
         __len__ = lambda self: len(given)  # noqa: E731
