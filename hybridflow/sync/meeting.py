@@ -59,13 +59,13 @@ class Member:
         """The error for a peer that is there and does nothing."""
         return self.failure(peer, tag, f"the peer did nothing for {self.endpoint.timeout_s:g} s")
 
-    def gone(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
+    def lost(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
         """The error for a peer that died."""
         return self.failure(peer, tag, f"the peer is gone: {why}")
 
 
 def refuse_device(member: Member, device: torch.device, instead: str) -> None:
-    """For a transport of CPU buffers. Raises WeightSyncError for others, with what to do `instead`."""
+    """Raise WeightSyncError unless the buffers lie on the CPU; the message says what to do `instead`."""
     if device.type != "cpu":
         raise WeightSyncError(
             f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank {member.rank} has "
@@ -158,7 +158,7 @@ class PeerWatch:
         return self._fd
 
     def has_ended(self) -> bool:
-        """Whether the process is known to be gone."""
+        """Whether the process is known to have ended."""
         return self._ended or (self._fd >= 0 and bool(self._poll.poll(0)))
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Peers:
         if (ended := self.ended()) and peer not in ended:
             names = ", ".join(f"{self._member.peer_side} rank {rank}" for rank in ended)
             return self._member.failure(peer, tag, f"given up, because the process of {names} has ended")
-        return self._member.gone(peer, tag) if ended else self._member.gone(peer, tag, reason)
+        return self._member.lost(peer, tag) if ended else self._member.lost(peer, tag, reason)
 
     def ended(self) -> list[int]:
         """Peers on this machine whose process has ended. It closes its connections a moment before it counts as

@@ -228,9 +228,9 @@ class _Staging:
     def _in_turn(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
         wholes = [copies.whole(number) for number in range(len(messages))]
         packed = [message for message, whole in zip(messages, wholes, strict=True) if whole is None]
-        turns = cycle(self._allocate(self.slots, largest_message(packed), copies.device) if packed else [])
+        slabs = cycle(self._allocate(self.slots, largest_message(packed), copies.device) if packed else [])
         return [
-            whole or Payload(next(turns)[: message.nbytes]) for message, whole in zip(messages, wholes, strict=True)
+            whole or Payload(next(slabs)[: message.nbytes]) for message, whole in zip(messages, wholes, strict=True)
         ]
 
     def _side_by_side(self, messages: Sequence[Message], copies: Copies) -> list[Payload]:
@@ -264,14 +264,14 @@ class _Staging:
 
 
 class SendStaging(_Staging):
-    """For `stream.send_stream`: of trainer rank `rank`."""
+    """The staging memory of trainer rank `rank`, for `stream.send_stream`."""
 
     def _key(self, message: Message) -> int:
         return message_key(self.rank, message.peer, message.tag)
 
 
 class ReceiveStaging(_Staging):
-    """For `stream.receive_stream`: of engine rank `rank`."""
+    """The staging memory of engine rank `rank`, for `stream.receive_stream`."""
 
     def _key(self, message: Message) -> int:
         return message_key(message.peer, self.rank, message.tag)

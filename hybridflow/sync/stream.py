@@ -322,7 +322,7 @@ class _Used:
 
 
 def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Tensor:
-    """Those of a peer, as it sent them."""
+    """The checksums that a peer sent."""
     sync.at = peer
     sent = torch.empty(seal_bytes(len(sync.digests(peer))), dtype=torch.uint8, device=sync.copies.device)
     channel.receive(peer, LAST_TAG, Payload(sent)).wait()

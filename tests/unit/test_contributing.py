@@ -91,6 +91,29 @@ def family(file: str, folder: Path) -> None:
         family_of({**config.to_dict(), "sliding_window": 64})
 
 
+def transport(file: str, folder: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hybridflow.process.rendezvous import master_store
+    from hybridflow.sync.payload import Payload
+    from hybridflow.sync.transports import open_receiver, open_sender
+    from hybridflow.sync.transports.base import LAST_TAG, TRANSPORTS, Endpoint
+
+    store = master_store("127.0.0.1", 0, 20)
+    endpoint = Endpoint(f"{file}:counted", "counted", "127.0.0.1", store.port, (0,), (0,), 1 << 20, 10.0, str(folder))
+    sent, got = (Payload(make(100, dtype=torch.uint8)) for make in (torch.ones, torch.zeros))
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.submit(open_sender, endpoint, 0), pool.submit(open_receiver, endpoint, 0)
+        sender, receiver = ends[0].result(20), ends[1].result(20)
+        sending = pool.submit(lambda: sender.send(0, LAST_TAG, sent).wait())
+        receiver.receive(0, LAST_TAG, got).wait()
+        sending.result(20)
+    sender.close()
+    receiver.close()
+    counting: Any = TRANSPORTS.get(endpoint.transport).open_sender
+    assert torch.equal(sent.tensor, got.tensor) and counting.sent == 100
+
+
 def engine(file: str, folder: Path) -> None:
     from hybridflow.engines.base import ENGINES
 
@@ -106,6 +129,7 @@ RUNS: dict[str, Callable[[str, Path], None]] = {
     "A reward": reward,
     "A tracker": tracker,
     "A model family": family,
+    "A transport": transport,
     "An engine kind": engine,
 }
 

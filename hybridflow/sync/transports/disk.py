@@ -110,7 +110,7 @@ class _Sent:
             if now > look:
                 look = now + _LOOK_S
                 if watch.has_ended() and self._path.exists() != exists:  # it may have done its part just before
-                    raise member.gone(self._peer, self._tag)
+                    raise member.lost(self._peer, self._tag)
             time.sleep(_POLL_S)
 
 

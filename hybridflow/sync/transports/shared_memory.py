@@ -207,7 +207,7 @@ class _Segment:
             if self._header[self._mine]:
                 raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
             if (ended or left) and not is_ready():  # it may have done its part just before
-                raise self._member.gone(
+                raise self._member.lost(
                     self._peer, tag, "its process has ended" if ended else "it has closed the session"
                 )
             if time.monotonic() > deadline:

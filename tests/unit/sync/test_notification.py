@@ -76,7 +76,7 @@ def test_the_death_of_the_other_side_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_closed_bell_neither_hangs_nor_touches_other_files(when: str) -> None:
+def test_a_closed_notification_neither_hangs_nor_touches_other_files(when: str) -> None:
     sender, receiver = pair(os.getpid())
     receiver.close()
     if when == "before":
