@@ -199,7 +199,7 @@ def _train(job: _Job) -> dict[str, Any]:
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
     weights = SliceSync(workers["actor"], engines, config)
-    told = session.note_restart("engine_restarts", job.progress.message)
+    told = session.note_restart("engine_restarts", job.progress.message, "engines start again: ")
     rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, told)
     told = session.note_restart("restarts", job.progress.message)
     others = {

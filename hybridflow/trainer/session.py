@@ -73,12 +73,12 @@ class Session:
         """Keep the largest value seen."""
         self.totals[total] = max(self.totals.get(total, value), value)
 
-    def note_restart(self, total: str, say: Callable[[str], None]) -> Callable[[str], None]:
-        """A function that counts restarts in `totals[total]` and says why."""
+    def note_restart(self, total: str, say: Callable[[str], None], prefix: str = "") -> Callable[[str], None]:
+        """A function that counts restarts in `totals[total]` and says why, after `prefix`."""
 
         def note(reason: str) -> None:
             self.totals[total] = self.totals.get(total, 0.0) + 1
-            say(reason)
+            say(prefix + reason)
 
         return note
 

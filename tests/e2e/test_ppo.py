@@ -129,7 +129,7 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
             record[f"perf/max_memory_allocated_gb/{name}"] > 0.1
             for name in ("compute_values", "update_critic", "compute_scores")
         )
-    assert (out / "beside" / "checkpoints" / "global_step_14" / "critic" / "metadata.json").exists()
+    assert (out / "beside" / "checkpoints" / "global_step_14" / "critic" / "manifest.json").exists()
 
 
 @pytest.mark.full
