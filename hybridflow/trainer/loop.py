@@ -161,12 +161,9 @@ class RLTrainer:
         if bound is not None and not mean <= bound:
             raise LogprobMismatchError(
                 f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same "
-                f"tokens "
-                f"(bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the "
-                f"trainer, or the "
-                "two compute another model; compare dtype and temperature, or raise rollout.logprob_diff_bound if the "
-                "difference is "
-                "expected (bfloat16)."
+                f"tokens (bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the "
+                "trainer, or the two compute another model; compare dtype and temperature, or raise "
+                "rollout.logprob_diff_bound if the difference is expected (bfloat16)."
             )
 
     def sync_weights(self, progress: Progress) -> SyncReport:

@@ -159,7 +159,7 @@ def test_what_must_answer_at_once_imports_nothing_heavy(module: str) -> None:
 
 
 def test_the_driver_loads_what_ranks_and_engines_need_only_in_them() -> None:
-    """It names methods of worker classes, and would spend seconds of every start on a Megatron that it never uses."""
+    """The driver names methods of worker classes; loading Megatron, which it never uses, would cost seconds a start."""
     code = (
         "import sys, hybridflow.trainer.app; print(sorted({'megatron', 'sglang', 'transformers'} & set(sys.modules)))"
     )

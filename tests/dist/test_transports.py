@@ -112,8 +112,8 @@ def test_a_stalled_peer_is_named_at_the_deadline(bad: tuple[str, Facts, Path], s
 
 
 def _peers_know(transport: str, outcomes: Facts, side: str, within_s: float, word: str) -> None:
-    """Those who wait for the bad rank say so; nobody hangs. A rank may wait for one that waits itself, so two deadlines
-    can add up."""
+    """Ranks that wait for the bad rank say so; nobody hangs. A rank may wait for one that waits itself, so two
+    deadlines can add up."""
     others = outcomes[cases.TRAINERS :] if side == "trainer" else outcomes[: cases.TRAINERS]
     bad_name = f"trainer rank {cases.BAD_TRAINER}" if side == "trainer" else f"engine rank {cases.BAD_ENGINE}"
     named = [o for o in others if f"with {bad_name} over {transport}" in o["error"] and word in o["error"]]

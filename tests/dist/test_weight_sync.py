@@ -311,7 +311,8 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
 
 
 def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_later(world: SyncWorld) -> None:
-    """Its plan is older than its process. Also: rows go to healthy engines alone, and come back in order."""
+    """The plan of such an engine is older than its process. Also: rows go to healthy engines alone, and come back in
+    order."""
     heal(world, 40)
     restarts = world.engines.states()[0].restarts
     server = world.workers[0].supervisor.engine
@@ -329,8 +330,8 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
 
 @pytest.mark.full
 def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is there and does nothing. The other engine answers all prompts; this one starts again and takes the
-    next weights."""
+    """The engine's process runs and does nothing. The other engine answers all prompts; this one starts again and takes
+    the next weights."""
     heal(world, 45)
     monkeypatch.setattr(service, "_SETTLE_S", 1.0)
     restarts = world.engines.states()[1].restarts
