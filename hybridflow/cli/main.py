@@ -158,28 +158,35 @@ def build_parser() -> argparse.ArgumentParser:
 def run_train(args: argparse.Namespace) -> int:
     """`hybridflow train`."""
     if (run := _configured(args, "train")) is not None:
-        from hybridflow.trainer import app  # torch and Ray come in here, after the configuration is known to be good
-
-        app.train(run)
+        _run_job("train", run)
     return 0
 
 
 def run_sft(args: argparse.Namespace) -> int:
     """`hybridflow sft`."""
     if (run := _configured(args, "sft")) is not None:
-        from hybridflow.trainer import app
-
-        app.sft(run)
+        _run_job("sft", run)
     return 0
 
 
 def run_train_reward(args: argparse.Namespace) -> int:
     """`hybridflow train-reward`."""
     if (run := _configured(args, "train-reward")) is not None:
+        _run_job("train-reward", run)
+    return 0
+
+
+def _run_job(job: str, run: RunConfig) -> None:
+    from hybridflow.trainer.preload import Preload
+
+    with Preload(run, with_engines=job == "train") as preload:
+        from hybridflow.models.check import check  # torch comes in here, while the servers load what they need
+
+        check(run, job)
         from hybridflow.trainer import app
 
-        app.train_reward(run)
-    return 0
+        jobs = {"train": app.train, "sft": app.sft, "train-reward": app.train_reward}
+        jobs[job](run, preload)
 
 
 def run_prepare(args: argparse.Namespace) -> int:
@@ -261,10 +268,10 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
     from hybridflow.config.check import check
 
     check(run, job)
-    from hybridflow.models.check import check as check_models
-
-    check_models(run, job)
     if args.explain:
+        from hybridflow.models.check import check as check_models
+
+        check_models(run, job)
         from hybridflow.config.explain import Origins, explain
         from hybridflow.config.locate import config_dirs
 

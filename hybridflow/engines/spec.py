@@ -35,6 +35,8 @@ class EngineSpec:
         return_routed_experts: keep each token's experts, for `generate(with_routes=True)`; costs host memory of
             max_total_tokens x layers x experts a token x 4 bytes.
         memory_saver: be able to give device memory back (`Engine.sleep`); only on cuda.
+        threads: threads that each rank computes with; only on cpu.
+        fork_server: name of a fork server (`process.fork_server`) that has loaded the kind's library; "": none.
     """
 
     name: str
@@ -58,6 +60,8 @@ class EngineSpec:
     device: str = "cpu"
     return_routed_experts: bool = False
     memory_saver: bool = False
+    threads: int = 1
+    fork_server: str = ""
 
     @property
     def ranks(self) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import ResourceError
+from hybridflow.process import fork_client
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, Identity
@@ -19,19 +22,28 @@ NAMESPACE = "hybridflow"  # detached groups share it; otherwise every driver has
 _KILL_WAIT_S = 5.0
 
 
-def start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None) -> list[Rank]:
-    """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken."""
+def start_actors(
+    cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path, name: str | None, fork_server: str = ""
+) -> list[Rank]:
+    """One actor in each slot; with `name` they outlive the driver. ResourceError when the name is taken.
+
+    With `fork_server` their processes are forks of that server's (`process.fork_server`).
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     share = round(1.0 / pool.max_colocate, 4)
     remote = ray.remote(Host)
     here = ray.util.get_node_ip_address()
+    # how a process of Ray's is started is a supported setting of its runtime environments
+    python = shlex.join([sys.executable, "-I", "-S", fork_client.__file__, fork_server])
+    environment = {"runtime_env": {"py_executable": python}} if fork_server else {}
     ranks = []
     for r, slot in enumerate(pool.slots):
         known = {"name": f"{name}:{r}", "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
         options = remote.options(
             **known,
+            **environment,
             num_cpus=share,
             num_gpus=share if pool.gpus else 0,
             max_restarts=0,

@@ -52,6 +52,7 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         log_dir: str | Path,
         name: str | None = None,
+        fork_server: str = "",
     ) -> None:
         """Start all ranks and construct `worker_class(context, *args)` in each.
 
@@ -64,6 +65,7 @@ class WorkerGroup:
             log_dir: folder where `{role}-rank{r}.log` receives stdout and stderr of rank r.
             name: makes the group detached: it outlives this driver, and another driver can `join` it. Its pool must be
                 detached as well.
+            fork_server: name of a fork server on this machine, whose forks the processes are; "": new interpreters.
 
         Raises:
             ResourceError: a group of this name exists.
@@ -74,7 +76,7 @@ class WorkerGroup:
         self.role, self.worker_class, self.world_size = role, worker_class, len(pool)
         self._cluster, self._log_dir, self._name = cluster, Path(log_dir).resolve(), name
         self._pool: ResourcePool | None = pool
-        self._args, self._env = tuple(args), dict(env or {})
+        self._args, self._env, self._fork_server = tuple(args), dict(env or {}), fork_server
         self._restart_hooks: list[Callable[[], None]] = []
         self._config = cluster.config
         self._mesh: Mesh | None = None
@@ -213,7 +215,7 @@ class WorkerGroup:
 
     def _start(self, pool: ResourcePool) -> None:
         """Start the actors and bring them up; all or none."""
-        self._ranks = start_actors(self._cluster, pool, self.role, self._log_dir, self._name)
+        self._ranks = start_actors(self._cluster, pool, self.role, self._log_dir, self._name, self._fork_server)
         try:
             self._bring_up(pool)
         except BaseException:

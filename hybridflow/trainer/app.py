@@ -36,6 +36,7 @@ from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
+from hybridflow.trainer.preload import Preload
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
@@ -47,29 +48,30 @@ from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+_ENGINE_WORKERS = (RolloutWorker, RolloutNodeWorker)
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig, preload: Preload | None = None) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
     check_devices(config, Platform.detect())
-    _run_job(config, _train, config.trainer.total_steps)
+    _run_job(config, preload, _train, config.trainer.total_steps)
 
 
-def sft(config: RunConfig) -> None:
+def sft(config: RunConfig, preload: Preload | None = None) -> None:
     """Supervised fine-tuning alone: `config.sft`, checkpoint, export."""
     if config.sft.steps < 1:
         raise ConfigError("sft.steps is 0: nothing to do; set sft.steps and sft.train_files")
-    _run_job(config, _sft, config.sft.steps)
+    _run_job(config, preload, _sft, config.sft.steps)
 
 
-def train_reward(config: RunConfig) -> None:
+def train_reward(config: RunConfig, preload: Preload | None = None) -> None:
     """A reward model from preference pairs: warm start when configured, `config.reward_training`, checkpoint,
     export."""
     if config.reward_training.steps < 1:
         raise ConfigError(
             "reward_training.steps is 0: nothing to do; set reward_training.steps and reward_training.train_files"
         )
-    _run_job(config, _train_reward, config.reward_training.steps)
+    _run_job(config, preload, _train_reward, config.reward_training.steps)
 
 
 # ---- the jobs
@@ -78,8 +80,10 @@ def train_reward(config: RunConfig) -> None:
 class _Job:
     """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
 
-    def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
-        self.config, self.session, self.stack, self.progress = config, session, stack, progress
+    def __init__(
+        self, config: RunConfig, preload: Preload | None, session: Session, stack: ExitStack, progress: Progress
+    ) -> None:
+        self.config, self.preload, self.session, self.stack, self.progress = config, preload, session, stack, progress
         self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
         session.resume(self.checkpoint)
         if self.checkpoint is not None:
@@ -141,7 +145,8 @@ class _Job:
             self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization
         )
         with self.progress.stage(f"start {config.num_engines} engine workers"):
-            args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
+            routes = derived.needs_engine_routes(self.config)
+            args = (config, folder.resolve(), dtype, self.config.seed, routes, self._fork_server("engines"))
             if config.nodes_per_engine == 1:
                 return self._group(
                     cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args
@@ -159,9 +164,21 @@ class _Job:
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]) -> WorkerGroup:
         env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
-        group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=self.session.folder / "logs")
+        group = WorkerGroup(
+            cluster,
+            pool,
+            worker,
+            role=role,
+            args=args,
+            env=env,
+            log_dir=self.session.folder / "logs",
+            fork_server=self._fork_server("torch" if worker in _ENGINE_WORKERS else "ranks"),
+        )
         self.stack.callback(group.kill)
         return group
+
+    def _fork_server(self, loaded: str) -> str:
+        return self.preload.name(loaded) if self.preload else ""
 
     def warm_start(self, policy: PolicyGroup, check: Callable[[], None]) -> SftTrainer | None:
         """Run the supervised phase. None where it is not configured or a checkpoint of a later phase exists."""
@@ -313,7 +330,7 @@ def _finish(job: _Job, policy: PolicyGroup) -> str | None:
 # ---- around a job
 
 
-def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:
+def _run_job(config: RunConfig, preload: Preload | None, job: Callable[[_Job], dict[str, Any]], total_steps: int) -> None:
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
     folder = derived.run_dir(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -326,7 +343,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         write_environment(folder)
         try:
             with _terminate_as_interrupt(), ExitStack() as stack:
-                summary = job(_Job(config, session, stack, progress))
+                summary = job(_Job(config, preload, session, stack, progress))
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
         finally:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hybridflow.engines.sglang import guard
 from hybridflow.engines.sglang.weight_control import LOADER
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
+from hybridflow.process.fork_client import ForkedProcess, fork
 from hybridflow.process.rendezvous import master_store
 
 HOST = "127.0.0.1"
@@ -149,17 +151,31 @@ def unused_model_files(model_path: str) -> list[str]:
     return sorted(files - used) if used and used <= files else []
 
 
+def common_environment(device: str) -> dict[str, str]:
+    """What is the same for all servers. SGLang and its libraries read some of it when they are imported."""
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    if device == "cpu":
+        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a host's moves with
+        # whatever starts on it.
+        env |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+        # torch.compile on a CPU needs a C++ tool chain and minutes of warm-up
+        env["TORCH_COMPILE_DISABLE"] = os.environ.get("TORCH_COMPILE_DISABLE", "1")
+    return env
+
+
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
     env = {k: v for k, v in os.environ.items() if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")}
     env |= {
         "TMPDIR": folder,  # SGLang's zmq sockets: removed with the folder
-        "TOKENIZERS_PARALLELISM": "false",
         # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
         # (sglang/srt/distributed/bootstrap.py:238).
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/rendezvous",
-        # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        **common_environment(spec.device),
     }
     if spec.nnodes == 1 or spec.dist_init_addr.startswith("127."):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -168,12 +184,7 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     if unused := unused_model_files(spec.model_path):
         env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
     if spec.device == "cpu":
-        # More OpenMP threads than free cores cost about ten times the speed under contention.
-        # Ranks compare free memory before they load (sglang/srt/distributed/bootstrap.py:441); a host's moves with
-        # whatever starts on it.
-        env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
-        # torch.compile on a CPU needs a C++ tool chain and minutes of warm-up
-        env.setdefault("TORCH_COMPILE_DISABLE", "1")
+        env["OMP_NUM_THREADS"] = str(spec.threads)
         if spec.ranks > 1:
             ranks_here = spec.ranks // spec.nnodes
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
@@ -244,7 +255,7 @@ class EngineServer:
         self.port = 0
         self._lock: socket.socket | None = None
         self._folder = ""
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._store: Any = None
 
     @property
@@ -268,27 +279,23 @@ class EngineServer:
         self.port, self._lock = reserve_port()
         self._folder = tempfile.mkdtemp(prefix="hf-engine-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "sglang.launch_server", "--config", self._write_key_file()]
+        command = ["-m", "sglang.launch_server", "--config", self._write_key_file()]
         command += command_line(server_arguments(self.spec, self.port))
-        guarded = [
-            sys.executable,
-            "-S",
-            guard.__file__,
-            str(os.getpid()),
-            str(GRACE_S[self.spec.device]),
-            self._folder,
-            "--",
-            *command,
-        ]
+        watch = [guard.__file__, str(os.getpid()), str(GRACE_S[self.spec.device]), self._folder, "--"]
+        env = environment(self.spec, self._folder)
         # SGLang prints its arguments, keys included, to its log: readable by this user only.
-        with open(self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        with (
+            open(self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log,
+            open(os.devnull, "rb") as nothing,
+        ):
+            files = (nothing.fileno(), log.fileno(), log.fileno())
+            if self.spec.fork_server:
+                with suppress(OSError):  # it has ended: what it would have spared takes its time
+                    self._guard = fork(self.spec.fork_server, [*watch, *command], env, files, leader=True)
+                    return
+            guarded = [sys.executable, "-S", *watch, sys.executable, *command]
             self._guard = subprocess.Popen(
-                guarded,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(self.spec, self._folder),
-                start_new_session=True,
+                guarded, stdin=files[0], stdout=files[1], stderr=files[2], env=env, start_new_session=True
             )
 
     def _write_key_file(self) -> str:

@@ -1,0 +1,198 @@
+"""A process that has loaded modules and forks those that need them: torch, Megatron and SGLang cost an interpreter
+several seconds of a core each, a fork milliseconds.
+
+`python -m hybridflow.process.fork_server SOCKET MODULE... [/ SOCKET MODULE...]...` loads the modules and forks a
+process for each connection (`fork_client.fork`) of the same user to the listening socket with that descriptor. After
+each `/` another server is meant, which begins as a fork of the first. It is for machines without CUDA, which does not
+survive a fork, and refuses when a module has started threads, which would not either. Its forks are killed with it, but
+for those that lead a session of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.process.children import die_with_parent
+
+_ORDER_TIMEOUT_S = 10.0
+_MAX_ORDER_BYTES = 4 << 20
+
+
+@dataclass
+class _Child:
+    """A running fork: its client's connection, and a descriptor that becomes readable at its end."""
+
+    pid: int
+    connection: socket.socket
+    ended: int
+    is_over: bool = False
+
+
+def main(argv: Sequence[str]) -> None:
+    """Be the servers of the command line, and in a fork the program that was asked for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    groups: list[list[str]] = [[]]
+    for word in argv:
+        if word == "/":
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    listeners = [socket.socket(fileno=int(group[0])) for group in groups]
+    _load(groups[0][1:])
+    chosen = 0
+    for number in range(1, len(groups)):
+        if not os.fork():
+            die_with_parent()
+            _load(groups[number][1:])
+            chosen = number
+            break
+    for number, listener in enumerate(listeners):
+        if number != chosen:
+            listener.close()
+    run(_serve(listeners[chosen])["argv"])
+
+
+def _load(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # forks share what is loaded: a collection in one of them neither walks nor copies it
+
+
+def _serve(listener: socket.socket) -> dict[str, Any]:
+    """Carry orders out. Returns only in a fork: its order."""
+    with listener, selectors.DefaultSelector() as events:
+        events.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in events.select():
+                child: _Child | None = key.data
+                if child is None:
+                    if (order := _accept(listener, events)) is not None:
+                        return order
+                elif child.is_over:
+                    continue
+                elif key.fileobj == child.ended:
+                    _report_end(child, events)
+                else:  # the client has closed the connection
+                    events.unregister(child.connection)
+                    os.kill(child.pid, signal.SIGTERM)
+
+
+def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str, Any] | None:
+    """Fork for the next client. The order in the fork, None in the server."""
+    connection, _ = listener.accept()
+    connection.settimeout(_ORDER_TIMEOUT_S)
+    files: list[int] = []
+    try:
+        order = _read(connection, files)
+        pid = os.fork()
+        if not pid:
+            _begin(order, files)
+            for key in list(events.get_map().values()):  # or clients would not see the end of the server
+                if key.data is not None:
+                    os.close(key.fd)
+            connection.close()
+            return order
+    except (OSError, ValueError) as error:
+        print(f"fork server: an order was refused: {error}", file=sys.stderr, flush=True)
+        connection.close()
+        return None
+    finally:
+        for file in files:
+            os.close(file)
+    child = _Child(pid, connection, os.pidfd_open(pid))
+    _answer(connection, {"pid": pid})
+    events.register(child.ended, selectors.EVENT_READ, child)
+    events.register(connection, selectors.EVENT_READ, child)
+    return None
+
+
+def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
+    """The order. Descriptors that come with it are added to `files`. ValueError where it must not be carried out."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    if (user := struct.unpack("3i", peer)[1]) != os.getuid():
+        raise ValueError(f"it is of the user with the number {user}")
+    _, received, _, _ = socket.recv_fds(connection, 1, 3)
+    files += received
+    text = bytearray()
+    while not text.endswith(b"\n"):
+        part = connection.recv(1 << 16)
+        if not part or len(text) > _MAX_ORDER_BYTES:
+            raise ValueError("it is incomplete or too long")
+        text += part
+    if len(files) != 3:
+        raise ValueError(f"it comes with {len(files)} files instead of three")
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise ValueError(f"{threads} threads run here: a fork would have one of them, and the locks of the others")
+    order: dict[str, Any] = json.loads(text)
+    return order
+
+
+def _answer(connection: socket.socket, message: dict[str, int]) -> None:
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return  # the client has gone; that its connection is closed is seen as well
+
+
+def _report_end(child: _Child, events: selectors.BaseSelector) -> None:
+    child.is_over = True
+    _, status = os.waitpid(child.pid, 0)
+    _answer(child.connection, {"status": os.waitstatus_to_exitcode(status)})
+    events.unregister(child.ended)
+    if child.connection in events.get_map():
+        events.unregister(child.connection)
+    os.close(child.ended)
+    child.connection.close()
+
+
+def _begin(order: dict[str, Any], files: Sequence[int]) -> None:
+    """Be what a new interpreter would be: own files, environment, folder, random states and number of threads."""
+    if order["leader"]:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)  # Ray kills the group of a worker that it ends
+        die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    tempfile.tempdir = None  # TMPDIR may be another
+    # Python seeds its own generators after a fork; these two have begun with a random seed that all forks would share
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.default_generator.seed()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def run(argv: Sequence[str]) -> None:
+    """`python ARGV...` in this interpreter: a script, or -m and a module, with its arguments."""
+    if argv[0] == "-m":
+        sys.argv = [argv[1], *argv[2:]]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(argv)
+        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,90 @@
+"""Fork servers of a job on one machine without CUDA: what its ranks and engines import is imported once, in the
+background, while the driver itself starts.
+
+One server loads torch; from it are forked the engines' workers, and a second and a third server, which load the
+training backend and the engines' library. Their processes share that memory. Without a server (another node, CUDA, a
+server that has ended) a process imports for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from hybridflow.config.keys import ENGINE
+from hybridflow.config.schema import RunConfig
+from hybridflow.process.children import die_with_parent
+from hybridflow.process.fork_client import address_of
+
+_TORCH = ("torch._dynamo", "torch.distributed.tensor", "hybridflow.workers.rollout")
+_RANKS = {
+    "megatron": ("hybridflow.workers.policy", "hybridflow.workers.model_role", "hybridflow.mcore.backend"),
+    "fsdp": ("hybridflow.workers.policy", "hybridflow.fsdp.policy"),
+}
+
+
+class Preload:
+    """The fork servers of a job, by what their forks find loaded: "torch", "ranks" and "engines". They end with `with`,
+    and with this process however it ends."""
+
+    def __init__(self, config: RunConfig, *, with_engines: bool) -> None:
+        """Start them in the background; none where processes run on other nodes or on CUDA."""
+        self._names: dict[str, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        if config.cluster.address is None and _is_without_cuda():
+            self._start(modules_of(config, with_engines=with_engines))
+
+    def name(self, loaded: str) -> str:
+        """The name of a server; "" where there is none."""
+        return self._names.get(loaded, "")
+
+    def _start(self, modules: dict[str, tuple[str, ...]]) -> None:
+        listeners, words = [], list[str]()
+        for loaded, names in modules.items():
+            self._names[loaded] = secrets.token_hex(8)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(address_of(self._names[loaded]))
+            listener.listen(64)  # who comes early waits until everything is loaded
+            words += [*(["/"] if words else []), str(listener.fileno()), *names]
+            listeners.append(listener)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hybridflow.process.fork_server", *words],
+            # a pool of threads would not survive a fork; a fork sets its own number
+            env={"TORCH_COMPILE_DISABLE": "1", **os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno() for listener in listeners],
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  the driver has one thread here
+        )
+        for listener in listeners:
+            listener.close()
+
+    def __enter__(self) -> Preload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def modules_of(config: RunConfig, *, with_engines: bool) -> dict[str, tuple[str, ...]]:
+    """What each server of a job loads; all but the first begin as forks of the first."""
+    modules = {"torch": _TORCH, "ranks": _RANKS[config.actor.backend]}
+    engine = f"{ENGINE.package}.{config.rollout.engine}.preload"
+    if with_engines and config.rollout.engine.isidentifier() and find_spec(engine) is not None:
+        modules["engines"] = (engine,)
+    return modules
+
+
+def _is_without_cuda() -> bool:
+    """Whether this machine has no CUDA driver; asked without importing torch."""
+    return os.environ.get("HYBRIDFLOW_PLATFORM") == "cpu" or not Path("/dev/nvidiactl").exists()
