@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -304,12 +305,13 @@ def _sweep_stale_dirs() -> None:
 
 
 def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
-    """Keep Ray's own logs of a failed cluster, as far as there are any."""
+    """Keep Ray's own logs of a failed cluster, as far as there are any and the disk takes them."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
         for source in temp_dir.glob(f"session_2*/logs/{name}"):
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target / name)
+            with suppress(OSError):
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target / name)
 
 
 def _ip_key(address: str) -> tuple[int, int | str]:
