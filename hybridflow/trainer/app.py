@@ -40,7 +40,7 @@ from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
-from hybridflow.workers.model_role import MODEL_ROLES, ModelWorker
+from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
@@ -191,7 +191,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engine_workers, other_nodes = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids, other_nodes)
     trained = ("actor", "critic")
-    roles = ["actor", *(role for role, kind in MODEL_ROLES.items() if kind.is_wanted(config))]
+    roles = derived.roles_in_use(config)
     workers = job.start_roles(cluster, roles, trained)
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
