@@ -209,8 +209,8 @@ def run_report(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run_dir}: no such run folder")
     if not any((args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
         raise ConfigError(
-            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json; "
-            "give a folder that a job wrote, for example runs/tiny-moe-grpo"
+            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json; give a "
+            "folder that a job wrote, for example runs/tiny-moe-grpo"
         )
     from hybridflow.observe.report import write_report
 

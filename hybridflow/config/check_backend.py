@@ -40,8 +40,8 @@ def _layout(parallel: ParallelConfig) -> Iterator[str]:
     for key in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(parallel, key)) != 1:
             yield (
-                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, "
-                f"or {_MEGATRON}"
+                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, or "
+                f"{_MEGATRON}"
             )
     for key in ("virtual_pipeline", "expert_tensor"):
         if (size := getattr(parallel, key)) not in (None, 1):

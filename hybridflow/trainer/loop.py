@@ -230,9 +230,8 @@ class RLTrainer:
             if not all(update.applied for update in done):
                 raise HybridFlowError(
                     f"step {self.step}: a gradient of the {role} is not finite (norms "
-                    f"{[update.grad_norm for update in done]}); that "
-                    f"update was not applied. Lower {role}.optim.lr and run the same command again to resume from the "
-                    f"last checkpoint."
+                    f"{[update.grad_norm for update in done]}); that update was not applied. Lower {role}.optim.lr and "
+                    "run the same command again to resume from the last checkpoint."
                 )
 
     # ---- checkpoints
