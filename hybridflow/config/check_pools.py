@@ -10,30 +10,24 @@ from hybridflow.config.schema import RunConfig
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
     """Pools that no section makes, and keys about them that would not count."""
-    if job != "train":
-        return
-    in_use = [role for role in derived.roles_in_use(config) if role == "actor" or not derived.is_colocated(config, role)]
-    makers = [name for name in (*in_use, "rollout") if name == "actor" or getattr(config, name).pool is None]
-    for name in ("rollout", *derived.roles_in_use(config)[1:]):
-        section = getattr(config, name)
-        if name != "rollout" and derived.is_colocated(config, name):
-            if section.pool is not None or section.packing != "pack":
-                yield (
-                    f"{name}.pool and {name}.packing are about processes of its own, but {name}.placement=colocated; "
-                    f"remove them, or set {name}.placement=own"
-                )
-            continue
-        if section.pool is not None and section.pool not in makers:
+    roles = derived.roles_in_use(config, job)[1:]
+    apart = [*(role for role in roles if not derived.is_colocated(config, role)), *(["rollout"] * (job == "train"))]
+    makers = ["actor", *(name for name in apart if getattr(config, name).pool is None)]
+    for name in (role for role in roles if role not in apart):
+        if getattr(config, name).pool is not None or getattr(config, name).packing != "pack":
             yield (
-                f"{name}.pool={section.pool}: that section has no devices of its own in this run; choose one of "
+                f"{name}.pool and {name}.packing are about processes of its own, but {name}.placement=colocated; "
+                f"remove them, or set {name}.placement=own"
+            )
+    for name in apart:
+        pool, packing = getattr(config, name).pool, getattr(config, name).packing
+        if pool is not None and pool not in makers:
+            yield (
+                f"{name}.pool={pool}: that section has no devices of its own in this run; choose one of "
                 f"{', '.join(makers)}, or null"
             )
-        elif section.pool is not None and section.packing != "pack":
+        elif pool is not None and packing != "pack":
             yield (
-                f"{name}.packing={section.packing} does not count with {name}.pool={section.pool}, whose devices lie "
-                f"as {section.pool} has them; remove it, or set {name}.pool=null"
+                f"{name}.packing={packing} does not count with {name}.pool={pool}, whose devices lie as {pool} has "
+                f"them; remove it, or set {name}.pool=null"
             )
-
-
-def _is_guest(config: RunConfig, role: str) -> bool:
-    return derived.is_colocated(config, role)

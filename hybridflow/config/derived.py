@@ -159,8 +159,13 @@ def is_colocated(config: RunConfig, role: str) -> bool:
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
-def roles_in_use(config: RunConfig) -> tuple[str, ...]:
-    """The models of `hybridflow train`, in the order in which they are started."""
+def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
+    """The models of `hybridflow train`, `sft` or `train-reward`, in the order in which they are started."""
+    if job == "train-reward":
+        needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
+        return ("actor", "reward_model") if needs_policy else ("reward_model",)
+    if job == "sft":
+        return ("actor",)
     wanted = {
         "actor": True,
         "critic": has_critic(config),

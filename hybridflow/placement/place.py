@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,8 @@ from hybridflow.placement.shape import ClusterShape
 
 # below the ephemeral range, where no outgoing connection can take a port before it is bound
 PORTS = range(20000, 32768)
+_ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
+_SHOWN_NODES = 16
 Room = tuple[int, tuple[int, ...]]  # a node's number, and devices of it
 
 
@@ -55,45 +57,41 @@ class Placement:
         """The processes of a role, by rank and part."""
         return self._by_role[role]
 
-    def devices_on(self, node: int) -> tuple[int, ...]:
-        """The devices of a node that some process uses, in order."""
-        return tuple(sorted({device for one in self.processes if one.node == node for device in one.devices}))
-
     def describe(self) -> str:
         """The map as text, a line for each role on each node."""
-        lines = [f"Placement on {self.cluster.describe()}"]
-        wide = max(len(role) for role in self._by_role)
+        lines, here = [f"Placement on {self.cluster.describe()}"], defaultdict[int, dict[str, list[Process]]](dict)
+        for process in self.processes:
+            here[process.node].setdefault(process.role, []).append(process)
+        wide = max(len(process.role) for process in self.processes)
         for number, node in enumerate(self.cluster.nodes):
-            here = {role: [one for one in found if one.node == number] for role, found in self._by_role.items()}
             lines += [
                 f"  {node.address}  {role:<{wide}}  {_members(found)}{_on(found, self.cluster.kind)}"
-                for role, found in here.items()
-                if found
-            ]
-        idle = [number for number in range(len(self.cluster.nodes)) if not self.devices_on(number)]
-        if idle:
-            lines.append(f"  not used: {', '.join(self.cluster.nodes[number].address for number in idle)}")
+                for role, found in here[number].items()
+            ] or [f"  {node.address}  not used"]
         return "\n".join(lines)
 
 
 def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
     """Put every process of `pools` on a node and its devices: the same answer for the same arguments.
 
+    Pools of fixed shape come first, then those that want whole nodes, then those that pack, then those that spread.
+
     Raises:
         ResourceError: some pool does not fit beside those before it; says what it needs and what is left on each node.
     """
     free = [list(range(node.devices)) for node in cluster.nodes]
     found: list[tuple[Group, int, int, Room]] = []
-    for pool in pools:
+    for pool in sorted(pools, key=lambda pool: (pool.shape is None, _ORDER[pool.packing])):
         rooms = _rooms(cluster, pool, free)
         for group in pool.groups:
             members = _members_in(rooms, group, "spread", cluster.is_local)
             if members is None:
-                raise ResourceError(_does_not_fit(cluster, pool, group, [len(devices) for _, devices in rooms], rooms))
-            found += [(group, rank, part, room) for rank, parts in enumerate(members) for part, room in enumerate(parts)]
+                raise ResourceError(_does_not_fit(cluster, pool, group, rooms))
+            found += [
+                (group, rank, part, room) for rank, parts in enumerate(members) for part, room in enumerate(parts)
+            ]
         for node, devices in rooms:
-            left = [] if pool.packing == "whole_nodes" else [one for one in free[node] if one not in devices]
-            free[node] = left
+            free[node] = [] if pool.packing == "whole_nodes" else [one for one in free[node] if one not in devices]
     return Placement(cluster, tuple(_processes(found)))
 
 
@@ -108,12 +106,12 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
         nodes, each = pool.shape
         fitting = sorted((len(devices), node) for node, devices in allowed if len(devices) >= each)[:nodes]
         if len(fitting) < nodes:
-            raise ResourceError(_does_not_fit(cluster, pool, None, [len(one) for one in free], allowed))
+            raise ResourceError(_does_not_fit(cluster, pool, None, allowed))
         return [(node, tuple(free[node][:each])) for _, node in sorted(fitting, key=lambda one: one[1])]
     largest = max(pool.groups, key=lambda group: group.count * group.devices * group.nodes)
     members = _members_in(allowed, largest, pool.packing, cluster.is_local)
     if members is None:
-        raise ResourceError(_does_not_fit(cluster, pool, largest, [len(one) for one in free], allowed))
+        raise ResourceError(_does_not_fit(cluster, pool, largest, allowed))
     used: dict[int, list[int]] = {}
     for node, devices in sorted(room for parts in members for room in parts):
         used.setdefault(node, []).extend(devices)
@@ -144,13 +142,14 @@ def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local:
 
 def _few(capacity: Sequence[int], count: int) -> list[int]:
     """Fill few bins: the largest, and for the rest the smallest that holds it."""
-    counts, left = [0] * len(capacity), set(range(len(capacity)))
-    while count and left:
-        enough = [number for number in left if capacity[number] >= count]
-        best = min(enough, key=lambda n: (capacity[n], n)) if enough else max(left, key=lambda n: (capacity[n], -n))
-        counts[best] = min(capacity[best], count)
-        count -= counts[best]
-        left.remove(best)
+    counts = [0] * len(capacity)
+    largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
+    for at, number in enumerate(largest_first):
+        if capacity[number] >= count:
+            last = min(largest_first[at:], key=lambda n: (capacity[n] < count, capacity[n], n))
+            counts[last] = count
+            break
+        counts[number], count = capacity[number], count - capacity[number]
     return counts
 
 
@@ -182,31 +181,31 @@ def _processes(found: Iterable[tuple[Group, int, int, Room]]) -> Iterable[Proces
 # ---- texts
 
 
-def _does_not_fit(
-    cluster: ClusterShape, pool: Pool, group: Group | None, left: Sequence[int], rooms: Sequence[Room]
-) -> str:
-    """What the pool needs, and what is left on each node."""
+def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:
+    """What the pool needs, and what is left for it on each node."""
     if group is None:
         assert pool.shape is not None
         need = f"{pool.shape[0]} nodes with {pool.shape[1]} {cluster.unit} each (cluster.nodes x procs_per_node)"
     else:
-        name = "engines" if group.role == "rollout" else "ranks"
+        name = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
         nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
         each = f", each of {group.devices} {cluster.unit}{nodes}" if group.devices * group.nodes > 1 else ""
         need = f"{group.count} {name}{each}"
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
     free = {node: len(devices) for node, devices in rooms}
-    there = ", ".join(f"{node.address}: {free.get(n, 0)} of {node.devices}" for n, node in enumerate(cluster.nodes))
+    there = [f"{node.address}: {free.get(n, 0)} of {node.devices}" for n, node in enumerate(cluster.nodes)]
+    more = [f"{len(there) - _SHOWN_NODES} more nodes"] if len(there) > _SHOWN_NODES else []
     return (
         f"{pool.name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "
-        f"{there or 'no node'}; give it more nodes, or make {pool.name} smaller"
+        f"{', '.join([*there[:_SHOWN_NODES], *more]) or 'no node'}; give it more nodes, or make {pool.name} smaller"
     )
 
 
 def _members(found: Sequence[Process]) -> str:
     name = "engine" if found[0].role == "rollout" else "rank"
-    parts = "".join(f" (part {part})" for part in {one.part for one in found} if any(one.part for one in found))
-    return f"{name} {_ranges(sorted({one.rank for one in found}))}{parts}"
+    ranks, parts = sorted({one.rank for one in found}), sorted({one.part for one in found})
+    part = f" (part {_ranges(parts)})" if any(parts) else ""
+    return f"{name}{'s' * (len(ranks) > 1)} {_ranges(ranks)}{part}"
 
 
 def _on(found: Sequence[Process], kind: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,24 +44,14 @@ class Pool:
     shape: tuple[int, int] | None = None
 
 
-def pools_of(
-    config: RunConfig,
-    roles: Sequence[str] | None = None,
-    *,
-    engines: bool = True,
-    kind: Literal["cpu", "cuda"] = "cuda",
-) -> tuple[Pool, ...]:
-    """The pools of a run, those of fixed shape first.
+def pools_of(config: RunConfig, job: str = "train", kind: Literal["cpu", "cuda"] = "cuda") -> tuple[Pool, ...]:
+    """The pools of a job of a checked configuration, the actor's first.
 
-    Args:
-        config: a checked configuration.
-        roles: the roles that a job starts; None: all that `hybridflow train` starts.
-        engines: whether the job has engines.
-        kind: on `cuda` an engine takes a GPU for each of its ranks; on `cpu` it counts as one process a node.
+    With `kind` cuda an engine takes a GPU for each of its ranks; with cpu it counts as one process a node.
     """
-    roles = derived.roles_in_use(config) if roles is None else roles
-    groups = [Group(role, derived.role_world_size(config, role)) for role in roles if _has_processes(config, role)]
-    if engines:
+    roles = [role for role in derived.roles_in_use(config, job) if role == "actor" or not _is_guest(config, role)]
+    groups = [Group(role, derived.role_world_size(config, role)) for role in roles]
+    if job == "train":
         nodes = config.rollout.nodes_per_engine
         ranks = derived.engine_ranks(config) // nodes if kind == "cuda" else 1
         groups.append(Group("rollout", config.rollout.num_engines, ranks, nodes))
@@ -76,5 +65,6 @@ def pools_of(
     )
 
 
-def _has_processes(config: RunConfig, role: str) -> bool:
-    return role == "actor" or not derived.is_colocated(config, role)
+def _is_guest(config: RunConfig, role: str) -> bool:
+    """Whether a role lives in the actor's processes."""
+    return role != "actor" and derived.is_colocated(config, role)

@@ -264,8 +264,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     names = (settings.chosen_key, settings.rejected_key)
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
-    needs_policy = bool(config.sft.steps) or derived.is_colocated(config, "reward_model")
-    roles = ["actor", "reward_model"] if needs_policy else ["reward_model"]
+    roles = derived.roles_in_use(config, "train-reward")
     workers = job.start_roles(job.start_cluster(), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)

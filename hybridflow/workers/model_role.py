@@ -8,7 +8,6 @@ from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models import Family, family_of, use_family
@@ -17,7 +16,6 @@ from hybridflow.models.weights import RandomWeights, SafetensorsFolder, WeightSo
 from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
-
 
 # roles whose model has a scalar head, for each token or for a sequence; the others have the vocabulary's
 HEADS = {"critic": TOKENS, "reward_model": SEQUENCE}
