@@ -57,6 +57,11 @@ class Platform:
         """Size of pieces that stay in a core's cache while they are read several times; 0 where pieces do not help."""
         return 0 if self.kind == "cuda" else 1 << 20
 
+    @property
+    def cores(self) -> int:
+        """Cores of this machine that compute; 1 on cuda, where the device computes."""
+        return 1 if self.kind == "cuda" else len(os.sched_getaffinity(0))
+
     def device(self, local_rank: int = 0) -> torch.device:
         """Device of the `local_rank`-th process of a node."""
         import torch

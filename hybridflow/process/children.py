@@ -1,4 +1,5 @@
-"""Processes that end with the process that started them, even when that one is killed with SIGKILL.
+"""What a new process does first: end with the process that started it, even when that one is killed with SIGKILL, and
+follow its own environment.
 
 Engines and workers start further processes; without this a killed run leaves them behind, holding ports and memory.
 Linux only (`prctl(PR_SET_PDEATHSIG)`).
@@ -7,8 +8,12 @@ Linux only (`prctl(PR_SET_PDEATHSIG)`).
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import sys
+from pathlib import Path
 
+STOPPED = "T"  # by SIGSTOP or a terminal; a debugger's halt is another state
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that nothing is loaded between a fork and an exec
 
@@ -21,3 +26,19 @@ def die_with_parent() -> None:
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def state_of(pid: int) -> str:
+    """The state of a process of this machine as in /proc: `R` runs, `S` sleeps, `T` was stopped, `Z` has ended; empty
+    when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def use_threads_of_environment() -> None:
+    """Compute with OMP_NUM_THREADS threads (default: the number of cores) in a process that had loaded torch before the
+    variable was set; a later import of torch reads it itself."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.process.children import die_with_parent
+from hybridflow.process.children import die_with_parent, use_threads_of_environment
 
 _ORDER_TIMEOUT_S = 10.0
 _MAX_ORDER_BYTES = 4 << 20
@@ -177,9 +177,8 @@ def _begin(order: dict[str, Any], files: Sequence[int]) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        torch.default_generator.seed()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+        sys.modules["torch"].default_generator.seed()
+    use_threads_of_environment()
 
 
 def run(argv: Sequence[str]) -> None:

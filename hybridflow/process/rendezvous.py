@@ -49,11 +49,8 @@ def join_world(backend: str, timeout_s: float) -> None:
 
     `timeout_s` bounds every collective: when a rank dies, the others get an error and do not hang.
     """
-    import torch
     import torch.distributed as dist
 
-    if backend == "gloo":
-        torch.set_num_threads(1)  # ranks share the cores, and a second thread for each only slows them
     if dist.is_initialized():
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

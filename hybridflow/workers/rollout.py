@@ -39,6 +39,7 @@ def engine_spec(
     dtype: str,
     seed: int,
     with_routes: bool,
+    threads: int = 1,
     fork_server: str = "",
 ) -> EngineSpec:
     """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet."""
@@ -63,6 +64,7 @@ def engine_spec(
         device=Platform.detect().kind,
         return_routed_experts=with_routes,
         memory_saver=config.sleep_while_training,
+        threads=threads,
         fork_server=fork_server,
     )
 
@@ -78,11 +80,12 @@ class RolloutWorker:
         dtype: str,
         seed: int,
         with_routes: bool = False,
+        threads: int = 1,
         fork_server: str = "",
     ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
-        spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes, fork_server)
+        spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes, threads, fork_server)
         nodes = None
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")

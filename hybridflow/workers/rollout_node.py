@@ -24,13 +24,15 @@ class RolloutNodeWorker:
         dtype: str,
         seed: int,
         with_routes: bool = False,
+        threads: int = 1,
         fork_server: str = "",
     ) -> None:
         """Nothing starts before `follow`. The arguments are `RolloutWorker`'s."""
         self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
         self._spec = replace(
-            engine_spec(config, self.engine, model_folder, dtype, seed, with_routes, fork_server), node_rank=node + 1
+            engine_spec(config, self.engine, model_folder, dtype, seed, with_routes, threads, fork_server),
+            node_rank=node + 1,
         )
         self._log_path = context.log_path.with_name(f"{self._spec.name}.node{node + 1}.log")
         self._node: OtherNode | None = None

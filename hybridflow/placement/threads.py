@@ -1,0 +1,31 @@
+"""How many threads each process computes with where there is no GPU."""
+
+from __future__ import annotations
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+
+_RANKS = ("actor", "critic", "reference", "reward_model", "teacher")
+
+
+def threads_by_role(config: RunConfig, cores: int) -> dict[str, int]:
+    """Threads of a rank of each role, and of each rank of an engine (`rollout`).
+
+    Roles take turns: engines wait while ranks compute, ranks while engines do, and the ranks of one role while
+    another's do. So the processes of one role share all cores, and no core has two threads at once.
+
+    Args:
+        config: of a run on one machine.
+        cores: of that machine; 1 where GPUs compute or other machines do, whose processes have one thread each.
+    """
+    processes = {role: derived.role_world_size(config, role) for role in _RANKS}
+    processes["rollout"] = config.rollout.num_engines * derived.engine_ranks(config)
+    return {role: max(1, cores // count) for role, count in processes.items()}
+
+
+def describe(config: RunConfig, cores: int, job: str) -> str:
+    """The threads of the roles of a job, as `--explain` shows them."""
+    threads = threads_by_role(config, cores)
+    roles = [*derived.roles_in_use(config, job), *(["rollout"] if job == "train" else [])]
+    found = ", ".join(f"{role} {threads[role]}" for role in roles)
+    return f"Threads of a process: {found}; {cores} cores, which the processes of a role share while the others wait"
