@@ -12,11 +12,8 @@ from pathlib import Path
 
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import ResourceError
-<<<<<<< HEAD
 from hybridflow.process import fork_client
-=======
 from hybridflow.process.children import state_of
->>>>>>> next
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, Identity

@@ -173,7 +173,6 @@ def main(argv: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-<<<<<<< HEAD
     orphaned = process_end(parent)
     server = start(command)
     if server is None:
@@ -181,13 +180,8 @@ def main(argv: list[str]) -> int:
 
         run(command)
         return 0
-    session, leftovers, polls = os.getpid(), set[str](), 0
-    while server.poll() is None and not asked and orphaned is not None and not orphaned.poll(0):
-=======
-    server = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509  this process has one thread
     session, leftovers, polls, stopped = os.getpid(), set[str](), 0, dict[int, int]()
-    while server.poll() is None and not asked and os.getppid() == parent:
->>>>>>> next
+    while server.poll() is None and not asked and orphaned is not None and not orphaned.poll(0):
         time.sleep(POLL_S)
         polls += 1
         if polls % LOOK_POLLS:
