@@ -191,8 +191,7 @@ def _run_job(job: str, run: RunConfig) -> None:
         check(run, job)
         from hybridflow.trainer import app
 
-        jobs = {"train": app.train, "sft": app.sft, "train-reward": app.train_reward}
-        jobs[job](run, preload)
+        getattr(app, job.replace("-", "_"))(run, preload)
 
 
 def run_prepare(args: argparse.Namespace) -> int:

@@ -71,6 +71,11 @@ class ForkedProcess:
             except ProcessLookupError:
                 return
 
+    def close(self) -> None:
+        """Close the connection: it is sent SIGTERM."""
+        self._answers.close()
+        self._connection.close()
+
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
@@ -122,7 +127,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, forward)
     status = process.wait()
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 

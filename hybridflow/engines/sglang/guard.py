@@ -173,7 +173,8 @@ def main(argv: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orphaned = process_end(parent)
+    is_fork = command[0] == "-m"  # then its parent is the fork server
+    orphaned = process_end(parent) if is_fork or os.getppid() == parent else None
     server = start(command)
     if server is None:
         from hybridflow.process.fork_server import run

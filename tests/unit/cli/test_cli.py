@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
 import subprocess
 import sys
@@ -29,16 +31,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         for name, function in functions.items():
             setattr(fake, name, function)
         parent, _, child = module.rpartition(".")
-        if parent not in sys.modules:
-            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        monkeypatch.setattr(importlib.import_module(parent), child, fake, raising=False)
         monkeypatch.setitem(sys.modules, module, fake)
-        monkeypatch.setattr(sys.modules[parent], child, fake, raising=False)
 
     stand_in(
         "hybridflow.trainer.app",
-        train=lambda config: record.append(("train", config)),
-        sft=lambda config: record.append(("sft", config)),
+        train=lambda config, preload: record.append(("train", config)),
+        sft=lambda config, preload: record.append(("sft", config)),
     )
+    stand_in("hybridflow.trainer.preload", Preload=lambda config, with_engines: contextlib.nullcontext())
 
     def prepare(task: str, out: Path, source: Path | None, options: dict[str, Any]) -> types.SimpleNamespace:
         record.append((task, out, source, options))
@@ -95,7 +96,7 @@ def test_exit_codes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(config: object) -> None:
+    def fail(config: object, preload: object) -> None:
         raise error
 
     monkeypatch.setattr(sys.modules["hybridflow.trainer.app"], "train", fail)
@@ -104,7 +105,7 @@ def test_exit_codes(
 
 
 def test_a_bug_of_ours_keeps_its_traceback(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: object) -> None:
+    def fail(config: object, preload: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(sys.modules["hybridflow.trainer.app"], "train", fail)

@@ -1,0 +1,145 @@
+"""A fork of a fork server against what a new interpreter would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridflow.process import fork_client
+from hybridflow.process.children import state_of
+from hybridflow.process.fork_client import ForkedProcess, address_of, fork
+
+Start = Callable[..., tuple[list[str], "subprocess.Popen[bytes]"]]
+ROOT = Path(__file__).parents[3]
+SAYS = """
+import json, os, sys
+import numpy
+json.dump({"argv": sys.argv, "of": os.environ.get("OF"), "left": os.environ.get("OF_THE_SERVER"), "cwd": os.getcwd(),
+           "folder": sys.path[0], "loaded": [name for name in sys.argv[1:] if name in sys.modules],
+           "random": float(numpy.random.random()), "group": os.getpgid(0) == os.getpid(),
+           "session": os.getsid(0) == os.getpid(), "name": __name__}, sys.stdout)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a server for each group of modules; returns their names and the first server's process."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def begin(*groups: tuple[str, ...], path: str = "") -> tuple[list[str], subprocess.Popen[bytes]]:
+        names, listeners, words = [secrets.token_hex(4) for _ in groups], [], list[str]()
+        for name, modules in zip(names, groups, strict=True):
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(address_of(name))
+            listener.listen()
+            listeners.append(listener)
+            words += ["/"] * bool(words) + [str(listener.fileno()), *modules]
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "hybridflow.process.fork_server", *words],
+                pass_fds=[listener.fileno() for listener in listeners],
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}", "OF_THE_SERVER": "1", "OMP_NUM_THREADS": "1"},
+            )
+        )
+        for listener in listeners:
+            listener.close()
+        return names, running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def _said(name: str, folder: Path, *words: str, leader: bool = False) -> dict[str, object]:
+    script, out = folder / "says.py", folder / "said.json"
+    script.write_text(SAYS)
+    with open(out, "wb") as file, open(os.devnull, "rb") as nothing:
+        files = (nothing.fileno(), file.fileno(), 2)
+        env = {"OF": "the order", "PATH": os.environ["PATH"]}
+        assert fork(name, [str(script), *words], env, files, leader=leader).wait(20) == 7
+    said: dict[str, object] = json.loads(out.read_text())
+    return said
+
+
+def _sleeper(name: str, *, leader: bool = False) -> ForkedProcess:
+    return fork(name, ["-m", "tests.unit.process.sleeper"], os.environ, (0, 1, 2), leader=leader)
+
+
+def _ends(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if state_of(pid) in ("", "Z", "X"):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_fork_is_a_new_interpreter_that_finds_modules_loaded(start: Start, tmp_path: Path) -> None:
+    (name,), _ = start(("numpy", "sqlite3"))
+    first, second = (_said(name, tmp_path, "sqlite3", "decimal_of_nobody") for _ in range(2))
+    assert first["argv"] == [str(tmp_path / "says.py"), "sqlite3", "decimal_of_nobody"]
+    assert (first["of"], first["left"], first["name"]) == ("the order", None, "__main__")
+    assert (first["cwd"], first["folder"]) == (os.getcwd(), str(tmp_path))
+    assert first["loaded"] == ["sqlite3"]
+    assert first["random"] != second["random"]
+    assert (first["group"], first["session"]) == (True, False)  # whoever kills its group kills nobody else
+    assert _said(name, tmp_path, leader=True)["session"] is True
+
+
+def test_later_servers_begin_with_the_modules_of_the_first_and_add_their_own(start: Start, tmp_path: Path) -> None:
+    names, _ = start(("numpy",), ("sqlite3",), ("xmlrpc.client",))
+    loaded = [_said(name, tmp_path, "sqlite3", "xmlrpc.client")["loaded"] for name in names]
+    assert loaded == [[], ["sqlite3"], ["xmlrpc.client"]]
+
+
+def test_forks_end_with_their_client_and_with_the_server_but_for_leaders(start: Start) -> None:
+    (name,), server = start(())
+    left = _sleeper(name)
+    left.close()
+    assert _ends(left.pid)
+    asked = _sleeper(name)
+    asked.send_signal(signal.SIGTERM)
+    assert asked.wait(10) == -signal.SIGTERM
+    bound, leader = _sleeper(name), _sleeper(name, leader=True)
+    server.kill()
+    server.wait()
+    assert bound.wait(10) == -signal.SIGKILL
+    assert _ends(bound.pid)
+    assert state_of(leader.pid) in ("S", "R")
+    os.kill(leader.pid, signal.SIGKILL)
+
+
+def test_no_fork_of_a_process_with_threads(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    )
+    (name,), _ = start(("threaded",), path=str(tmp_path))
+    with pytest.raises(OSError, match=r"has ended|reset"):
+        _sleeper(name)
+
+
+def test_the_script_passes_the_status_on_and_does_without_a_server(start: Start, tmp_path: Path) -> None:
+    (name,), _ = start(())
+    script = tmp_path / "status.py"
+    script.write_text("import os, sys; print(os.getppid()); os.kill(os.getpid(), 9) if sys.argv[1:] else sys.exit(5)")
+
+    def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-I", "-S", fork_client.__file__, name, str(script), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    assert run(name).returncode == run("nobody").returncode == 5
+    assert run(name).stdout != (alone := run("nobody").stdout)
+    assert alone == f"{os.getpid()}\n"  # the client has become it
+    assert run(name, "die").returncode == run("nobody", "die").returncode == -signal.SIGKILL
