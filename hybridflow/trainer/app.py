@@ -129,7 +129,10 @@ class _Job:
         is_policy = role == "actor" or path is None
         hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
         actor = replace(self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss))
-        config = replace(self.config, actor=actor)
+        model = self.config.model
+        if model.family is not None:
+            model = replace(model, family=absolute_entry(model.family))
+        config = replace(self.config, actor=actor, model=model)
         return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
     def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
@@ -237,7 +240,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "seconds_grpo": totals.get("seconds_grpo", 0.0),
         "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / steps,
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
-        "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
+        "first_ppo_kl_max": totals.get("first_ppo_kl_max"),
         "steps": trainer.step,
         "restarts": int(totals.get("restarts", 0)),
         "engine_restarts": int(totals.get("engine_restarts", 0)),

@@ -208,8 +208,9 @@ class RLTrainer:
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
         metrics["rollout/restarts"] = self.session.totals.get("engine_restarts", 0.0)
-        self.session.note_max("first_ppo_kl_max", abs(metrics.get("actor/first_ppo_kl", 0.0)))
-        metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
+        if "actor/first_ppo_kl" in metrics:
+            self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
+            metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
         if "actor/ppo_kl" in metrics:  # not while the critic warms up alone

@@ -94,14 +94,15 @@ def _explained_variance(batch: DataProto) -> float:
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights
-    are the same.
+    are the same, where the loss reports `actor/ppo_kl`.
 
     Without updates (`trainer.critic_warmup`), nothing.
     """
     if not updates:
         return {}
     metrics = _update_means(updates, "actor", "actor/loss")
-    metrics["actor/first_ppo_kl"] = updates[0].means.get("actor/ppo_kl", float("nan"))
+    if "actor/ppo_kl" in updates[0].means:
+        metrics["actor/first_ppo_kl"] = updates[0].means["actor/ppo_kl"]
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -131,7 +132,9 @@ class Session:
         return every > 0 and step % every == 0
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Write a small file of the run folder atomically."""
+        """Write a small file of the run folder atomically; a number that is not finite becomes null, since JSON has
+        none."""
+        value = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
