@@ -115,6 +115,16 @@ def _options(options: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in to_plain(options).items()) or "no options"
 
 
+def _old_log_probs(config: RunConfig) -> str:
+    column = derived.old_log_probs_column(config)
+    if column is None:
+        return "the one update's own values; no pass computes them"
+    kind = f"actor.old_log_probs {config.actor.old_log_probs}"
+    where = "of a pass before the updates" if column == "old_log_probs" else "of the engine that sampled"
+    needed = "; a pass computes the policy's for reward, advantages or replay"
+    return f"{where} ({kind})" + (needed if column != "old_log_probs" and derived.scores_before_update(config) else "")
+
+
 def _actor(config: RunConfig) -> list[str]:
     actor, parallel = config.actor, config.actor.parallel
     samples, mini, dp = (
@@ -142,6 +152,7 @@ def _actor(config: RunConfig) -> list[str]:
         f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = "
         f"{derived.updates_per_step(config)} a step, "
         f"{derived.total_updates(config)} in all ({config.trainer.total_steps} steps)",
+        f"  old log-probs      = {_old_log_probs(config)}",
         f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
         f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} "
         f"tokens; the longest "

@@ -123,6 +123,16 @@ class PolicyGroup(ModelGroup):
         self._unobserved = True
         return self.compute(log_prob_method(self.config), batch)
 
+    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        """The rows of the step's first mini-batch, in the order of `batch`, with the old_log_probs and entropys that
+        its update computed."""
+        rows, ranks = derived.samples_per_mini_batch(self.config), self._data_parallel
+        order = update_order(self._costs(batch), ranks, rows, (seed, 0))
+        first = order.reshape(ranks, -1)[:, : rows // ranks].reshape(-1)  # each rank's share, as the rank holds it
+        found = as_batch(self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(first)))
+        by_row = np.argsort(first)
+        return batch.rows(first[by_row]).union(found.rows(by_row))
+
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates; those of a step of reinforcement learning say how replay went and what memory was taken.
 
@@ -145,7 +155,8 @@ class PolicyGroup(ModelGroup):
 def update_step(config: RunConfig) -> DataflowStep:
     """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
-    return DataflowStep("update", ("prompt_ids", "response_ids", *policy_loss_columns(config.actor), *routes))
+    columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
+    return DataflowStep("update", ("prompt_ids", "response_ids", *columns, *routes))
 
 
 def check_steps(config: RunConfig) -> None:
@@ -161,7 +172,7 @@ def check_steps(config: RunConfig) -> None:
             generate_method(config),
             SCORING,
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
-            log_prob_method(config),
+            *([log_prob_method(config)] if derived.scores_before_update(config) else []),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),
