@@ -271,6 +271,8 @@ def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: 
     file = next((folder / f"{name}.yaml" for folder in dirs if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         return
+    if "# @package _global_" in file.read_text(encoding="utf-8").splitlines():
+        package = ""  # a group that sets keys of several sections
     entries = _read(file).get("defaults") or []
     own = False
     for entry in entries:
@@ -286,7 +288,7 @@ def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: 
             yield from _sources(f"{folder}/{entry}" if folder else str(entry), choices, dirs, package)
     if not own:
         yield file, package
-    if not package:  # groups chosen on the command line that the recipe does not list
+    if "/" not in name:  # groups chosen on the command line that the recipe does not list
         listed = {str(group) for entry in entries if isinstance(entry, dict) for group in entry}
         for group, choice in choices.items():
             if group not in listed and choice.isidentifier():

@@ -373,6 +373,8 @@ class SftConfig:
 class ClusterConfig:
     """Ray and the worker processes. The number of Megatron processes is nodes x procs_per_node."""
 
+    # trainer and engine in the driver's process, without Ray (docs/debugging.md); cluster=in-process sets what it needs
+    in_process: bool = False
     address: str | None = None  # null: start a local cluster on loopback; else join (host:port or "auto")
     nodes: PositiveInt = 1
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)

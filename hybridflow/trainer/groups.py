@@ -19,7 +19,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import SCORING
 from hybridflow.rollout.service import as_batch, generate_method
-from hybridflow.single_controller import WorkerGroup
+from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
@@ -32,7 +32,7 @@ from hybridflow.workers.role import RoleWorker
 class ModelGroup:
     """`Role` over Megatron ranks, in processes of the role's own or in the policy's."""
 
-    def __init__(self, workers: WorkerGroup, role: str, config: RunConfig) -> None:
+    def __init__(self, workers: WorkerGroup | InProcessGroup, role: str, config: RunConfig) -> None:
         self.workers, self.role, self.config = workers, role, config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
         self._data_parallel = derived.role_data_parallel_size(config, role)
@@ -90,7 +90,7 @@ class FrozenGroup(ModelGroup):
 
     def __init__(self, workers: WorkerGroup, role: str, config: RunConfig, told: Callable[[str], None]) -> None:
         super().__init__(workers, role, config)
-        self._restarts, self._told = RestartLimit(config.trainer.max_restarts), told
+        self._group, self._restarts, self._told = workers, RestartLimit(config.trainer.max_restarts), told
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker method of the role, again when ranks are lost in it.
@@ -102,16 +102,16 @@ class FrozenGroup(ModelGroup):
             try:
                 return super().run(method, *args)
             except HybridFlowError as error:
-                if self.workers.is_alive() or not self._restarts.take():
+                if self._group.is_alive() or not self._restarts.take():
                     raise
                 self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
-            self.workers.restart()
+            self._group.restart()
 
 
 class PolicyGroup(ModelGroup):
     """The policy: adds to its updates what its ranks have noticed in the step."""
 
-    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
+    def __init__(self, workers: WorkerGroup | InProcessGroup, config: RunConfig) -> None:
         super().__init__(workers, "actor", config)
         self._unobserved = False
 

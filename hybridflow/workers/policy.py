@@ -3,7 +3,7 @@ engines, over any training backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import Catalog
 from hybridflow.sync import session
+from hybridflow.sync.by_reference import copy_weights
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order, Outcome
@@ -28,6 +29,7 @@ from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import TCPStore
 
 
@@ -195,6 +197,18 @@ class PolicyWorker(RoleWorker):
         """Send this rank's slices for all orders at once. Returns the outcome of each order it takes part in."""
         try:
             return self._sender.send(orders, go_timeout_s)
+        finally:
+            self.model.release_copies()
+
+    @register(Dispatch.RANK_ZERO)
+    @needs("weights")
+    def copy_weights(self, target: Mapping[str, torch.Tensor]) -> int:
+        """Write the weights into the tensors of an engine in this process, by Hugging Face name; returns the bytes. The
+        policy has one rank then."""
+        catalog = Catalog.of(self.model.family.tensors())
+        try:
+            [layout] = self.model.weight_layout()(catalog).classes
+            return copy_weights(layout, catalog, self.model.parameters(), target)
         finally:
             self.model.release_copies()
 
