@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hybridflow.config import derived
 from hybridflow.config.keys import value_at
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import RolloutConfig, RunConfig
 
 _ENGINE = "hf"  # the built-in kind that takes weights by reference
 # with one engine of one rank, and one rank of the policy
@@ -21,13 +21,13 @@ def problems(config: RunConfig) -> Iterator[str]:
     if not config.cluster.in_process:
         if config.rollout.engine == _ENGINE:
             yield (
-                f"rollout.engine={_ENGINE} runs in the trainer's process alone; choose cluster=in-process, or "
-                "rollout.engine=sglang"
+                f"rollout.engine={_ENGINE} runs in the trainer's process alone; choose cluster=in-process, or another "
+                "engine"
             )
         return
     here = "cluster.in_process=true"
-    if config.rollout.engine == "sglang":
-        yield f"rollout.engine=sglang is a server, and with {here} there is none; set rollout.engine={_ENGINE}"
+    if config.rollout.engine == RolloutConfig().engine:
+        yield f"rollout.engine={config.rollout.engine} is a server, and with {here} there is none; set it to {_ENGINE}"
     for key in _ONE:
         if (value := value_at(config, key)) != 1:
             yield f"{key}={value}: with {here} the job has one process; set it to 1"

@@ -22,9 +22,7 @@ def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
 
     model_type = str(family.hf["model_type"])
     if model_type not in CONFIG_MAPPING:
-        raise ModelError(
-            f"transformers has no model_type {model_type!r}; use actor.backend=megatron and rollout.engine=sglang"
-        )
+        raise ModelError(f"transformers has no model_type {model_type!r}; use another actor.backend or rollout.engine")
     config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)

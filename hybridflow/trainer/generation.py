@@ -60,7 +60,7 @@ class EngineProcesses:
         self._weights: SliceSync | None = None
 
     def check_starting(self) -> None:
-        """See `Generation`."""
+        """Raise at once when an engine has failed to start."""
         self.engines.check_starting()
 
     def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
@@ -83,7 +83,7 @@ class EngineProcesses:
         progress.message(plan)
 
     def stop(self) -> None:
-        """See `Generation`."""
+        """Stop what was started."""
         self.engines.stop()
 
 
@@ -118,5 +118,5 @@ class EngineHere:
         """It is."""
 
     def stop(self) -> None:
-        """See `Generation`."""
+        """Stop what was started."""
         self.engine.stop()

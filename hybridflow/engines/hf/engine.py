@@ -27,7 +27,9 @@ from hybridflow.sync.session import Order, Outcome, refuse
 if TYPE_CHECKING:
     from hybridflow.sync.schedule import EngineLayout
 
-_WHY = "the engine hf takes weights in the trainer's process alone; set cluster=in-process, or rollout.engine=sglang"
+_WHY = (
+    "the engine hf takes weights in the trainer's process alone; choose cluster=in-process, or another rollout.engine"
+)
 
 
 class HfEngine:
@@ -146,7 +148,7 @@ class HfEngine:
     # ---- weights and memory
 
     def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
-        """See `LocalEngine.take`."""
+        """Take a version of the weights, which `fill` writes into this model's tensors; returns what it returns."""
         self.check_alive()
         self._version = None
         written = fill(dict(checkpoint_tensors(self._model)))
