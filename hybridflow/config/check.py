@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import num_experts
-from hybridflow.config import check_backend, check_engines, check_entries, check_files, check_lora, derived, roles
+from hybridflow.config import (
+    check_backend,
+    check_engines,
+    check_entries,
+    check_files,
+    check_in_process,
+    check_lora,
+    check_pools,
+    derived,
+    roles,
+)
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
@@ -33,10 +43,10 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
-        *(check_engines.shape_problems, check_backend.problems, check_lora.problems),
+        *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
-    found += roles.problems(config, job)
+    found += [*roles.problems(config, job), *check_pools.problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim)
     found += check_files.problems(config, job)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.entries import ESTIMATORS
+from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -109,6 +109,29 @@ def updates_per_step(config: RunConfig) -> int:
     return config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
 
 
+def scores_before_update(config: RunConfig) -> bool:
+    """Whether a pass computes the policy's log-probs and entropies before a step's first update.
+
+    Without it the first update reports them: it computes them anyway, with the weights that the pass would have. They
+    are needed earlier where updates follow that move the weights, where the reward, the estimator or the loss reads
+    them, and where the pass records or compares experts.
+    """
+    actor, algorithm = config.actor, config.algorithm
+    reads = {*ESTIMATORS.get(algorithm.adv_estimator).reads, *POLICY_LOSSES.get(actor.policy_loss).reads}
+    if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads:
+        return True
+    if "old_log_probs" in ESTIMATORS.get(algorithm.adv_estimator).reads:
+        return True
+    return actor.old_log_probs == "trainer" and updates_per_step(config) != 1
+
+
+def old_log_probs_column(config: RunConfig) -> str | None:
+    """The column that updates compare their log-probs with; None: the update's own values, without their gradient."""
+    if config.actor.old_log_probs == "engine":
+        return "rollout_log_probs"
+    return "old_log_probs" if scores_before_update(config) else None
+
+
 def total_updates(config: RunConfig) -> int:
     """Optimizer updates of the whole PPO part of a run."""
     return updates_per_step(config) * config.trainer.total_steps
@@ -157,6 +180,30 @@ def has_teacher(config: RunConfig) -> bool:
 def is_colocated(config: RunConfig, role: str) -> bool:
     """Whether `actor`, `critic`, `reference`, `reward_model` or `teacher` lives in the actor's processes."""
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
+
+
+def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
+    """The models of `hybridflow train`, `sft` or `train-reward`, in the order in which they are started."""
+    if job == "train-reward":
+        needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
+        return ("actor", "reward_model") if needs_policy else ("reward_model",)
+    if job == "sft":
+        return ("actor",)
+    wanted = {
+        "actor": True,
+        "critic": has_critic(config),
+        "reward_model": has_reward_model(config),
+        "reference": has_own_reference(config),
+        "teacher": has_teacher(config),
+    }
+    return tuple(role for role, is_wanted in wanted.items() if is_wanted)
+
+
+def pool_of(config: RunConfig, section: str) -> str:
+    """The section whose devices the processes of `rollout` or of a role use."""
+    if section != "rollout" and is_colocated(config, section):
+        return "actor"
+    return getattr(config, section).pool or section
 
 
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:

@@ -33,6 +33,8 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 KlEstimate = Literal["k1", "abs", "k2", "k3"]
 Placement = Literal["colocated", "own"]
+Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
+Packing = Literal["pack", "spread", "whole_nodes"]
 LoraTarget = Literal[
     "linear_qkv",  # query, key and value
     "linear_q_proj",  # query of latent attention without a query latent
@@ -176,6 +178,9 @@ class ActorConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     policy_loss: Annotated[str, POLICY_LOSS] = "ppo"  # CONTRIBUTING.md says what a loss of yours holds
     policy_loss_options: dict[str, Any] = field(default_factory=dict)  # of the loss, besides the keys of this section
+    # what updates compare with; trainer: the policy's log-probs before the first update of a step (where a step has one
+    # update, its own values: no pass computes them); engine: those of the engine that sampled (verl's bypass_mode)
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
     clip_ratio_low: NonNegative = 0.2
     clip_ratio_high: NonNegative = 0.2
     clip_ratio_c: Annotated[float, Above(1)] | None = 3.0  # dual clip; null switches it off
@@ -200,6 +205,10 @@ class RoleConfig:
     # colocated: in the actor's processes, in its layout; own: in processes of its own
     placement: Placement = "colocated"
     procs: PositiveInt = 1  # own: processes, in all
+    pool: Section | None = None  # own: use the devices of this section, in turns with it; null: devices of its own
+    # own, without `pool`: how its devices lie on the nodes; pack: on few; spread: evenly over all; whole_nodes: on few
+    # that no other section uses
+    packing: Packing = "pack"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: PositiveInt = 4096  # packed tokens in one forward pass of a data-parallel rank
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -323,6 +332,10 @@ class RolloutConfig:
     data_parallel_attention: PositiveInt = 1
     # nodes that an engine's ranks are divided over, a server each; in a local cluster all on this machine
     nodes_per_engine: PositiveInt = 1
+    pool: Section | None = None  # use the devices of this section, in turns with it; null: devices of their own
+    # without `pool`: how the engines' devices lie on the nodes; pack: on few; spread: evenly over all; whole_nodes: on
+    # few that no other section uses
+    packing: Packing = "pack"
     # null: weights in model.dtype; fp8: block-wise, made by the trainer (GPUs of capability 8.9 or later)
     quantization: Literal["fp8"] | None = None
     n: PositiveInt = 1  # samples a prompt
@@ -370,9 +383,13 @@ class SftConfig:
 class ClusterConfig:
     """Ray and the worker processes. The number of Megatron processes is nodes x procs_per_node."""
 
+    # trainer and engine in the driver's process, without Ray (docs/debugging.md); cluster=in-process sets what it needs
+    in_process: bool = False
     address: str | None = None  # null: start a local cluster on loopback; else join (host:port or "auto")
     nodes: PositiveInt = 1
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)
+    # GPUs that a node must have; null: GPUs are used where the cluster has any, however many
+    devices_per_node: PositiveInt | None = None
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
 
