@@ -3,14 +3,13 @@ of them with the job."""
 
 from __future__ import annotations
 
-import fcntl
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
@@ -29,7 +28,7 @@ from hybridflow.placement.threads import threads_by_role
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
-from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
+from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
     Cluster,
     InProcessGroup,
@@ -40,6 +39,7 @@ from hybridflow.single_controller import (
 )
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
+from hybridflow.trainer.folder import exclusive, make_room
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
@@ -54,6 +54,8 @@ from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
+First = TypeVar("First")
+Second = TypeVar("Second")
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 _ENGINE_WORKERS = (RolloutWorker, RolloutNodeWorker)
 
@@ -143,7 +145,7 @@ class _Job:
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):
                 return InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
-        with self.progress.stage(f"start {procs} {backend} ranks ({_layout(config)})"):
+        with self.progress.stage(f"start {procs} {backend} ranks ({derived.layout_summary(config)})"):
             pool = ResourcePool.allocate(
                 cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus()
             )
@@ -246,10 +248,13 @@ def _train(job: _Job) -> dict[str, Any]:
     rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
     check_steps(config)
     cluster = job.start_cluster()
-    engines = job.start_engines(cluster)
     trained = ("actor", "critic")
     roles = derived.roles_in_use(config)
-    workers = job.start_roles(cluster, roles, trained)
+    engines, workers = _both(
+        lambda: job.start_engines(cluster),
+        lambda: job.start_roles(cluster, roles, trained),
+        at_once=cluster is not None,
+    )
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
 
@@ -294,6 +299,17 @@ def _train(job: _Job) -> dict[str, Any]:
         "engine_restarts": int(totals.get("engine_restarts", 0)),
         "exported_to": exported,
     }
+
+
+def _both(first: Callable[[], First], second: Callable[[], Second], *, at_once: bool) -> tuple[First, Second]:
+    """What both return; `at_once`: the first in a thread, where most of the time is spent in waiting for processes."""
+    if not at_once:
+        return first(), second()
+    threads = ThreadPoolExecutor(1, "start")
+    begun = threads.submit(first)
+    threads.shutdown(wait=False)  # after an error of the second, the end of the cluster ends the first as well
+    found = second()
+    return begun.result(), found
 
 
 def _sft(job: _Job) -> dict[str, Any]:
@@ -369,8 +385,8 @@ def _run_job(
     """Open the run folder, run the job, write summary and report; on an interrupt, say how to resume."""
     folder = derived.run_dir(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(folder), Progress(0, "") as progress:
-        _make_room(config, folder, total_steps, progress)
+    with exclusive(folder), Progress(0, "") as progress:
+        make_room(config, folder, total_steps, progress)
         folder.mkdir(parents=True, exist_ok=True)
         setup_logging(folder)
         session = Session(config)
@@ -392,7 +408,7 @@ def _run_job(
             stop_logging()
         summary = {
             "seed": config.seed,
-            "layout": _layout(config),
+            "layout": derived.layout_summary(config),
             **summary,
             "seconds_total": session.totals_now()["seconds_total"],
         }
@@ -428,38 +444,6 @@ def _with_clusters(
             goes_on = True
 
 
-def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:
-    """Move a finished run of this name aside, or with resume=disable any run; nothing is deleted."""
-    if not folder.exists():
-        return
-    finished = (folder / "summary.json").exists()
-    latest = CheckpointStore(folder / "checkpoints", Retention()).latest() if config.trainer.resume == "auto" else None
-    goes_on = latest is not None and (not finished or latest.step < total_steps)
-    if config.trainer.resume == "auto" and (goes_on or not finished):
-        (folder / "summary.json").unlink(missing_ok=True)
-        return
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    shutil.move(folder, target)
-    progress.message(f"the earlier run of this name is now in {target}")
-
-
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
-    """Lock the run folder: two drivers in it would destroy each other's records. The lock ends with the process."""
-    handle: IO[str] = folder.with_name(f".{folder.name}.lock").open("w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        handle.close()
-        raise ConfigError(f"another process is running in {folder}; wait for it, or choose another name=...") from error
-    try:
-        yield
-    finally:
-        handle.close()
-
-
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """Treat SIGTERM, which schedulers send, as Ctrl-C: end all processes and leave a run that can be resumed."""
@@ -491,27 +475,6 @@ def _how_to_resume(store: CheckpointStore) -> str:
     if latest is None:
         return "stopped; there is no checkpoint yet, so the same command starts from the beginning"
     return f"stopped; the same command resumes from {latest.folder}"
-
-
-def _layout(config: RunConfig) -> str:
-    parallel = config.actor.parallel
-    parts = [
-        f"TP{parallel.tensor}",
-        f"PP{parallel.pipeline}",
-        f"EP{parallel.expert}",
-        f"DP{derived.data_parallel_size(config)}",
-    ]
-    if config.actor.backend == "fsdp":
-        parts = [f"FSDP{derived.world_size(config)}"]
-    if parallel.sequence:
-        parts.append("SP")
-    rollout = config.rollout
-    engine = [f"TP{rollout.tensor}"]
-    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
-    engine += [f"{short}{size}" for short, size in sizes if size > 1]
-    if rollout.nodes_per_engine > 1:
-        engine.append(f"{rollout.nodes_per_engine} nodes")
-    return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
 
 
 def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourcePool, ResourcePool]:

@@ -34,10 +34,10 @@ class Preload:
     and with this process however it ends."""
 
     def __init__(self, config: RunConfig, *, with_engines: bool) -> None:
-        """Start them in the background; none where processes run on other nodes or on CUDA."""
+        """Start them in the background; none where the job has one process, or has them on other nodes or on CUDA."""
         self._names: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        if config.cluster.address is None and _is_without_cuda():
+        if config.cluster.address is None and not config.cluster.in_process and _is_without_cuda():
             self._start(modules_of(config, with_engines=with_engines))
 
     def name(self, loaded: str) -> str:
