@@ -191,7 +191,12 @@ def _run_job(job: str, run: RunConfig) -> None:
         check(run, job)
         from hybridflow.trainer import app
 
-        getattr(app, job.replace("-", "_"))(run, preload)
+        if job == "train":
+            app.train(run, preload)
+        elif job == "sft":
+            app.sft(run, preload)
+        else:
+            app.train_reward(run, preload)
 
 
 def run_prepare(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
-from hybridflow.placement.threads import threads_by_role
+from hybridflow.placement.threads import threads_by_role, user_limit
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
@@ -100,7 +100,8 @@ class _Job:
     ) -> None:
         """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
         self.config, self.preload, self.session, self.stack, self.progress = config, preload, session, stack, progress
-        self.threads = threads_by_role(config, Platform.detect().cores if config.cluster.address is None else 1)
+        cores = Platform.detect().cores if config.cluster.address is None else 1
+        self.threads = threads_by_role(config, cores, user_limit())
         self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
         (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:
