@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hybridflow.config.load import load_config
+from hybridflow.process.children import state_of
 from hybridflow.process.fork_client import fork
 from hybridflow.trainer.preload import Preload
+from tests.dist.harness.children import start_child
 
 pytestmark = pytest.mark.slow
 SCRIPT = """
@@ -35,3 +41,45 @@ def test_a_role_finds_its_own_libraries_loaded_and_no_others(tmp_path: Path) -> 
     assert found["torch"] == {"modules": ["torch"], "threads": 1}
     assert found["ranks"] == {"modules": ["torch", "megatron.core", "hybridflow.mcore.cpu_compat"], "threads": 2}
     assert found["engines"] == {"modules": ["torch", "sglang", "transformers"], "threads": 3}
+
+
+DRIVER = """
+import os, sys, time
+from hybridflow.config.load import load_config
+from hybridflow.engines.sglang import guard
+from hybridflow.process.fork_client import fork
+from hybridflow.trainer.preload import Preload
+sleeper, files = ["-m", "tests.unit.process.sleeper"], (0, 1, 2)
+preload = Preload(load_config("tiny-moe-grpo"), with_engines=False)
+rank = fork(preload.name("ranks"), sleeper, os.environ, files)
+engine = [guard.__file__, str(os.getpid()), "0", sys.argv[1], "--", *sleeper]
+leader = fork(preload.name("torch"), engine, os.environ, files, leader=True)
+while not open(f"/proc/{leader.pid}/task/{leader.pid}/children").read():  # the guard has started its server
+    time.sleep(0.02)
+print(rank.pid, leader.pid, preload._process.pid, flush=True)
+if len(sys.argv) > 2:  # the engine's end alone
+    leader.send_signal(int(sys.argv[2]))
+    print(leader.wait(20), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [[], [str(int(signal.SIGTERM))]], ids=["the driver is killed", "the engine is stopped"]
+)
+def test_nothing_is_left_of_forks(tmp_path: Path, words: list[str]) -> None:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    driver = start_child([sys.executable, "-c", DRIVER, folder, *words], stdout=subprocess.PIPE)
+    assert driver.stdout is not None
+    rank, guard, server = map(int, driver.stdout.readline().split())
+    if words:
+        assert int(driver.stdout.readline()) == 128 + signal.SIGKILL  # what the guard did to its server
+        assert state_of(rank) in ("S", "R")
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 20
+    while any(state_of(pid) not in ("", "Z") for pid in (rank, guard, server)):
+        assert time.monotonic() < deadline, {pid: state_of(pid) for pid in (rank, guard, server)}
+        time.sleep(0.05)
+    assert not folder.exists()  # the guard has cleared up
