@@ -1,4 +1,5 @@
-"""`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | slurm | doctor | config |
+version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
 broken.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import checkpoint, config
+from hybridflow.cli import checkpoint, config, doctor, slurm
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError
@@ -28,6 +29,8 @@ OPTIONS = (
     *("--config-name", "--config-dir", "--print-config", "--explain", "--source", "--out"),
     *("--model", "--trainer", "--engines", "--staging-mib", "--link-gbps", "--json", "--write"),
     *checkpoint.OPTIONS,
+    *doctor.OPTIONS,
+    *slurm.OPTIONS,
 )
 
 TOP = """\
@@ -150,6 +153,8 @@ def build_parser() -> argparse.ArgumentParser:
     reshard = _add(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_reshard_plan)
     _add_reshard_plan(reshard)
     checkpoint.add(commands, _add)
+    slurm.add(commands, _add)
+    doctor.add(commands, _add)
     config.add(commands, _add)
     _add(commands, "version", "print the version", "", run_version)
     return parser

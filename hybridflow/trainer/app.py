@@ -325,7 +325,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with _terminate_as_interrupt(), ExitStack() as stack:
+            with _signals(session), ExitStack() as stack:
                 summary = job(_Job(config, session, stack, progress))
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
@@ -377,17 +377,23 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM, which schedulers send, as Ctrl-C: end all processes and leave a run that can be resumed."""
+def _signals(session: Session) -> Iterator[None]:
+    """Treat SIGTERM, which schedulers send, as Ctrl-C: end all processes and leave a run that can be resumed. SIGUSR1
+    asks for a checkpoint first: the run ends after the present step."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def ask(number: int, frame: Any) -> None:
+        session.stop_asked = True
+
+    handlers = {signal.SIGTERM: interrupt, signal.SIGUSR1: ask}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:

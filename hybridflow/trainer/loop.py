@@ -114,9 +114,12 @@ class RLTrainer:
                             self.validate(progress)
                 self.record(batch, updates, synced, progress)
                 self.session.store.check()
-                if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
+                last = self.step == trainer.total_steps
+                if self.session.is_due(trainer.save_every_steps, self.step) or last or self.session.stop_asked:
                     with phase("save_checkpoint", self.step):
                         self.save()
+                    if not last:
+                        self.session.stop_if_asked()
 
     # ---- parts of a step
 
