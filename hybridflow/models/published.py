@@ -73,6 +73,6 @@ def published(name: str) -> dict[str, Any]:
     if name not in PUBLISHED:
         raise ModelError(
             f"no sizes of a model {name!r} are known here; there are {', '.join(sorted(PUBLISHED))}, or give a "
-            f"config.json"
+            "config.json"
         )
     return dict(PUBLISHED[name])
