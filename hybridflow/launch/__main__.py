@@ -92,6 +92,10 @@ def _judge(args: argparse.Namespace) -> int:
 
 
 def _node(args: argparse.Namespace) -> int:
+    sys.stdout.flush()
+    with (args.dir / f"node-{_node_name()}.log").open("ab") as log:  # srun's %N is the host's name, not the node's
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     options = node.RayOptions(args.gpus, args.object_store_gib, args.start_timeout)
     return node.run(_node_name(), args.dir, options, int(os.environ["SLURM_JOB_ID"]))
 

@@ -118,7 +118,8 @@ def _settings(job: Job, site: Site) -> list[str]:
     python = container.python if container.kind != "none" else site.environment.python or sys.executable
     srun, prefix = list(site.srun), []
     here: list[str] = []
-    mounts = [f"{job.workdir}:{job.workdir}", *container.mounts]
+    folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
+    mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
     if container.kind == "pyxis":
         srun += [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
         srun += [f"--container-workdir={job.workdir}"]
@@ -140,7 +141,6 @@ def _settings(job: Job, site: Site) -> list[str]:
         "# ---- settings of this job",
         _assign("WORKDIR", str(job.workdir)),
         _assign("OUT", str(job.out)),
-        _assign("LOG_PREFIX", str(job.out).replace("%", "%%") + "/"),
         _assign("RUN_DIR", str(job.run_dir)),
         _assign("PYTHON", python),
         _assign("NODES", str(job.nodes)),

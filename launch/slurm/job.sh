@@ -100,8 +100,8 @@ run "${HERE[@]}" "$PYTHON" -m hybridflow.launch judge --dir "$DIR" --hosts "${HO
   --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few good nodes'; finish; }
 HEAD=$(< "$DIR/head-node")
 
-"${EACH[@]}" --output="$LOG_PREFIX$SLURM_JOB_ID/restart-$RESTART/node-%N.log" --kill-on-bad-exit=1 \
-  "${CONTAINER[@]}" "$PYTHON" -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" 2> "$DIR/ray.err" &
+"${EACH[@]}" --kill-on-bad-exit=1 "${CONTAINER[@]}" \
+  "$PYTHON" -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has a log of its own
 ray=$!
 
 "${ONE[@]}" "--nodelist=$HEAD" "${CONTAINER[@]}" \
