@@ -26,13 +26,13 @@ from hybridflow.launch.preflight import list_gpus
 Level = Literal["ok", "unused", "warning", "error"]
 _GIB = 2**30
 # What a run cannot do without, with a test of it here; the exact versions are in requirements/.
-NEEDED = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "pyarrow", "hydra-core")
+NEEDED = ("torch", "megatron-core", "ray", "transformers", "numpy", "pyarrow", "hydra-core")
 # Package -> (module, what uses it when it is there).
 FASTER = {
     "transformer-engine": ("transformer_engine", "fused layers and FP8 of Megatron"),
     "apex": ("apex", "fused normalisation and gradient accumulation of Megatron"),
     "flash-attn": ("flash_attn", "attention of Megatron"),
-    "deep-ep": ("deep_ep", "the expert all-to-all of Megatron and SGLang"),
+    "deep-ep": ("deep_ep", "the expert all-to-all of Megatron and the engines"),
 }
 
 
@@ -75,7 +75,7 @@ def _versions() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     remedy = "" if right else "the locks are for Python 3.11: PYTHON=/path/to/python3.11 make setup"
     yield Finding("python", "ok" if right else "warning", version, remedy)
-    for name in NEEDED:
+    for name in (*NEEDED, RunConfig().rollout.engine):
         found = _version(name)
         if found is None:
             yield Finding(name, "error", "is not installed", "make setup (LANE=gpu on a machine with GPUs)")
