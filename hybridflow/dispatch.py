@@ -279,8 +279,8 @@ def plan_call(
     """
     if spec.needs_mesh and (mesh is None or len(mesh.positions) != world_size):
         raise MeshError(
-            f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition on all "
-            f"{world_size} ranks"
+            f"{spec.name} is data-parallel: the worker class needs mesh_position() -> MeshPosition on all {world_size} "
+            "ranks"
         )
     if isinstance(spec.dispatch, CustomDispatch):
         custom = spec.dispatch

@@ -56,8 +56,8 @@ def cuda_problems() -> list[str]:
     build = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
     if build.get("cuda") is not None:
         found.append(
-            f"torch {build['__version__']} is built for CUDA {build['cuda']}, but the cpu lane needs a CPU build: "
-            "add a source of CPU builds to pip's configuration (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then `make "
+            f"torch {build['__version__']} is built for CUDA {build['cuda']}, but the cpu lane needs a CPU build: add "
+            "a source of CPU builds to pip's configuration (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), then `make "
             "distclean setup`"
         )
     return found

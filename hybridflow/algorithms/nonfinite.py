@@ -63,7 +63,7 @@ def describe(found: Sequence[Sequence[int]]) -> str:
         if place == len(_PLACES) - 1:
             return (
                 f"{name} of rank {ranks[0][0]} are not finite, though those of each micro-batch were: their sum "
-                f"overflowed"
+                "overflowed"
             )
         shown = ", ".join(f"rank {rank} micro-batch {micro}" for rank, micro in ranks[:4])
         more = f" and {len(ranks) - 4} more ranks" if len(ranks) > 4 else ""
@@ -82,9 +82,8 @@ def not_applied(
     if on_nonfinite == "stop":
         raise NonFiniteError(
             f"{problem}. The update was not applied. Lower the learning rate (actor.optim.lr, critic.optim.lr, "
-            f"sft.optim.lr) and run "
-            "the same command again to resume from the last checkpoint, or leave such updates out with "
-            "actor.on_nonfinite=skip"
+            "sft.optim.lr) and run the same command again to resume from the last checkpoint, or leave such updates "
+            "out with actor.on_nonfinite=skip"
         )
     logging.getLogger(__name__).warning("update skipped (actor.on_nonfinite=skip): %s", problem)
     finite = {name: pair for name, pair in metrics.items() if math.isfinite(pair[0])}

@@ -116,7 +116,7 @@ def _report(written: Any) -> int:
     print(f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} bytes of weights")
     if written.ignored:
         print(
-            f"not of this family, left out: "
+            "not of this family, left out: "
             f"{', '.join(written.ignored[:6])}{' ...' if len(written.ignored) > 6 else ''}"
         )
     return 0

@@ -19,7 +19,7 @@ import hybridflow
 from hybridflow.cli import checkpoint, config, plan
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError, StorageError
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -83,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        storage = StorageError.of(error)
+        if storage is None or os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
+            raise
+        print(f"hybridflow: {storage}", file=sys.stderr)
+        return storage.exit_code
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -198,8 +204,8 @@ def run_report(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run_dir}: no such run folder")
     if not any((args.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
         raise ConfigError(
-            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json; "
-            "give a folder that a job wrote, for example runs/tiny-moe-grpo"
+            f"{args.run_dir} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json; give a "
+            "folder that a job wrote, for example runs/tiny-moe-grpo"
         )
     from hybridflow.observe.report import write_report
 
@@ -238,8 +244,20 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
         recipe = args.config_name.removesuffix(".yaml")
         print(explain(run, Origins.find(recipe, args.overrides, config_dirs(args.config_dir))))
+        print(f"\n{_placement(run, job)}")
         return None
     return run
+
+
+def _placement(run: RunConfig, job: str) -> str:
+    from hybridflow.placement import preview
+
+    found = preview(run, job)
+    if found is None:
+        return (
+            f"Placement: as the nodes at cluster.address={run.cluster.address} allow (cluster.devices_per_node is null)"
+        )
+    return found.describe()
 
 
 def _list_recipes(args: argparse.Namespace, job: str) -> None:

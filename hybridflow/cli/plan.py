@@ -90,7 +90,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if found := advice.refused(config):
         raise ConfigError("\n".join(found))
     cluster = config.cluster
-    each = max(cluster.procs_per_node, 1)
+    each = cluster.devices_per_node or cluster.procs_per_node
     machines: Machines = read_cluster(args.cluster, cluster.nodes, each, args.device or cluster.device)
     for option, value in (("--mean-prompt", args.mean_prompt), ("--mean-response", args.mean_response)):
         if value is not None and not 0 < value < 1e9:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import num_experts
-from hybridflow.config import check_backend, check_engines, check_entries, check_files, check_lora, derived, roles
+from hybridflow.config import (
+    check_backend,
+    check_engines,
+    check_entries,
+    check_files,
+    check_lora,
+    check_pools,
+    derived,
+    roles,
+)
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
@@ -40,7 +49,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
         *(check_engines.shape_problems, check_backend.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
-    found += roles.problems(config, job, files)
+    found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim)
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
@@ -64,21 +73,20 @@ def _layout(config: RunConfig) -> Iterator[str]:
     if world % dense:
         yield (
             f"actor.parallel tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context} = "
-            f"{dense} "
-            f"does not divide {processes}; change the parallel sizes or give a multiple of {dense} processes"
+            f"{dense} does not divide {processes}; change the parallel sizes or give a multiple of {dense} processes"
         )
     etp, expert = derived.expert_tensor_size(parallel), derived.expert_model_parallel_size(parallel)
     if world % expert and (parallel.expert > 1 or parallel.expert_tensor is not None):
         default = "" if parallel.expert_tensor else " (the default)"
         yield (
             f"actor.parallel expert={parallel.expert} x expert_tensor={etp}{default} x pipeline={parallel.pipeline} = "
-            f"{expert} "
-            f"does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} processes"
+            f"{expert} does not divide {processes}; change expert or expert_tensor, or give a multiple of {expert} "
+            "processes"
         )
     if parallel.pipeline == 1 and derived.virtual_pipeline_size(parallel) > 1:
         yield (
-            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it "
-            f"to null"
+            f"actor.parallel.virtual_pipeline={parallel.virtual_pipeline} needs actor.parallel.pipeline > 1; set it to "
+            "null"
         )
 
 
@@ -88,14 +96,13 @@ def _overlap(config: RunConfig) -> Iterator[str]:
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
             "actor.parallel.overlap_param_gather=true needs actor.parallel.distributed_optimizer=true: without it "
-            "every rank holds all "
-            "weights and nothing is gathered; set distributed_optimizer to true or overlap_param_gather to false"
+            "every rank holds all weights and nothing is gathered; set distributed_optimizer to true or "
+            "overlap_param_gather to false"
         )
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield (
             "actor.parallel.overlap_param_gather=true needs actor.parallel.overlap_grad_reduce=true: without it all "
-            "weights are in one "
-            "bucket and nothing would overlap; set overlap_grad_reduce to true"
+            "weights are in one bucket and nothing would overlap; set overlap_grad_reduce to true"
         )
 
 
@@ -119,13 +126,12 @@ def _batches(config: RunConfig) -> Iterator[str]:
     if dp and samples % dp:
         yield (
             f"actor.ppo_mini_batch_size={mini} x rollout.n={n} = {samples} samples an update do not divide over {dp} "
-            f"data-parallel ranks; "
-            f"make it a multiple of {dp}"
+            f"data-parallel ranks; make it a multiple of {dp}"
         )
     if dp and config.sft.steps and config.sft.batch_size % dp:
         yield (
-            f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel ranks; make it a "
-            f"multiple of {dp}"
+            f"sft.batch_size={config.sft.batch_size} does not divide over {dp} data-parallel ranks; make it a multiple "
+            f"of {dp}"
         )
 
 
@@ -151,7 +157,7 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         if limit < longest:
             yield (
                 f"{key}={limit} is less than {total} tokens; {why}: raise it to at least {longest} or shorten the "
-                f"lengths"
+                "lengths"
             )
 
 
@@ -165,8 +171,8 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     if sampling.top_p < 1 or sampling.top_k != -1:
         yield (
             f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so "
-            f"rollout and trainer "
-            "log-probabilities differ by design; switch both off, or set rollout.logprob_diff_bound=null"
+            "rollout and trainer log-probabilities differ by design; switch both off, or set "
+            "rollout.logprob_diff_bound=null"
         )
 
 
@@ -186,8 +192,8 @@ def _model_source(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.path is None and not model.hf_config:
         yield (
-            "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config "
-            "for random ones"
+            "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config for "
+            "random ones"
         )
     if model.path is None and model.hf_config and "model_type" not in model.hf_config:
         yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
@@ -257,8 +263,7 @@ def _dense_problems(config: RunConfig) -> Iterator[str]:
     if parallel.expert_tensor not in (None, parallel.tensor):
         yield (
             f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no "
-            f"num_experts; "
-            "set it to null"
+            "num_experts; set it to null"
         )
 
 
@@ -267,8 +272,7 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
     if isinstance(limit, int) and limit < longest:
         yield (
             f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
-            f"data.max_response_length = {longest}; "
-            "shorten the lengths"
+            f"data.max_response_length = {longest}; shorten the lengths"
         )
 
 
@@ -283,7 +287,6 @@ def _router_replay(config: RunConfig) -> Iterator[str]:
     given = {name.replace("_", "-"): value for name, value in config.rollout.extra_args.items()}
     if derived.needs_engine_routes(config) and given.get("enable-return-routed-experts", True) is not True:
         yield (
-            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and "
-            f"rollout.extra_args switches it off; "
-            "remove it there"
+            f"actor.router_replay={kind} switches the engines' enable-return-routed-experts on, and rollout.extra_args "
+            "switches it off; remove it there"
         )

@@ -26,10 +26,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     for key, value, wanted in refused:
         if value != wanted:
             yield f"actor.{key}={value} is not available with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
-    wanted_roles = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
-    wanted_roles["teacher"] = derived.has_teacher(config)
-    for role, is_wanted in wanted_roles.items():
-        if is_wanted and derived.is_colocated(config, role):
+    for role in derived.roles_in_use(config)[1:]:
+        if derived.is_colocated(config, role):
             yield (
                 f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has none; set "
                 f"{role}.placement=own"
@@ -42,8 +40,8 @@ def _layout(parallel: ParallelConfig) -> Iterator[str]:
     for key in ("tensor", "pipeline", "context", "expert"):
         if (size := getattr(parallel, key)) != 1:
             yield (
-                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, "
-                f"or {_MEGATRON}"
+                f"actor.parallel.{key}={size}: {_FSDP} shards over all processes and has no other cut; set it to 1, or "
+                f"{_MEGATRON}"
             )
     for key in ("virtual_pipeline", "expert_tensor"):
         if (size := getattr(parallel, key)) not in (None, 1):

@@ -16,21 +16,20 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
         if rollout.tensor % (size := getattr(rollout, key)):
             yield (
                 f"rollout.{key}={size} does not divide rollout.tensor={rollout.tensor}: it groups an engine's "
-                f"tensor-parallel ranks; "
-                f"choose a divisor of {rollout.tensor}, or raise rollout.tensor"
+                f"tensor-parallel ranks; choose a divisor of {rollout.tensor}, or raise rollout.tensor"
             )
     yield from _node_problems(config)
     if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
         # sglang/srt/layers/quantization/fp8.py:326
         yield (
             f"rollout.quantization=fp8 needs model.dtype=bfloat16, not {config.model.dtype}: the engine's fp8 layers "
-            f"take no other activations"
+            "take no other activations"
         )
     if rollout.pipeline > 1 and rollout.sync.pause != "abort":
         # sglang/srt/managers/scheduler_pp_mixin.py:129
         yield (
             f"rollout.pipeline={rollout.pipeline} needs rollout.sync.pause=abort, not {rollout.sync.pause}: the "
-            f"engine's pipeline loop does not look at a pause, so requests that only wait would go on amid new weights"
+            "engine's pipeline loop does not look at a pause, so requests that only wait would go on amid new weights"
         )
 
 
@@ -43,8 +42,7 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
     elif nodes % rollout.pipeline and rollout.pipeline % nodes:
         yield (
             f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must divide the other, "
-            f"because a node holds "
-            "whole stages or a stage whole nodes"
+            "because a node holds whole stages or a stage whole nodes"
         )
 
 
@@ -66,13 +64,13 @@ def size_problems(rollout: RolloutConfig, sizes: Mapping[str, Any]) -> Iterator[
         cuts.append((width, tensor // expert, per_expert))
         if experts % expert:
             yield (
-                f"the model's {experts} experts cannot be divided evenly by rollout.expert={expert}; choose a "
-                f"divisor of {experts}"
+                f"the model's {experts} experts cannot be divided evenly by rollout.expert={expert}; choose a divisor "
+                f"of {experts}"
             )
         if (shared := derived.shared_expert_size(sizes)) % tensor:
             yield (
-                f"the model's shared experts have {shared} columns, which {text} does not divide; choose a divisor "
-                f"of {shared}"
+                f"the model's shared experts have {shared} columns, which {text} does not divide; choose a divisor of "
+                f"{shared}"
             )
     elif expert > 1:
         yield f"rollout.expert={expert} needs a mixture of experts, but the model has none; set it to 1"

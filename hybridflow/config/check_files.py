@@ -49,8 +49,8 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
     made = [file for file in config.sft.train_files if available(config, file) and not Path(file).exists()]
     if prepare.task == "arithmetic" and config.sft.steps and made and not prepare.options.get("num_sft"):
         yield (
-            f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; "
-            "give the number of demonstrations, for example data.prepare.options.num_sft=2000"
+            f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; give the number "
+            "of demonstrations, for example data.prepare.options.num_sft=2000"
         )
     pairs = [file for file in config.reward_training.train_files if available(config, file) and not Path(file).exists()]
     if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
@@ -62,8 +62,7 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
     if prepare.task == "gsm8k" and prepare.source is None and missing:
         yield (
             f"data.prepare.task=gsm8k must make {missing[0]} and has no data.prepare.source; give the folder with the "
-            f"raw files, "
-            f"or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
+            f"raw files, or run `hybridflow prepare gsm8k --source FOLDER --out {prepare.out}` before"
         )
 
 

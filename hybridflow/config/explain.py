@@ -81,8 +81,8 @@ def _rollout(config: RunConfig) -> list[str]:
         "Rollout (one step)",
         f"  ranks     = {_engine_shape(config)}",
         f"  samples   = data.train_batch_size x rollout.n = {prompts} x {n} = {samples}",
-        f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, "
-        f"at most rollout.max_running_requests {config.rollout.max_running_requests} at a time",
+        f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, at most "
+        f"rollout.max_running_requests {config.rollout.max_running_requests} at a time",
     ]
 
 
@@ -104,8 +104,8 @@ def _algorithm(config: RunConfig) -> list[str]:
     loss = POLICY_LOSSES.get(config.actor.policy_loss)
     return [
         "Algorithm",
-        f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of scores"
-        f"{''.join(f', {name}' for name in estimator.reads)}; {_options(estimator_options(config.algorithm))}",
+        f"  advantages  = algorithm.adv_estimator {config.algorithm.adv_estimator} of "
+        f"scores{''.join(f', {name}' for name in estimator.reads)}; {_options(estimator_options(config.algorithm))}",
         f"  policy loss = actor.policy_loss {config.actor.policy_loss} of {', '.join(loss.reads)}; "
         f"{_options(policy_loss_options(config.actor))}",
     ]
@@ -128,24 +128,21 @@ def _actor(config: RunConfig) -> list[str]:
     return [
         "Actor (one step)",
         f"  processes          = cluster.nodes x cluster.procs_per_node = {config.cluster.nodes} x "
-        f"{config.cluster.procs_per_node} "
-        f"= {world}",
+        f"{config.cluster.procs_per_node} = {world}",
         f"  one model          = tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x "
-        f"{parallel.context} "
-        f"= {model} processes",
+        f"{parallel.context} = {model} processes",
         f"  data-parallel      = {world} / {model} = {dp} copies; each gets {_up(samples, dp)} of the {samples} "
-        f"samples, of equal cost",
+        "samples, of equal cost",
         f"  mini-batch         = actor.ppo_mini_batch_size x rollout.n = {actor.ppo_mini_batch_size} x "
-        f"{config.rollout.n} "
-        f"= {mini} samples an optimizer update",
-        f"  updates            = data.train_batch_size / actor.ppo_mini_batch_size x actor.ppo_epochs = "
+        f"{config.rollout.n} = {mini} samples an optimizer update",
+        "  updates            = data.train_batch_size / actor.ppo_mini_batch_size x actor.ppo_epochs = "
         f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = "
-        f"{derived.updates_per_step(config)} a step, "
-        f"{derived.total_updates(config)} in all ({config.trainer.total_steps} steps)",
+        f"{derived.updates_per_step(config)} a step, {derived.total_updates(config)} in all "
+        f"({config.trainer.total_steps} steps)",
         f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
         f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} "
-        f"tokens; the longest "
-        f"sample has {longest}, so between 1 and about {min(share, most)} an update, the same number on every rank",
+        f"tokens; the longest sample has {longest}, so between 1 and about {min(share, most)} an update, the same "
+        "number on every rank",
         "  accumulation       = gradients of all micro-batches of an update are added up before its one optimizer step",
     ]
 
@@ -157,8 +154,8 @@ def _reference(config: RunConfig) -> list[str]:
         model = config.reference.path or "the policy as reinforcement learning begins"
         return [f"Reference: {model}; one forward pass over the samples of a step, in {_place(config, 'reference')}"]
     return [
-        "Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the "
-        "same size"
+        "Reference: one forward pass over the samples of a step, on the actor's ranks and in micro-batches of the same "
+        "size"
     ]
 
 
@@ -177,12 +174,10 @@ def _sync(config: RunConfig) -> list[str]:
     return [
         "Weight sync (one step)",
         f"  bucket    = rollout.sync.staging_bytes / (2 x rollout.num_engines) = {sync.staging_bytes} / (2 x "
-        f"{engines}) "
-        f"= {sync.staging_bytes // engines // 2} bytes; a rank has two of them, or up to eight parts, on the way to "
-        f"each engine",
+        f"{engines}) = {sync.staging_bytes // engines // 2} bytes; a rank has two of them, or up to eight parts, on "
+        "the way to each engine",
         f"  a failure = after rollout.sync.timeout_s {sync.timeout_s:g} s without progress; {sync.max_retries} more "
-        f"attempts in the same "
-        "sync, then the engine is left out until the next",
+        "attempts in the same sync, then the engine is left out until the next",
     ]
 
 
@@ -191,8 +186,7 @@ def _critic(config: RunConfig) -> list[str]:
     if derived.has_reward_model(config):
         model = (
             f"Reward model: {config.reward_model.path}, {_place(config, 'reward_model')}; reward = reward.weight "
-            f"{config.reward.weight:g} "
-            f"x score + reward_model.weight {config.reward_model.weight:g} x its score"
+            f"{config.reward.weight:g} x score + reward_model.weight {config.reward_model.weight:g} x its score"
         )
     if not derived.has_critic(config):
         return [f"Critic: none (algorithm.adv_estimator={config.algorithm.adv_estimator} needs none)", model]
@@ -204,11 +198,11 @@ def _critic(config: RunConfig) -> list[str]:
     return [
         f"Critic: {_place(config, 'critic')}",
         f"  mini-batch         = critic.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} samples an "
-        f"optimizer update",
-        f"  updates            = data.train_batch_size / critic.ppo_mini_batch_size x critic.ppo_epochs = "
-        f"{config.data.train_batch_size} / "
-        f"{mini} x {config.critic.ppo_epochs} = {derived.critic_updates_per_step(config)} a step; alone for the first "
-        f"trainer.critic_warmup = {config.trainer.critic_warmup} steps",
+        "optimizer update",
+        "  updates            = data.train_batch_size / critic.ppo_mini_batch_size x critic.ppo_epochs = "
+        f"{config.data.train_batch_size} / {mini} x {config.critic.ppo_epochs} = "
+        f"{derived.critic_updates_per_step(config)} a step; alone for the first trainer.critic_warmup = "
+        f"{config.trainer.critic_warmup} steps",
         f"  a rank's share     = {mini * n} samples / {dp} copies = {_up(mini * n, dp)} samples an update",
         model,
     ]

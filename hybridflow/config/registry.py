@@ -69,8 +69,8 @@ class Registry(Generic[T]):
             near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.0)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{self.key}={name}: there is no {self.kind} of this name{hint} "
-                f"(choose one of {', '.join(self.names())}, or path/to/file.py:name)"
+                f"{self.key}={name}: there is no {self.kind} of this name{hint} (choose one of "
+                f"{', '.join(self.names())}, or path/to/file.py:name)"
             )
         importlib.import_module(f"{self.package}.{name}")
         assert name in self._entries, f"{self.package}.{name} registers no {self.kind} {name!r}"

@@ -23,7 +23,7 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
         elif config.trainer.critic_warmup:
             found.append(
                 f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set "
-                f"algorithm.adv_estimator=gae or critic_warmup=0"
+                "algorithm.adv_estimator=gae or critic_warmup=0"
             )
         if derived.needs_reference(config):
             found += [*_role(config, "reference", files), *_other_model(config)]
@@ -40,14 +40,13 @@ def _steering(config: RunConfig) -> Iterator[str]:
     algorithm, trainer = config.algorithm, config.trainer
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         yield (
-            f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or "
-            f"set kl_target=null"
+            f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef, which is 0; give it a value, or set "
+            "kl_target=null"
         )
     if trainer.critic_warmup >= trainer.total_steps and derived.has_critic(config):
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={trainer.total_steps} "
-            f"to the policy; "
-            "lower it"
+            "to the policy; lower it"
         )
 
 
@@ -57,13 +56,12 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
     if section.max_tokens_per_micro_batch < longest:
         yield (
             f"{role}.max_tokens_per_micro_batch={section.max_tokens_per_micro_batch} is less than the longest sample, "
-            f"{longest} tokens; "
-            f"raise it to at least {longest}"
+            f"{longest} tokens; raise it to at least {longest}"
         )
     if with_path and section.path is not None and not (Path(section.path) / "config.json").is_file():
         yield (
-            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); see `hybridflow "
-            f"train-reward --help`"
+            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); see `hybridflow train-reward "
+            "--help`"
         )
     elif with_path and section.path is not None:
         yield from _vocabulary(config, role, section.path)
@@ -76,8 +74,7 @@ def _layout(section: Role, role: str) -> Iterator[str]:
         if parallel != ParallelConfig():
             yield (
                 f"{role}.parallel is given, but with {role}.placement=colocated the actor.parallel layout counts; "
-                f"remove it, or set "
-                f"{role}.placement=own"
+                f"remove it, or set {role}.placement=own"
             )
         return
     size, expert = derived.model_parallel_size(parallel), derived.expert_model_parallel_size(parallel)
@@ -94,7 +91,7 @@ def _layout(section: Role, role: str) -> Iterator[str]:
     if parallel.context > 1 or parallel.virtual_pipeline is not None:
         yield (
             f"{role}.parallel: context={parallel.context} and virtual_pipeline={parallel.virtual_pipeline} are not "
-            f"supported here"
+            "supported here"
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{role}.parallel.sequence=true needs {role}.parallel.tensor > 1"
@@ -105,8 +102,7 @@ def _score_of_last_token(config: RunConfig) -> Iterator[str]:
     if config.reward_model.placement == "colocated" and context > 1:
         yield (
             f"reward_model.placement=colocated with actor.parallel.context={context}: no rank holds a sample's last "
-            f"token for sure; set "
-            "reward_model.placement=own"
+            "token for sure; set reward_model.placement=own"
         )
 
 
@@ -137,7 +133,7 @@ def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
         other = sum(policy.get(token) != index for token, index in own.items())
         yield (
             f"{role}.path={path} has a tokenizer of its own ({other} of its {len(own)} tokens have another id than the "
-            f"policy's): it would read other text than the policy wrote; give a model with the policy's tokenizer"
+            "policy's): it would read other text than the policy wrote; give a model with the policy's tokenizer"
         )
         return
     size, needed = _vocab_size(ModelConfig(path=path)), _vocab_size(config.model) or len(policy) or None
@@ -145,7 +141,7 @@ def _vocabulary(config: RunConfig, role: str, path: str) -> Iterator[str]:
         return
     yield (
         f"{role}.path={path} has vocab_size={size}, the policy {needed}: their tokens must be the same; give another "
-        f"model"
+        "model"
     )
 
 
@@ -183,8 +179,8 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
     dp, samples = derived.role_data_parallel_size(config, "critic"), derived.critic_samples_per_mini_batch(config)
     if dp and samples % dp:
         yield (
-            f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples do not divide "
-            f"over {dp} ranks"
+            f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples do not divide over "
+            f"{dp} ranks"
         )
 
 
@@ -193,12 +189,12 @@ def _pairs(config: RunConfig) -> Iterator[str]:
     if config.reward_model.max_tokens_per_micro_batch < 2 * longest:
         yield (
             f"reward_model.max_tokens_per_micro_batch={config.reward_model.max_tokens_per_micro_batch} is less than "
-            f"two samples of "
-            f"{longest} tokens; the answers of a pair share a micro-batch: raise it to at least {2 * longest}"
+            f"two samples of {longest} tokens; the answers of a pair share a micro-batch: raise it to at least "
+            f"{2 * longest}"
         )
     dp = derived.role_data_parallel_size(config, "reward_model")
     if dp and config.reward_training.batch_size % dp:
         yield (
             f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide over {dp} "
-            f"data-parallel ranks"
+            "data-parallel ranks"
         )

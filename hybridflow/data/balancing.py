@@ -88,8 +88,8 @@ def balance(costs: Costs, num_ranks: int, *, equal_counts: bool = False) -> list
     weights = checked_costs(costs)
     if num_ranks < 1 or (equal_counts and len(weights) % num_ranks):
         raise ValueError(
-            f"num_ranks must be positive, and divide the items for equal counts, got {len(weights)} items, "
-            f"{num_ranks} ranks"
+            f"num_ranks must be positive, and divide the items for equal counts, got {len(weights)} items, {num_ranks} "
+            "ranks"
         )
     # Everything below sees the costs in descending order, so that the same costs in another order are grouped alike.
     order = np.argsort(-weights, kind="stable")

@@ -186,7 +186,7 @@ class PreferenceDataset:
                 raise DataError(
                     f"{row.path}, row {row.number}: columns {chosen_key!r} and {rejected_key!r} hold the same answer "
                     f"{row.text(chosen_key)[:60]!r}{' (after cutting it)' if truncated else ''}; a pair must differ: "
-                    f"remove the row"
+                    "remove the row"
                 )
             for name, found in ids.items():
                 columns[name].append(found)

@@ -122,14 +122,12 @@ class ResumableSampler:
             if state.get(key) != now:
                 raise CheckpointError(
                     f"cannot resume: {meaning} was {state.get(key)!r} when the checkpoint was written and is {now!r} "
-                    f"now; "
-                    "restore the old value, or start a new run with another name"
+                    "now; restore the old value, or start a new run with another name"
                 )
         if state.get("order_by") != self.order_by:
             raise CheckpointError(
-                "cannot resume: the weights or the difficulty of the rows are not those of the checkpoint; restore "
-                "the columns they come "
-                "from, or start a new run with another name"
+                "cannot resume: the weights or the difficulty of the rows are not those of the checkpoint; restore the "
+                "columns they come from, or start a new run with another name"
             )
         self.position = position
 

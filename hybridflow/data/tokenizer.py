@@ -99,13 +99,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not folder.is_dir():
         raise DataError(
             f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer "
-            f"(nothing is downloaded)"
+            "(nothing is downloaded)"
         )
     # transformers makes an empty tokenizer of a folder that has none but a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise DataError(
-            f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); copy the "
-            f"model's there, or give their folder in model.tokenizer"
+            f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); copy the model's "
+            "there, or give their folder in model.tokenizer"
         )
     from transformers import AutoTokenizer
 

@@ -185,8 +185,8 @@ class _PinnedStore:
             except RuntimeError as error:
                 size = sum(storage.nbytes() for storage in storages)
                 raise ResourceError(
-                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. They are still on "
-                    f"the device. Free host memory, or set {key}=false"
+                    f"no room for {size / 2**20:.0f} MiB ({key}) in pinned host memory: {error}. They are still on the "
+                    f"device. Free host memory, or set {key}=false"
                 ) from error
         for block, storage in zip(self._blocks, storages, strict=True):
             block.copy_(_bytes(storage), non_blocking=True)

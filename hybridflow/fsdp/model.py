@@ -107,7 +107,7 @@ def _fill(model: ScoringModel, family: Family, source: WeightSource) -> None:
         ]
         raise ModelError(
             f"transformers' {type(model.causal).__name__} and the family's map differ: {wrong[:4]}; train it with "
-            f"Megatron"
+            "Megatron"
         )
     for name, shape in tensors.items():
         start, rows = shard_rows(shape[0], dist.get_rank(), dist.get_world_size())

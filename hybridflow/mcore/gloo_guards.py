@@ -74,5 +74,5 @@ def _require_contiguous(tensor: Any, collective: str) -> None:
     if isinstance(tensor, torch.Tensor) and not tensor.is_contiguous():
         raise RuntimeError(
             f"gloo {collective} on a non-contiguous tensor {tuple(tensor.shape)} stride {tensor.stride()} would give "
-            f"wrong data"
+            "wrong data"
         )

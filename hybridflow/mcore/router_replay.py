@@ -192,10 +192,9 @@ class RouterReplay:
         if mismatched or used != sent or waiting:
             raise RouterReplayError(
                 f"router replay is not live on global rank {dist.get_rank()}: of {sent} token-layers with given "
-                f"experts {used} were "
-                f"routed, {mismatched} of them to other experts; {waiting} recomputations did not happen. This pass "
-                f"computed another "
-                "function than the one that was sampled from. Set actor.router_replay=none to train without replay."
+                f"experts {used} were routed, {mismatched} of them to other experts; {waiting} recomputations did not "
+                "happen. This pass computed another function than the one that was sampled from. Set "
+                "actor.router_replay=none to train without replay."
             )
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 

@@ -189,7 +189,7 @@ class Decoder:
             if at.pp_size == 1 or first + last >= self.num_layers:
                 raise ModelError(
                     f"first_stage_layers {first} and last_stage_layers {last} leave no layer for another stage; set "
-                    f"them to 0"
+                    "them to 0"
                 )
             rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
         else:

@@ -69,8 +69,8 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES.names():
         raise ModelError(
-            f"model_type {model_type!r} has no parameter map; supported: {', '.join(FAMILIES.names())}. "
-            f"Set it in model.hf_config or config.json, or give your own map: model.family=path/to/file.py:{model_type}"
+            f"model_type {model_type!r} has no parameter map; supported: {', '.join(FAMILIES.names())}. Set it in "
+            f"model.hf_config or config.json, or give your own map: model.family=path/to/file.py:{model_type}"
         )
     return FAMILIES.get(model_type)(hf_config, mtp)
 

@@ -37,7 +37,7 @@ class BlockQuantisation:
         if len(self.block) != 2 or min(self.block) < 1:
             raise ModelError(
                 f"quantization_config.weight_block_size is {list(self.block)}; give two positive numbers, rows and "
-                f"columns"
+                "columns"
             )
 
     @classmethod

@@ -63,8 +63,7 @@ class AdapterMap:
         if missing := [target for target in config.targets if target not in has]:
             raise ModelError(
                 f"actor.lora.targets: the model has no {', '.join(missing)} to adapt (routed experts have no "
-                f"adapters); "
-                f"choose from {', '.join(has)}"
+                f"adapters); choose from {', '.join(has)}"
             )
         # HF tensor -> the uncut Megatron weight that it is part of
         self._uncut = {piece.source: local for local in linears if self._is_wanted(local) for piece in local.pieces}

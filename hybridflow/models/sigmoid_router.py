@@ -44,8 +44,8 @@ def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:
     if groups > 1 and topk // chosen != 2:
         raise ModelError(
             f"num_experts_per_tok={topk} with topk_group={chosen} of n_group={groups} is not supported: Megatron "
-            f"scores a group of experts by its best num_experts_per_tok // topk_group, Hugging Face by its best two; "
-            f"choose num_experts_per_tok = 2 * topk_group"
+            "scores a group of experts by its best num_experts_per_tok // topk_group, Hugging Face by its best two; "
+            "choose num_experts_per_tok = 2 * topk_group"
         )
     config: dict[str, Any] = {
         "num_moe_experts": experts,

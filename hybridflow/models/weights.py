@@ -80,8 +80,8 @@ class SafetensorsFolder:
                 self.files = dict.fromkeys(handle.keys(), "model.safetensors")
         else:
             raise ModelError(
-                f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; "
-                "model.path must be a Hugging Face folder with weights"
+                f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; model.path must be a "
+                "Hugging Face folder with weights"
             )
 
     def names(self) -> set[str]:
@@ -114,7 +114,7 @@ class SafetensorsFolder:
             if any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
                 raise ModelError(
                     f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
-                    f"config.json implies"
+                    "config.json implies"
                 )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import OffloadConfig, ParallelConfig, RunConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, ResourceError
+from hybridflow.placement import ClusterShape, place, pools_of
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Machines
 from hybridflow.planning.generation import Engine, Lengths
@@ -66,6 +67,7 @@ class Job:
     staging_bytes: int
     is_staged: bool
     save_every: int
+    placed: str | None = None  # why the cluster cannot take the processes; None: it can
     constants: Constants = FITTED
 
     def role(self, name: str) -> RolePlan | None:
@@ -127,7 +129,8 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
         roles=tuple(roles),
         engine=engine,
         engines=rollout.num_engines,
-        shares=getattr(rollout, "pool", None) == "actor" or rollout.sleep_while_training,
+        shares=derived.pool_of(config, "rollout") == "actor",
+        placed=_placement_problem(config, machines),
         sleeps=rollout.sleep_while_training,
         prompts=data.train_batch_size,
         samples=derived.samples_per_step(config),
@@ -138,6 +141,17 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
         is_staged=rollout.sync.commit == "staged",
         save_every=config.trainer.save_every_steps,
     )
+
+
+def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
+    """Ask the function that places a run."""
+    if not machines.is_gpu:
+        return None  # a local cluster takes as many processes as are asked for
+    try:
+        place(ClusterShape.uniform(machines.nodes, machines.devices_per_node), pools_of(config))
+    except ResourceError as error:
+        return str(error)
+    return None
 
 
 def _names(config: RunConfig) -> list[str]:

@@ -66,8 +66,8 @@ class Plan:
             if phase.peak > self.limit
         ]
         machines, job = self.job.machines, self.job
-        if job.devices > machines.devices:
-            found.append(f"the job needs {job.devices} devices, and the cluster has {machines.devices}")
+        if job.placed is not None:
+            found.append(job.placed)
         longest = job.prompt_tokens + job.lengths.longest
         if job.engine.kv_room < longest:
             found.append(

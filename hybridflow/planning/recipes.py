@@ -36,7 +36,7 @@ def plan_recipe(name: str) -> Plan:
     """The plan of a shipped recipe on the cluster that it names."""
     config = load_config(name)
     cluster = config.cluster
-    return make_plan(job_of(config, read_cluster(None, cluster.nodes, cluster.procs_per_node, cluster.device)))
+    return make_plan(job_of(config, read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device)))
 
 
 def document() -> str:

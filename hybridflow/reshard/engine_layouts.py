@@ -140,9 +140,8 @@ def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, ful
     for start, at, size, whole_size, step in zip(piece.source_start, place, piece.shape, full, block, strict=True):
         if start % step or at % step or ((start + size) % step and start + size != whole_size):
             raise WeightSyncError(
-                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} "
-                f"on, which is not "
-                f"in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
+                f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} on, "
+                f"which is not in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
             )
     first = tuple(begin // step for begin, step in zip(piece.source_start, block, strict=True))
     local = (*piece.local_start[:-2], *(begin // step for begin, step in zip(place, block, strict=True)))

@@ -123,10 +123,9 @@ def _refuse_cut(catalog: Catalog, rank: RankLayout, row: int, first_rank: int, b
     raise WeightSyncError(
         f"trainer rank {first_rank} holds [{low[0]}:{high[0]}, {low[1]}:{high[1]}] of {name} {full} in one piece "
         f"({rank.names[int(rank.buffer[row])]}): this cuts through an fp8 block of {int(block[1])} x {int(block[2])}, "
-        f"whose scale no rank "
-        f"could compute alone. Choose actor.parallel.tensor (or expert_tensor) so that a rank's rows and columns, and "
-        f"a head's, are "
-        f"multiples of the block, name the module in quantization_config.modules_to_not_convert, or serve in bfloat16"
+        "whose scale no rank could compute alone. Choose actor.parallel.tensor (or expert_tensor) so that a rank's "
+        "rows and columns, and a head's, are multiples of the block, name the module in "
+        "quantization_config.modules_to_not_convert, or serve in bfloat16"
     )
 
 

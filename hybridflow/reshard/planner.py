@@ -111,7 +111,7 @@ def _chop(catalog: Catalog, rows: Table, need: Table, bucket_bytes: int) -> Tabl
         most = int((nbytes // length)[step < 1].max())
         raise WeightSyncError(
             f"one row of a tensor has {most} bytes, a bucket {bucket_bytes}; set the staging bytes to {2 * most} or "
-            f"more"
+            "more"
         )
     table = Quantised.of(catalog)
     tensor = need["tensor"][rows["need"][large]]
@@ -164,8 +164,8 @@ def _fill_buckets(rows: Table, need: Table, target: Layout, bucket_bytes: int) -
         layout = target.classes[int(need["class"][worst])]
         name, most = layout.names[int(need["buffer"][worst])], int(units.max())
         raise WeightSyncError(
-            f"the fused engine tensor {name} takes {most} bytes and may not be split, a bucket has {bucket_bytes}; "
-            f"set the staging bytes to {2 * most} or more"
+            f"the fused engine tensor {name} takes {most} bytes and may not be split, a bucket has {bucket_bytes}; set "
+            f"the staging bytes to {2 * most} or more"
         )
     numbers, current, filled, owner = [], 0, 0, -1
     for size, number in zip(units.tolist(), need["class"][rows["need"][first]].tolist(), strict=True):
@@ -210,8 +210,7 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
     if bad:
         raise WeightSyncError(
             f"no conversion between {', '.join(bad)} and the other side's dtypes; the plan casts among "
-            f"{', '.join(CASTS)}, "
-            f"and from these to block-wise {FP8}"
+            f"{', '.join(CASTS)}, and from these to block-wise {FP8}"
         )
     problem = next(_fp8_faults(catalog, target), None)
     if problem is not None:

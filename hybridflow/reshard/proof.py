@@ -86,8 +86,7 @@ def compare_buffers(layout: Mapping[str, Sequence[int]], actual: Mapping[str, Se
     if extra or missing or unlike:
         raise WeightSyncError(
             f"{where}: the engine's buffers are not those of the layout: extra {extra[:_SHOWN]}, missing "
-            f"{missing[:_SHOWN]}, "
-            f"of another shape {[(n, tuple(layout[n]), tuple(actual[n])) for n in unlike[:_SHOWN]]}"
+            f"{missing[:_SHOWN]}, of another shape {[(n, tuple(layout[n]), tuple(actual[n])) for n in unlike[:_SHOWN]]}"
         )
 
 
@@ -400,7 +399,7 @@ def _block_faults(plan: SlicePlan) -> Iterator[str]:
     for row in np.flatnonzero(outside.any(axis=1))[:_SHOWN].tolist():
         yield (
             f"slice {int(rows[row])} of {catalog.names[int(tensor[row])]} needs fp8 blocks that reach beyond the "
-            f"region it is made of"
+            "region it is made of"
         )
 
 

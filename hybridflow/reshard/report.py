@@ -153,7 +153,7 @@ def table(run: DryRun) -> str:
         (
             "peak staging",
             f"{f['sender_staging_bytes'] / 2**20:,.0f} MiB a sender, {f['receiver_staging_bytes'] / 2**20:,.0f} MiB a "
-            f"receiver",
+            "receiver",
         ),
         (
             "predicted time",

@@ -124,8 +124,8 @@ class RewardManager:
         near = difflib.get_close_matches(str(source), self._verifiers, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"{where}no verifier for data_source {source!r}{hint} (known: {', '.join(sorted(self._verifiers))}); "
-            "give one of your own in reward.verifiers, or a function for all rows in reward.path"
+            f"{where}no verifier for data_source {source!r}{hint} (known: {', '.join(sorted(self._verifiers))}); give "
+            "one of your own in reward.verifiers, or a function for all rows in reward.path"
         )
 
 

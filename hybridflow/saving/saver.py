@@ -265,8 +265,8 @@ class Job:
         if self.rank == 0 and not (self.folder / MANIFEST).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         return CheckpointError(
-            f"the checkpoint {self.folder} could not be written ({cause}); the previous checkpoint is untouched. "
-            "Free disk space and run the same command again to resume."
+            f"the checkpoint {self.folder} could not be written ({cause}); the previous checkpoint is untouched. Free "
+            "disk space and run the same command again to resume."
         )
 
 

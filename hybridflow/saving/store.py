@@ -224,8 +224,8 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"the checkpoint {final} could not be written: {error}; the previous checkpoint is untouched. "
-                    "Free disk space and run the same command again to resume."
+                    f"the checkpoint {final} could not be written: {error}; the previous checkpoint is untouched. Free "
+                    "disk space and run the same command again to resume."
                 ) from error
             raise
 

@@ -45,7 +45,7 @@ def locate(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(
             f"{path}: no such folder; give a run, a checkpoint (runs/NAME/checkpoints/global_step_N) or its policy "
-            f"folder"
+            "folder"
         )
     for folder in (path / "checkpoints", path):
         try:
@@ -59,8 +59,8 @@ def locate(path: Path) -> Path:
             return folder
     if path.name == "policy" or (path / "policy").is_dir() or (path / DRIVER).exists():
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an older version "
-            f"wrote it)"
+            f"{path} is not a whole checkpoint: no {MANIFEST} in it (the save was cut short, or an older version wrote "
+            "it)"
         )
     raise ConfigError(f"{path} holds no checkpoint: no {MANIFEST}, no policy/, no checkpoints/latest.json in it")
 

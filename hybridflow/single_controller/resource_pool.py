@@ -66,7 +66,7 @@ class ResourcePool:
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
                 f"a pool needs at least one node, process and group, got {nodes} x {procs_per_node}, {max_colocate} "
-                f"colocated"
+                "colocated"
             )
         need = {"CPU": float(procs_per_node)} | ({"GPU": float(procs_per_node)} if gpus else {})
         wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s

@@ -51,8 +51,8 @@ class Member:
         """An error that names session, both ranks, message and deadline."""
         return WeightSyncError(
             f"session {self.endpoint.session}: {self.side} rank {self.rank}, message {tag} with {self.peer_side} rank "
-            f"{peer} over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); "
-            "give the session up and sync again"
+            f"{peer} over {self.endpoint.transport}: {what} (deadline {self.endpoint.timeout_s:g} s); give the session "
+            "up and sync again"
         )
 
     def late(self, peer: int, tag: int) -> WeightSyncError:
@@ -68,8 +68,8 @@ def refuse_device(member: Member, device: torch.device, instead: str) -> None:
     """Raise WeightSyncError unless the buffers lie on the CPU; the message says what to do `instead`."""
     if device.type != "cpu":
         raise WeightSyncError(
-            f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank {member.rank} has "
-            f"them on {device}; {instead}"
+            f"the transport {member.endpoint.transport} carries CPU buffers, {member.side} rank {member.rank} has them "
+            f"on {device}; {instead}"
         )
 
 
@@ -120,8 +120,8 @@ def _store(endpoint: Endpoint, deadline: float) -> Any:
         except (OSError, RuntimeError) as error:
             if time.monotonic() + 0.05 > deadline:
                 raise WeightSyncError(
-                    f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} "
-                    f"within {endpoint.timeout_s:g} s ({error}); is the trainer up?"
+                    f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} within "
+                    f"{endpoint.timeout_s:g} s ({error}); is the trainer up?"
                 ) from error
         time.sleep(0.05)
 

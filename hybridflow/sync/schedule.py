@@ -98,8 +98,7 @@ class PlanFacts:
         )
         return (
             f"weight sync plan {self.digest[:12]} proven: {self.slices} slices, {total / 1e6:.1f} MB to "
-            f"{len(self.nbytes)} engines, "
-            f"{self.padding} elements of padding, {unused}"
+            f"{len(self.nbytes)} engines, {self.padding} elements of padding, {unused}"
         )
 
 

@@ -167,14 +167,14 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
     if whole is None:
         raise WeightSyncError(
             f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan from this rank's "
-            f"layout"
+            "layout"
         )
     view = whole.detach()
     view = view[(None,) * (DIMS - view.dim())]
     if any(start + size > full for start, size, full in zip(starts, sizes, view.shape, strict=True)):
         raise WeightSyncError(
             f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} on; make the plan "
-            f"from this rank's layout"
+            "from this rank's layout"
         )
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         view = view.narrow(axis, start, size)

@@ -335,7 +335,7 @@ def _compare(sync: _RankSync, peer: int, sent: torch.Tensor) -> None:
     if wrong is not None:
         message = [message for message in sync.messages if message.peer == peer][wrong]
         raise WeightSyncError(
-            f"engine rank {sync.staging.rank}: what arrived from trainer rank {peer} of bucket {message.bucket} "
-            f"(from {message.items[0].buffer} on, {message.nbytes} bytes) has another checksum than what was sent; "
-            "give the session up and sync again"
+            f"engine rank {sync.staging.rank}: what arrived from trainer rank {peer} of bucket {message.bucket} (from "
+            f"{message.items[0].buffer} on, {message.nbytes} bytes) has another checksum than what was sent; give the "
+            "session up and sync again"
         )

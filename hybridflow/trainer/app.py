@@ -7,7 +7,7 @@ import fcntl
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +20,12 @@ from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
-from hybridflow.errors import ConfigError, RunInterrupted
+from hybridflow.errors import ClusterLostError, ConfigError, RunInterrupted, StorageError
 from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
 from hybridflow.rollout.recovery import RestartingRollouts
@@ -40,7 +41,7 @@ from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
-from hybridflow.workers.model_role import MODEL_ROLES, ModelWorker
+from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
@@ -78,10 +79,13 @@ def train_reward(config: RunConfig) -> None:
 class _Job:
     """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
 
-    def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
+    def __init__(
+        self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress, goes_on: bool = False
+    ) -> None:
+        """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
-        self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
-        session.resume(self.checkpoint)
+        self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
+        (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
             for line in _changed_settings(config, self.checkpoint):
@@ -191,7 +195,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engine_workers, other_nodes = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids, other_nodes)
     trained = ("actor", "critic")
-    roles = ["actor", *(role for role, kind in MODEL_ROLES.items() if kind.is_wanted(config))]
+    roles = derived.roles_in_use(config)
     workers = job.start_roles(cluster, roles, trained)
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
@@ -264,8 +268,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     names = (settings.chosen_key, settings.rejected_key)
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
-    needs_policy = bool(config.sft.steps) or derived.is_colocated(config, "reward_model")
-    roles = ["actor", "reward_model"] if needs_policy else ["reward_model"]
+    roles = derived.roles_in_use(config, "train-reward")
     workers = job.start_roles(job.start_cluster(), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
@@ -325,12 +328,18 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with _terminate_as_interrupt(), ExitStack() as stack:
-                summary = job(_Job(config, session, stack, progress))
+            with _terminate_as_interrupt():
+                summary = _with_clusters(config, job, session, progress)
+            session.close()
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
+        except OSError as error:
+            if (storage := StorageError.of(error)) is None:
+                raise
+            raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
         finally:
-            session.close()
+            with suppress(OSError):  # what could not be written is said already
+                session.close()
             stop_logging()
         summary = {
             "seed": config.seed,
@@ -342,6 +351,28 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         if config.trainer.report:
             progress.message(f"report: {write_report(folder)}")
         progress.message(f"summary: {folder / 'summary.json'}")
+
+
+def _with_clusters(
+    config: RunConfig, job: Callable[[_Job], dict[str, Any]], session: Session, progress: Progress
+) -> dict[str, Any]:
+    """Run the job; where Ray itself is lost and the run had started it, go on from the last checkpoint in a fresh
+    cluster, at most `trainer.max_restarts` times within an hour.
+
+    Raises:
+        ClusterLostError: otherwise; says how to resume.
+    """
+    limit, goes_on = RestartLimit(config.trainer.max_restarts), False
+    while True:
+        try:
+            with ExitStack() as stack:
+                return job(_Job(config, session, stack, progress, goes_on))
+        except ClusterLostError as error:
+            session.store.settle()
+            if config.cluster.address is not None or not limit.take():
+                raise ClusterLostError(f"{error}, and the run with it: {_how_to_resume(session.store)}") from error
+            progress.message(f"{error}: a fresh cluster is started, and the run goes on from its last checkpoint")
+            goes_on = True
 
 
 def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:

@@ -20,8 +20,7 @@ def check_devices(config: RunConfig, platform: Platform) -> None:
     if config.rollout.nodes_per_engine > 1 and config.cluster.address is None and platform.kind == "cuda":
         raise ConfigError(
             f"rollout.nodes_per_engine={config.rollout.nodes_per_engine} with cluster.address=null puts all nodes of "
-            f"an engine on this "
-            "machine, where each would take the same GPUs; give the address of a cluster, or set "
+            "an engine on this machine, where each would take the same GPUs; give the address of a cluster, or set "
             "rollout.nodes_per_engine=1"
         )
 
@@ -49,14 +48,14 @@ def _check_transport(config: RunConfig, platform: Platform) -> None:
 def _check_fp8(platform: Platform) -> None:
     wanted = ".".join(map(str, FP8_CAPABILITY))
     instead = (
-        "set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and proves such a "
-        "transfer on any machine"
+        "set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and proves such a transfer "
+        "on any machine"
     )
     if platform.kind == "cpu":
         # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
         raise ConfigError(
             f"rollout.quantization=fp8 needs GPUs of compute capability {wanted} or later, and this is a CPU: an "
-            f"engine loads fp8 weights there, but computes with them in Triton, which has no driver for CPUs, or with "
+            "engine loads fp8 weights there, but computes with them in Triton, which has no driver for CPUs, or with "
             f"AMX and its own kernels; {instead}"
         )
     if (found := platform.capability()) < FP8_CAPABILITY:

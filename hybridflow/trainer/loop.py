@@ -171,6 +171,8 @@ class RLTrainer:
         with self.phases.sync():
             synced = self.weights.sync(self.step)
         for engine, why in synced.stale.items():
+            if engine in self.left_out:
+                continue  # said already
             progress.message(f"step {self.step}: {engine} is left out until it takes new weights: {why}")
         for engine in sorted(self.left_out - synced.stale.keys()):
             progress.message(f"step {self.step}: {engine} has taken weights again")
@@ -230,9 +232,8 @@ class RLTrainer:
             if not all(update.applied for update in done):
                 raise HybridFlowError(
                     f"step {self.step}: a gradient of the {role} is not finite (norms "
-                    f"{[update.grad_norm for update in done]}); that "
-                    f"update was not applied. Lower {role}.optim.lr and run the same command again to resume from the "
-                    f"last checkpoint."
+                    f"{[update.grad_norm for update in done]}); that update was not applied. Lower {role}.optim.lr and "
+                    "run the same command again to resume from the last checkpoint."
                 )
 
     # ---- checkpoints

@@ -92,9 +92,8 @@ def replay_metrics(
     if not counts["sent"] == counts["used"] == expected or counts["mismatched"]:
         raise RouterReplayError(
             f"actor.router_replay={kind}: {expected} token-layers have recorded experts ({counts['routers']} layers "
-            f"with experts), "
-            f"{counts['sent']} reached the routers, {counts['used']} were used, {counts['mismatched']} with other "
-            f"experts"
+            f"with experts), {counts['sent']} reached the routers, {counts['used']} were used, {counts['mismatched']} "
+            "with other experts"
         )
     metrics = {"tokens": float(counts["used"] if kind != "compare" else 0), "mismatches": float(counts["mismatched"])}
     if scored:

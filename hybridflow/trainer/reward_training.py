@@ -56,7 +56,7 @@ class RewardTrainer:
                 if session.config.actor.on_nonfinite == "stop" and not update.applied:
                     raise HybridFlowError(
                         f"reward step {self.step}: the gradient is not finite (loss {update.means['loss']}); lower "
-                        f"reward_training.optim.lr"
+                        "reward_training.optim.lr"
                     )
                 means = {("reward/loss" if name == "loss" else name): value for name, value in update.means.items()}
                 seconds = {"step": time.perf_counter() - started}

@@ -93,11 +93,9 @@ class RoleMemory:
         offload = f", set {' '.join(keys)}" if keys else ""
         return MemoryExhaustedError(
             f"out of memory in {name}: peak {_gib(self.platform.peak_memory_bytes())} of "
-            f"{_gib(self.platform.total_memory_bytes())}, of "
-            f"which {held or 'nothing'} of the model. Lower {role}.max_tokens_per_micro_batch{offload}, raise "
-            f"{self.layout}.parallel.tensor, pipeline or expert, or lower rollout.mem_fraction_static where engines "
-            f"share the device. "
-            f"({str(error).splitlines()[0][:200]})"
+            f"{_gib(self.platform.total_memory_bytes())}, of which {held or 'nothing'} of the model. Lower "
+            f"{role}.max_tokens_per_micro_batch{offload}, raise {self.layout}.parallel.tensor, pipeline or expert, or "
+            f"lower rollout.mem_fraction_static where engines share the device. ({str(error).splitlines()[0][:200]})"
         )
 
 

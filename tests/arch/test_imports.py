@@ -118,9 +118,9 @@ def test_the_layer_contract_fails_on_an_upward_import(tmp_path: Path) -> None:
 def circles(root: Path) -> list[list[str]]:
     """Modules of the package under `root` that import each other, also for types alone."""
     code = (
-        "import sys, json, grimp; sys.path.insert(0, '.'); "
-        "graph = grimp.build_graph('hybridflow', cache_dir=None, exclude_type_checking_imports=False); "
-        "print(json.dumps([[a, b] for a in graph.modules for b in graph.find_modules_directly_imported_by(a)]))"
+        "import sys, json, grimp; sys.path.insert(0, '.'); graph = grimp.build_graph('hybridflow', cache_dir=None, "
+        "exclude_type_checking_imports=False); print(json.dumps([[a, b] for a in graph.modules for b in "
+        "graph.find_modules_directly_imported_by(a)]))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     edges = networkx.DiGraph(json.loads(result.stdout))

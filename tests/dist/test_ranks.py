@@ -87,7 +87,7 @@ def test_every_failure_is_told_with_what_the_rank_said_and_nothing_is_left(tmp_p
 
 def test_ranks_die_with_the_tests(tmp_path: Path) -> None:
     code = (
-        f"from tests.dist.harness.ranks import run_ranks; run_ranks(2, 'tests.dist.cases.rank:stay', loaded=(), "
+        "from tests.dist.harness.ranks import run_ranks; run_ranks(2, 'tests.dist.cases.rank:stay', loaded=(), "
         f"folder={str(tmp_path)!r})"
     )
     tests = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)

@@ -104,8 +104,8 @@ def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str
     missing = [name for name in known.source_files if not (source / name).is_file()]
     if missing:
         raise DataError(
-            f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from "
-            "this folder"
+            f"{source}: no {' and no '.join(missing)}; task {task!r} reads {', '.join(known.source_files)} from this "
+            "folder"
         )
     return listed_files(source, known.source_files)
 
@@ -132,7 +132,7 @@ def _refuse_foreign_files(out: Path) -> None:
     if foreign:
         raise DataError(
             f"{out} holds files that no preparation wrote ({', '.join(foreign[:3])}): choose another data.prepare.out "
-            f"or empty it"
+            "or empty it"
         )
 
 

@@ -85,7 +85,7 @@ class TracedLayout:
                 if rest and piece.fill:
                     raise WeightSyncError(
                         f"the loader fills a part of {piece.buffer} with {piece.fill} and nothing else; only zero is "
-                        f"planned"
+                        "planned"
                     )
                 written[piece.buffer] += rest
                 for start, size in rest:

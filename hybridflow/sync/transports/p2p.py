@@ -76,8 +76,8 @@ class PeerToPeer:
             )
         return WeightSyncError(
             f"session {member.endpoint.session}, {member.side} rank {member.rank}: no process group with "
-            f"{member.peer_side} ranks {list(member.peers)} within {member.endpoint.timeout_s:g} s: {reason}; "
-            "look at the logs of those ranks"
+            f"{member.peer_side} ranks {list(member.peers)} within {member.endpoint.timeout_s:g} s: {reason}; look at "
+            "the logs of those ranks"
         )
 
     def close(self) -> None:

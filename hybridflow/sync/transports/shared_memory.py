@@ -172,7 +172,7 @@ class _Segment:
         if found != (tag, nbytes):
             what = (
                 f"{nbytes} bytes were expected, message {found[0]} of {found[1]} bytes came; the two sides have "
-                f"different plans"
+                "different plans"
             )
             raise self._member.failure(self._peer, tag, what)
         slot = self._slot(nbytes)
@@ -399,8 +399,7 @@ def _wait_for_maps(member: Member, meeting: Meeting) -> None:
             missing = [peer for peer in member.peers if not meeting.store.check([f"mapped/{peer}"])]
         raise WeightSyncError(
             f"session {member.endpoint.session}: engine ranks {missing} did not map the memory of trainer rank "
-            f"{member.rank} "
-            f"within {member.endpoint.timeout_s:g} s; look at their logs"
+            f"{member.rank} within {member.endpoint.timeout_s:g} s; look at their logs"
         ) from error
 
 

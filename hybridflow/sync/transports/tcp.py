@@ -195,7 +195,7 @@ class _Transfer:
         if (found := form.unpack(header)) != wanted:
             what = (
                 f"message and bytes {list(wanted)} were expected, {list(found)} came; the two sides have different "
-                f"plans"
+                "plans"
             )
             raise self.channel.member.failure(self.peer, self.tag, what)
 

@@ -24,7 +24,7 @@ def faults(config: RunConfig) -> Sequence[str]:
     if found := refused(config):
         return found
     cluster = config.cluster
-    machines = read_cluster(None, cluster.nodes, cluster.procs_per_node, cluster.device)
+    machines = read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device)
     return make_plan(job_of(config, machines)).problems
 
 
@@ -64,7 +64,7 @@ def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
         ("grpo-kimi-k2-32x8", "actor.ppo_mini_batch_size=1"),
         ("grpo-mixtral-8x22b-8x8", "actor.max_tokens_per_micro_batch=400000"),
         ("ppo-llama-3.1-70b-4x8", "actor.offload.optimizer=false"),
-        ("grpo-qwen3-14b-1x8", "cluster.nodes=2"),
+        ("grpo-qwen3-14b-1x8", "rollout.num_engines=5"),  # more than the devices have room for
     ],
 )
 def test_a_recipe_that_is_wrong_is_caught(name: str, change: str) -> None:

@@ -156,9 +156,9 @@ def test_an_option_of_a_file_is_checked(entries: Path) -> None:
 
 def test_declarations_of_the_package_need_no_torch() -> None:
     code = (
-        "import sys; from hybridflow.config.check import check; from hybridflow.config.load import load_config; "
-        "from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES; check(load_config('e2e', [])); "
-        "[r.get(n) for r in (ESTIMATORS, POLICY_LOSSES) for n in r.names()]; print('torch' in sys.modules)"
+        "import sys; from hybridflow.config.check import check; from hybridflow.config.load import load_config; from "
+        "hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES; check(load_config('e2e', [])); [r.get(n) for r in "
+        "(ESTIMATORS, POLICY_LOSSES) for n in r.names()]; print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

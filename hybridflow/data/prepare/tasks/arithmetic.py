@@ -160,8 +160,8 @@ def _held_out(options: ArithmeticOptions) -> np.ndarray:
     if options.num_test >= total:
         raise ConfigError(
             f"data.prepare.options.num_test is {options.num_test}, but operands "
-            f"{options.min_operand}..{options.max_operand} make only "
-            f"{total} pairs and some must remain for training: lower num_test or raise max_operand"
+            f"{options.min_operand}..{options.max_operand} make only {total} pairs and some must remain for training: "
+            "lower num_test or raise max_operand"
         )
     return np.random.default_rng(options.holdout_seed).choice(total, options.num_test, replace=False)
 
@@ -180,8 +180,7 @@ def _draw(options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stre
     if not 0 < wanted <= free:
         raise ConfigError(
             f"data.prepare.options.{option} is {count}, but only {free} pairs remain of {total} after the held-out "
-            f"ones: "
-            f"lower {option} or num_test, or raise max_operand"
+            f"ones: lower {option} or num_test, or raise max_operand"
         )
     if wanted > _MAX_ROWS:
         raise ConfigError(
