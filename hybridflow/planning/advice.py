@@ -85,6 +85,9 @@ def _changes(config: RunConfig, machines: Machines) -> Iterator[Change]:
         yield {"actor.parallel.pipeline": parallel.pipeline * size}
         if rollout.num_engines % size == 0:
             yield {"rollout.tensor": rollout.tensor * size, "rollout.num_engines": rollout.num_engines // size}
+    ranks = rollout.tensor * rollout.pipeline
+    if derived.pool_of(config, "rollout") == "actor" and (engines := derived.world_size(config) // ranks):
+        yield {"rollout.num_engines": engines}
     for factor in (2, 4, 8):
         yield {
             "cluster.nodes": config.cluster.nodes * factor,
