@@ -13,10 +13,12 @@ from hybridflow.errors import ConfigError
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
     from hybridflow.planning.devices import Machines
+    from hybridflow.planning.job import Assumed
     from hybridflow.reshard.report import DryRun
 
 OPTIONS = (
     *("--cluster", "--device", "--mean-prompt", "--mean-response", "--transfer", "--published", "--recipes"),
+    *("--auto", "--overlap"),
     *("--model", "--trainer", "--engines", "--dtype", "--engine-dtype", "--staging-mib", "--link-gbps", "--write"),
 )
 PLAN = """\
@@ -25,6 +27,7 @@ examples:
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8 actor.parallel.expert=4 --mean-response 3000
   hybridflow plan --config-name grpo-kimi-k2-256x8 --transfer     with the plan of the weight sync itself
   hybridflow plan --config-name my-recipe --cluster cluster.yaml  device, nodes, devices_per_node, devices of your own
+  hybridflow plan --config-name ppo-qwen3-8b-1x8 --cluster cluster.yaml --auto --write my-configs/mapped.yaml
   hybridflow plan --published                                     published runs beside what the planner says of them
 
 Neither a GPU nor weights are needed. docs/planning.md says what is modelled and how well it agrees with published runs.
@@ -52,6 +55,8 @@ def add(commands: Any, adder: Adder) -> None:
     plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
     plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
     plan.add_argument("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
+    plan.add_argument("--auto", action="store_true", help="find the placement and layouts with the shortest step")
+    plan.add_argument("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
     plan.add_argument("--published", action="store_true", help="how the planner agrees with published runs")
     plan.add_argument("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
     _add_transfer(plan, is_required=False)
@@ -97,6 +102,8 @@ def _run_recipe(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} {value:g} must be a number of tokens above 0")
     assumed = Assumed(args.mean_prompt, args.mean_response)
     hf = _sizes(config)
+    if args.auto:
+        return _run_auto(args, config, machines, assumed, hf)
     plan = make_plan(job_of(config, machines, assumed, hf))
     transfer = _transfer_of(config, args) if args.transfer else None
     if args.json:
@@ -109,6 +116,29 @@ def _run_recipe(args: argparse.Namespace) -> int:
         from hybridflow.reshard.report import table as transfer_table
 
         print(f"\nThe weight sync\n{transfer_table(transfer)}")
+    return 0
+
+
+def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> int:
+    from hybridflow.planning import advice, autoplan
+    from hybridflow.planning.job import job_of
+    from hybridflow.planning.plan import make_plan
+    from hybridflow.planning.table import table
+
+    change, mapped = autoplan.auto(config, machines, assumed, hf, args.overlap)
+    chosen: RunConfig = advice.with_values(config, change)
+    recipe = autoplan.recipe(args.config_name.removesuffix(".yaml"), change)
+    if args.write is not None:
+        args.write.write_text(recipe, encoding="utf-8")
+    pools = " | ".join(
+        f"{', '.join(name for name, _ in pool)} on {size}"
+        for pool, size in zip(mapped.pools, mapped.devices, strict=True)
+    )
+    plan = make_plan(job_of(chosen, machines, assumed, hf))
+    if args.json:
+        print(json.dumps(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}, indent=2))
+        return 0
+    print(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{table(plan, args.config_name)}")
     return 0
 
 
@@ -220,4 +250,4 @@ def _add_transfer(plan: argparse.ArgumentParser, is_required: bool) -> None:
         "--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)"
     )
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
-    plan.add_argument("--write", type=Path, metavar="FILE", help=f"{without}write the transfer's plan itself as JSON")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")

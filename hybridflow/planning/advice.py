@@ -33,7 +33,7 @@ def with_values(config: Any, change: Change) -> Any:
 
 def nearest_change(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any = None) -> Change | None:
     """The first of single changes, then of pairs, that is legal and fits; None where none of them helps."""
-    single = list(_changes(config, machines))
+    single = list(_changes(config))
     pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
     for change in (*single, *pairs):
         if _fits(with_values(config, change), machines, assumed, hf):
@@ -52,7 +52,7 @@ def _fits(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> b
     return plan.fits
 
 
-def _changes(config: RunConfig, machines: Machines) -> Iterator[Change]:
+def _changes(config: RunConfig) -> Iterator[Change]:
     """Cheap ones first: they cost seconds of a step, the later ones another layout or more devices."""
     actor, rollout = config.actor, config.rollout
     sections = ["actor", *(["critic"] if derived.has_critic(config) else [])]
@@ -78,7 +78,11 @@ def _changes(config: RunConfig, machines: Machines) -> Iterator[Change]:
         yield {"actor.max_tokens_per_micro_batch": least}
     if actor.logits_chunk_tokens > 256:
         yield {"actor.logits_chunk_tokens": 256}
-    parallel = actor.parallel
+    yield from _layouts(config)
+
+
+def _layouts(config: RunConfig) -> Iterator[Change]:
+    parallel, rollout = config.actor.parallel, config.rollout
     for size in (2, 4, 8):
         yield {"actor.parallel.tensor": parallel.tensor * size, "actor.parallel.sequence": True}
         yield {"actor.parallel.expert": parallel.expert * size}

@@ -33,7 +33,7 @@ from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
-from hybridflow.trainer import assets
+from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
@@ -231,6 +231,7 @@ def _train(job: _Job) -> dict[str, Any]:
     job.progress.message(plan)
     own = {role: workers[role] for role in roles if role in trained and workers[role] is not workers["actor"]}
     fit_with_restarts(trainer, {"actor": workers["actor"], **own}, config.trainer.max_restarts, job.progress)
+    beside = planned.beside_measured(config, job.hf_config, session, {"actor": policy, **others})
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -246,6 +247,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "restarts": int(totals.get("restarts", 0)),
         "engine_restarts": int(totals.get("engine_restarts", 0)),
         "exported_to": exported,
+        "planned": beside,
     }
 
 
