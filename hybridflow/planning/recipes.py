@@ -16,10 +16,10 @@ One recipe for each algorithm, model and cluster size: `ALGORITHM-MODEL-NODESxGP
 table below is what `hybridflow plan` says of each, written by `hybridflow plan --recipes > docs/recipes.md`, and a test
 keeps it so. [planning.md](planning.md) says what is modelled and how well that agrees with published runs.
 
-A recipe has the sizes of its model (`configs/model/`), a layout, and what all share (`configs/base/gpu.yaml`). A run
-needs your files: `hybridflow train --config-name NAME model.path=FOLDER data.train_files=[...] data.val_files=[...]`;
-the folder's config.json must be that of the recipe's model. Prompts of at most 2,048 tokens and responses of at most
-8,192 (half of that in the mean is assumed here), 128 prompts x 16 samples a step.
+A recipe has the sizes of its model (`configs/model/`), a layout, and what all share (the groups `prompts`, `gpu` and
+`long`). A run needs your files: `hybridflow train --config-name NAME model.path=FOLDER data.train_files=[...]
+data.val_files=[...]`; the folder's config.json must be that of the recipe's model. Prompts have at most 2,048 tokens
+and responses at most 8,192 (half of that in the mean is assumed here), a step 128 prompts x 16 samples.
 
 DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the trainer cuts layers evenly, so these recipes have no
 pipeline, or two stages. DeepSeek-V3 therefore spreads its experts over 256 ranks, which costs network time.
