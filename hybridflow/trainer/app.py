@@ -37,7 +37,7 @@ from hybridflow.single_controller import (
     colocated,
     keep_in_store,
 )
-from hybridflow.trainer import assets
+from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
@@ -252,6 +252,7 @@ def _train(job: _Job) -> dict[str, Any]:
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
     fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
+    beside = planned.beside_measured(config, job.hf_config, session, {"actor": policy, **others})
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -267,6 +268,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "restarts": int(totals.get("restarts", 0)),
         "engine_restarts": int(totals.get("engine_restarts", 0)),
         "exported_to": exported,
+        "planned": beside,
     }
 
 
