@@ -252,7 +252,6 @@ def _train(job: _Job) -> dict[str, Any]:
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
     fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
-    beside = planned.beside_measured(config, job.hf_config, session, {"actor": policy, **others})
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -265,10 +264,9 @@ def _train(job: _Job) -> dict[str, Any]:
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
         "first_ppo_kl_max": totals.get("first_ppo_kl_max"),
         "steps": trainer.step,
-        "restarts": int(totals.get("restarts", 0)),
-        "engine_restarts": int(totals.get("engine_restarts", 0)),
+        **{name: int(totals.get(name, 0)) for name in ("restarts", "engine_restarts")},
         "exported_to": exported,
-        "planned": beside,
+        "planned": planned.compare(config, job.hf_config, session, {"actor": policy, **others}),
     }
 
 
