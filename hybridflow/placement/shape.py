@@ -13,12 +13,12 @@ class Node:
     Args:
         address: where its peers reach it; unique.
         devices: how many GPUs of it are free, or on a CPU cluster how many processes it takes.
-        interface: network interface of the address; empty: the process on the node finds it.
+        taken: how many more it has, which somebody else uses.
     """
 
     address: str
     devices: int
-    interface: str = ""
+    taken: int = 0
 
 
 @dataclass(frozen=True)

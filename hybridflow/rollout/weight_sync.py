@@ -40,7 +40,7 @@ class SliceSync:
         self._sessions = [0] * config.rollout.num_engines
         self._restarts = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
-        self._transport = chosen(self.sync_config.transport, Platform.detect())
+        self._transport = ""  # follows from the devices of the policy's ranks; the driver's machine may have none
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -52,6 +52,8 @@ class SliceSync:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
+        platform = Platform(self.policy.run(PolicyWorker.device_kind))
+        self._transport = chosen(self.sync_config.transport, platform)
         if TRANSPORTS.get(self._transport).needs_folder:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)

@@ -20,9 +20,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.config.schema import ClusterConfig
+from hybridflow.device.platform import Platform
 from hybridflow.errors import HybridFlowError, ResourceError
 from hybridflow.single_controller import guard
 
@@ -173,6 +174,17 @@ class Cluster:
     def is_local(self) -> bool:
         """Whether this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
+
+    def device_kind(self) -> Literal["cpu", "cuda"]:
+        """The kind of device that the nodes have: in a local cluster this machine's, in a joined one cuda where a node
+        has GPUs or `cluster.devices_per_node` says that nodes must. `HYBRIDFLOW_PLATFORM` overrides it."""
+        if self.is_local and self.config.devices_per_node is None:
+            return Platform.detect().kind
+        wish = os.environ.get("HYBRIDFLOW_PLATFORM")
+        if wish in ("cpu", "cuda"):
+            return "cpu" if wish == "cpu" else "cuda"
+        has_gpus = any(node.total.get("GPU") for node in self.nodes())
+        return "cuda" if has_gpus or self.config.devices_per_node is not None else "cpu"
 
     @property
     def address(self) -> str:

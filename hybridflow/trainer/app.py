@@ -4,6 +4,7 @@ of them with the job."""
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,14 @@ from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
+from hybridflow.placement import pools_of
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
 from hybridflow.rollout.recovery import RestartingRollouts
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
+from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store, reserve
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
@@ -46,12 +48,13 @@ from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+_log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
-    check_devices(config, Platform.detect())
+    if config.cluster.address is None:  # the devices of a cluster to be joined are asked once it is there
+        check_devices(config, Platform.detect().kind)
     _run_job(config, _train, config.trainer.total_steps)
 
 
@@ -93,10 +96,16 @@ class _Job:
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
 
-    def start_cluster(self) -> Cluster:
-        """Start Ray, or join the configured cluster."""
+    def start_cluster(self, job: str = "train") -> Cluster:
+        """Start Ray, or join the configured cluster, and reserve the devices of the whole job."""
         with self.progress.stage("start Ray"):
-            return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
+            cluster = self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
+            kind = cluster.device_kind()
+            if job == "train":
+                check_devices(self.config, kind)
+            placement, self.pools = reserve(cluster, pools_of(self.config, job, kind), kind)
+        _log.info(placement.describe())
+        return cluster
 
     def start_roles(self, cluster: Cluster, roles: Sequence[str], trained: Sequence[str]) -> dict[str, WorkerGroup]:
         """The ranks of each of `roles`: those that live in the policy's processes (which are `actor`'s, the first
@@ -110,9 +119,7 @@ class _Job:
         config = self.config
         procs, backend = derived.world_size(config), config.actor.backend
         with self.progress.stage(f"start {procs} {backend} ranks ({_layout(config)})"):
-            pool = ResourcePool.allocate(
-                cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus()
-            )
+            pool = self.pools["actor"]
             if len(specs) == 1:
                 return self._group(cluster, pool, PolicyWorker, "actor", specs)
             worker = colocated(actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker))
@@ -121,8 +128,7 @@ class _Job:
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
         procs = derived.role_world_size(self.config, spec.role)
         with self.progress.stage(f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"):
-            pool = ResourcePool.allocate(cluster, 1, procs, gpus=_uses_gpus())
-            return self._group(cluster, pool, ModelWorker, spec.role, (spec,))
+            return self._group(cluster, self.pools[spec.role], ModelWorker, spec.role, (spec,))
 
     def _role_spec(self, role: str, trains: bool) -> RoleSpec:
         path = self.config.model.path if role == "actor" else getattr(self.config, role).path
@@ -143,10 +149,8 @@ class _Job:
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
             if config.nodes_per_engine == 1:
-                return self._group(
-                    cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args
-                ), None
-            first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
+                return self._group(cluster, self.pools["rollout"], RolloutWorker, "rollout", args), None
+            first, others = _first_nodes(self.pools["rollout"], config.nodes_per_engine)
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
 
@@ -158,7 +162,7 @@ class _Job:
             return leading, following
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]) -> WorkerGroup:
-        env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
+        env = {"OMP_NUM_THREADS": "1"}
         group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=self.session.folder / "logs")
         self.stack.callback(group.kill)
         return group
@@ -246,7 +250,7 @@ def _train(job: _Job) -> dict[str, Any]:
 
 
 def _sft(job: _Job) -> dict[str, Any]:
-    cluster = job.start_cluster()
+    cluster = job.start_cluster("sft")
     policy = PolicyGroup(job.start_roles(cluster, ["actor"], ["actor"])["actor"], job.config)
     trainer = job.warm_start(policy, lambda: None)
     if trainer is None:
@@ -265,7 +269,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
     roles = derived.roles_in_use(config, "train-reward")
-    workers = job.start_roles(job.start_cluster(), roles, roles)
+    workers = job.start_roles(job.start_cluster("train-reward"), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
     if job.checkpoint is not None and job.checkpoint.phase == "reward":
@@ -429,19 +433,7 @@ def _layout(config: RunConfig) -> str:
     return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
 
 
-def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourcePool, ResourcePool]:
-    """Slots of the engines' first nodes and of their others; an engine has its nodes to itself, but in a local cluster
-    all are one.
-
-    Raises:
-        ResourceError: the cluster has fewer nodes.
-    """
-    everything = engines * nodes
-    pool = ResourcePool.allocate(cluster, *((1, everything) if cluster.is_local else (everything, 1)))
-    slots = pool.split([1] * everything)
-    others = [slot for number, slot in enumerate(slots) if number % nodes]
-    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(others)
-
-
-def _uses_gpus() -> bool:
-    return Platform.detect().kind == "cuda"
+def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
+    """The slots of the engines' first nodes, and of their others."""
+    slots = engines.split([1] * len(engines))
+    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge([s for n, s in enumerate(slots) if n % nodes])

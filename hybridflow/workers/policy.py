@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config.schema import OptimConfig
@@ -158,6 +158,11 @@ class PolicyWorker(RoleWorker):
         self._store = master_store(self.host, 0, self.sync.timeout_s)
         post_catalog(self._store, self.model.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
+
+    @register(Dispatch.RANK_ZERO)
+    def device_kind(self) -> Literal["cpu", "cuda"]:
+        """The kind of device that the weights lie on."""
+        return self.platform.kind
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:

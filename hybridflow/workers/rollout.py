@@ -18,10 +18,11 @@ from hybridflow.engines.base import Completion, Engine
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
-from hybridflow.errors import EngineError, WeightSyncError
+from hybridflow.errors import ConfigError, EngineError, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
 
+FP8_CAPABILITY = (8, 9)
 WRITES = (
     "response_ids",
     "response_mask",
@@ -33,9 +34,21 @@ WRITES = (
 
 
 def engine_spec(
-    config: RolloutConfig, number: int, model_folder: Path, dtype: str, seed: int, with_routes: bool
+    context: WorkerContext,
+    config: RolloutConfig,
+    number: int,
+    model_folder: Path,
+    dtype: str,
+    seed: int,
+    with_routes: bool,
 ) -> EngineSpec:
-    """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet."""
+    """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet.
+
+    Raises:
+        ConfigError: this node's devices cannot run it.
+    """
+    platform = Platform.detect()
+    _check_devices(config, platform, context.node)
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -44,6 +57,8 @@ def engine_spec(
         expert=config.expert,
         data_attention=config.data_parallel_attention,
         nnodes=config.nodes_per_engine,
+        host=context.node,
+        ports=context.ports,
         dtype=dtype,
         max_running_requests=config.max_running_requests,
         max_total_tokens=config.max_total_tokens,
@@ -54,10 +69,29 @@ def engine_spec(
         start_timeout_s=config.start_timeout_s,
         request_timeout_s=config.request_timeout_s,
         seed=seed + number,
-        device=Platform.detect().kind,
+        device=platform.kind,
         return_routed_experts=with_routes,
         memory_saver=config.sleep_while_training,
     )
+
+
+def _check_devices(config: RolloutConfig, platform: Platform, node: str) -> None:
+    if platform.kind == "cpu":
+        return
+    ranks, found = config.tensor * config.pipeline // config.nodes_per_engine, platform.device_count()
+    if found < ranks:
+        raise ConfigError(
+            f"node {node} shows {found} GPUs to an engine with {ranks} ranks on it; look at nvidia-smi there, and at "
+            f"the GPUs that its ray start offers"
+        )
+    if config.quantization == "fp8" and platform.capability() < FP8_CAPABILITY:
+        # sglang/srt/layers/quantization/fp8_utils.py:2798
+        raise ConfigError(
+            f"rollout.quantization=fp8 needs GPUs of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+            f"later, and those of node {node} have {'.'.join(map(str, platform.capability()))}: there the engine "
+            f"rearranges fp8 weights for Marlin after each load, and slices would land in the wrong form; set "
+            f"rollout.quantization=null"
+        )
 
 
 class RolloutWorker:
@@ -74,7 +108,7 @@ class RolloutWorker:
     ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
-        spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes)
+        spec = engine_spec(context, config, context.rank, model_folder, dtype, seed, with_routes)
         nodes = None
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")

@@ -29,7 +29,7 @@ class RolloutNodeWorker:
         self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
         self._spec = replace(
-            engine_spec(config, self.engine, model_folder, dtype, seed, with_routes), node_rank=node + 1
+            engine_spec(context, config, self.engine, model_folder, dtype, seed, with_routes), node_rank=node + 1
         )
         self._log_path = context.log_path.with_name(f"{self._spec.name}.node{node + 1}.log")
         self._node: OtherNode | None = None

@@ -94,7 +94,7 @@ def test_cores_of_ranks(ranks: int, cores: list[int], binding: str) -> None:
 
 
 def test_a_reserved_port_is_not_given_twice() -> None:
-    held = [reserve_port() for _ in range(50)]
+    held = [reserve_port(range(20000, 32500)) for _ in range(50)]
     assert len({port for port, _ in held}) == 50
     assert all(20000 <= port < 32768 - 240 for port, _ in held)
     for _, lock in held:
