@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+
+from hybridflow.device.platform import Kind
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ClusterShape:
     """
 
     nodes: tuple[Node, ...]
-    kind: Literal["cpu", "cuda"] = "cuda"
+    kind: Kind = "cuda"
     is_local: bool = False
 
     @classmethod

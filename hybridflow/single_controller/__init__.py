@@ -7,4 +7,13 @@ from hybridflow.single_controller.resource_pool import ResourcePool, reserve
 from hybridflow.single_controller.stored import keep_in_store
 from hybridflow.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Cluster", "Future", "ResourcePool", "WorkerGroup", "colocated", "keep_in_store", "reserve", "waited_seconds"]
+__all__ = [
+    "Cluster",
+    "Future",
+    "ResourcePool",
+    "WorkerGroup",
+    "colocated",
+    "keep_in_store",
+    "reserve",
+    "waited_seconds",
+]

@@ -17,15 +17,16 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from hybridflow.config.schema import ClusterConfig
-from hybridflow.device.platform import Platform
-from hybridflow.errors import HybridFlowError, ResourceError
-from hybridflow.single_controller import guard
+from hybridflow.device.platform import Kind, Platform
+from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
+from hybridflow.single_controller import guard, watch
 
 LOOPBACK = "127.0.0.1"
 _PREFIX = "hf-ray-"
@@ -87,6 +88,7 @@ class Cluster:
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
+        self._watch = watch.Watch(watch.Processes(_ray_processes()) if local else watch.Address(_gcs_address()))
 
     @classmethod
     def start(
@@ -144,10 +146,15 @@ class Cluster:
                     "kill_child_processes_on_worker_exit": False,
                 },
             )
-        except Exception as error:
+        except BaseException as error:
             _copy_ray_logs(local.temp_dir, run_dir)
             ray.shutdown()
+            guard.clear_up(local.temp_dir)  # an interrupted start leaves processes that Ray does not know of yet
             local.remove()
+            if isinstance(error, SystemExit):  # how Ray answers SIGTERM while it starts
+                raise KeyboardInterrupt from error
+            if not isinstance(error, Exception):
+                raise
             raise ResourceError(
                 f"a local Ray cluster could not be started: {error} (its logs are in {run_dir / 'logs' / 'ray'})"
             ) from error
@@ -175,7 +182,7 @@ class Cluster:
         """Whether this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
 
-    def device_kind(self) -> Literal["cpu", "cuda"]:
+    def device_kind(self) -> Kind:
         """The kind of device that the nodes have: in a local cluster this machine's, in a joined one cuda where a node
         has GPUs or `cluster.devices_per_node` says that nodes must. `HYBRIDFLOW_PLATFORM` overrides it."""
         if self.is_local and self.config.devices_per_node is None:
@@ -189,10 +196,8 @@ class Cluster:
     @property
     def address(self) -> str:
         """HOST:PORT at which another program joins this cluster, with the same Ray token in its environment."""
-        import ray
-
         self.require_open()
-        return str(ray.get_runtime_context().gcs_address)
+        return _gcs_address()
 
     def nodes(self) -> list[NodeState]:
         """Live nodes, ordered by IP address."""
@@ -210,18 +215,27 @@ class Cluster:
         ]
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
+    def lost(self) -> str:
+        """What of Ray itself is lost, in words; empty when all is well."""
+        return self._watch.lost()
+
     def require_open(self) -> None:
-        """ResourceError once the cluster is shut down."""
+        """ResourceError once the cluster is shut down, ClusterLostError when Ray is lost."""
         if not self._open:
             raise ResourceError("the cluster is shut down")
+        if self.lost():
+            raise ClusterLostError(self.lost())
 
     def shutdown(self) -> None:
         """Stop a local cluster, or leave a joined one. A second call does nothing."""
         if not self._open:
             return
         self._open = False
+        self._watch.stop()
         import ray
 
+        if self._local is not None and self.lost():
+            guard.clear_up(self._local.temp_dir)  # first: Ray would wait for what is lost
         ray.shutdown()
         if self._local is not None:
             self._local.remove()
@@ -232,9 +246,13 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, HybridFlowError) and self.temp_dir is not None:
+        lost = self.lost() if error is not None else ""
+        if error is not None and self.temp_dir is not None and (lost or not isinstance(error, HybridFlowError)):
             _copy_ray_logs(self.temp_dir, self.run_dir)
         self.shutdown()
+        if lost:  # whatever was raised where the main thread happened to be
+            logs = f" (its logs are in {self.run_dir / 'logs' / 'ray'})" if self.is_local else ""
+            raise ClusterLostError(f"{lost}{logs}") from error
 
 
 def _set_environment() -> None:
@@ -251,6 +269,20 @@ def _set_environment() -> None:
     # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
     # disabled.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _ray_processes() -> dict[str, int]:
+    """The processes of a local cluster whose end is the end of the cluster. The agents' ends the raylet's."""
+    import ray
+
+    running = ray._private.worker._global_node.live_processes()
+    return {name: process.pid for name, process in running if name in ("gcs_server", "raylet")}
 
 
 def _refuse_second(ray: Any) -> None:
@@ -285,12 +317,13 @@ def _sweep_stale_dirs() -> None:
 
 
 def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
-    """Keep Ray's own logs of a failed cluster, as far as there are any."""
+    """Keep Ray's own logs of a failed cluster, as far as there are any and the disk takes them."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
         for source in temp_dir.glob(f"session_2*/logs/{name}"):
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target / name)
+            with suppress(OSError):
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target / name)
 
 
 def _ip_key(address: str) -> tuple[int, int | str]:

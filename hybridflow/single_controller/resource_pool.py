@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from hybridflow.device.platform import Kind
 from hybridflow.errors import ResourceError
 from hybridflow.placement import ClusterShape, Group, Node, Placement, Pool, Process, place
 from hybridflow.single_controller.cluster import Cluster, NodeState
@@ -79,7 +80,7 @@ class ResourcePool:
                 f"colocated"
             )
         slots = Pool("the pool", (Group("slots", nodes * procs_per_node),), "pack", (nodes, procs_per_node))
-        kind: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+        kind: Kind = "cuda" if gpus else "cpu"
         return reserve(cluster, [slots], kind, max_colocate=max_colocate, timeout_s=timeout_s, detached=detached)[1][
             "slots"
         ]
@@ -125,7 +126,7 @@ class ResourcePool:
 def reserve(
     cluster: Cluster,
     pools: Sequence[Pool],
-    kind: Literal["cpu", "cuda"],
+    kind: Kind,
     *,
     max_colocate: int = 4,
     timeout_s: float | None = None,
@@ -180,7 +181,7 @@ def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
     return states
 
 
-def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Literal["cpu", "cuda"], everything: bool = False) -> ClusterShape:
+def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False) -> ClusterShape:
     """What is free on each node, or all that it has. A process on a GPU also needs a CPU."""
     names = ("CPU", "GPU") if kind == "cuda" else ("CPU",)
     total = [int(min(state.total.get(name, 0) for name in names)) for state in states]
@@ -233,9 +234,7 @@ def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> di
     return {role: ResourcePool(tuple(map(slot, placement.of(role))), gpus, max_colocate) for role in roles}
 
 
-def _device_names(
-    placement: Placement, group: PlacementGroup, used: dict[int, list[int]]
-) -> dict[int, dict[int, str]]:
+def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, list[int]]) -> dict[int, dict[int, str]]:
     """{node: {device of the map: its name there}}: the numbers that Ray has reserved, as CUDA_VISIBLE_DEVICES takes
     them.
 

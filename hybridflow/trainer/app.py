@@ -8,7 +8,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,12 +21,13 @@ from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
-from hybridflow.errors import ConfigError, RunInterrupted
+from hybridflow.errors import ClusterLostError, ConfigError, RunInterrupted, StorageError
 from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
 from hybridflow.placement import pools_of
+from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
 from hybridflow.rollout.recovery import RestartingRollouts
@@ -81,10 +82,13 @@ def train_reward(config: RunConfig) -> None:
 class _Job:
     """The parts that all jobs share: session, data, tokenizer, and the start of worker groups."""
 
-    def __init__(self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress) -> None:
+    def __init__(
+        self, config: RunConfig, session: Session, stack: ExitStack, progress: Progress, goes_on: bool = False
+    ) -> None:
+        """`goes_on`: this session has trained already, and goes back to its last checkpoint."""
         self.config, self.session, self.stack, self.progress = config, session, stack, progress
-        self.checkpoint = session.store.latest() if config.trainer.resume == "auto" else None
-        session.resume(self.checkpoint)
+        self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
+        (session.go_back if goes_on else session.resume)(self.checkpoint)
         if self.checkpoint is not None:
             progress.message(f"resuming from {self.checkpoint.folder}")
             for line in _changed_settings(config, self.checkpoint):
@@ -328,12 +332,18 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with _terminate_as_interrupt(), ExitStack() as stack:
-                summary = job(_Job(config, session, stack, progress))
+            with _terminate_as_interrupt():
+                summary = _with_clusters(config, job, session, progress)
+            session.close()
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
+        except OSError as error:
+            if (storage := StorageError.of(error)) is None:
+                raise
+            raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
         finally:
-            session.close()
+            with suppress(OSError):  # what could not be written is said already
+                session.close()
             stop_logging()
         summary = {
             "seed": config.seed,
@@ -345,6 +355,28 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         if config.trainer.report:
             progress.message(f"report: {write_report(folder)}")
         progress.message(f"summary: {folder / 'summary.json'}")
+
+
+def _with_clusters(
+    config: RunConfig, job: Callable[[_Job], dict[str, Any]], session: Session, progress: Progress
+) -> dict[str, Any]:
+    """Run the job; where Ray itself is lost and the run had started it, go on from the last checkpoint in a fresh
+    cluster, at most `trainer.max_restarts` times within an hour.
+
+    Raises:
+        ClusterLostError: otherwise; says how to resume.
+    """
+    limit, goes_on = RestartLimit(config.trainer.max_restarts), False
+    while True:
+        try:
+            with ExitStack() as stack:
+                return job(_Job(config, session, stack, progress, goes_on))
+        except ClusterLostError as error:
+            session.store.settle()
+            if config.cluster.address is not None or not limit.take():
+                raise ClusterLostError(f"{error}, and the run with it: {_how_to_resume(session.store)}") from error
+            progress.message(f"{error}: a fresh cluster is started, and the run goes on from its last checkpoint")
+            goes_on = True
 
 
 def _make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progress) -> None:

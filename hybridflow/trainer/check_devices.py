@@ -21,12 +21,6 @@ def check_devices(config: RunConfig, kind: str) -> None:
             "its own kernels; set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and "
             "proves such a transfer on any machine"
         )
-    if config.rollout.nodes_per_engine > 1 and config.cluster.address is None and kind == "cuda":
-        raise ConfigError(
-            f"rollout.nodes_per_engine={config.rollout.nodes_per_engine} with cluster.address=null puts all nodes of "
-            f"an engine on this machine, where each would take GPUs of its own and speak over the network; give the "
-            f"address of a cluster, or set rollout.nodes_per_engine=1"
-        )
     if kind == "cuda" and derived.pool_of(config, "rollout") == "actor":
         # ncclInvalidUsage, "Duplicate GPU detected": the communicator of a weight sync has a rank on either side
         raise ConfigError(

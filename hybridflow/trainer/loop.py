@@ -171,6 +171,8 @@ class RLTrainer:
         with self.phases.sync():
             synced = self.weights.sync(self.step)
         for engine, why in synced.stale.items():
+            if engine in self.left_out:
+                continue  # said already
             progress.message(f"step {self.step}: {engine} is left out until it takes new weights: {why}")
         for engine in sorted(self.left_out - synced.stale.keys()):
             progress.message(f"step {self.step}: {engine} has taken weights again")

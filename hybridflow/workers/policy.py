@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config.schema import OptimConfig
-from hybridflow.device.platform import Platform
+from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.residency import PARTS
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models.fp8 import BlockQuantisation
@@ -160,7 +160,7 @@ class PolicyWorker(RoleWorker):
         return self.host, self._store.port
 
     @register(Dispatch.RANK_ZERO)
-    def device_kind(self) -> Literal["cpu", "cuda"]:
+    def device_kind(self) -> Kind:
         """The kind of device that the weights lie on."""
         return self.platform.kind
 

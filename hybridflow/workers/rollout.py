@@ -48,7 +48,7 @@ def engine_spec(
         ConfigError: this node's devices cannot run it.
     """
     platform = Platform.detect()
-    _check_devices(config, platform, context.node)
+    check_node(config, platform, context.node)
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -75,7 +75,8 @@ def engine_spec(
     )
 
 
-def _check_devices(config: RolloutConfig, platform: Platform, node: str) -> None:
+def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
+    """Raise ConfigError where the devices of `node`, which this process sees, cannot run an engine."""
     if platform.kind == "cpu":
         return
     ranks, found = config.tensor * config.pipeline // config.nodes_per_engine, platform.device_count()
