@@ -105,6 +105,12 @@ def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute:
         from hybridflow.mcore import cpu_modules
 
         cpu_modules.install()
+    elif dtype == "float32":
+        # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): nothing is left for packed fp32
+        raise ModelError(
+            "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; set "
+            "model.dtype=bfloat16, or take Transformer Engine out of this environment"
+        )
     config = transformer_config(family, parallel, dtype, recompute)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 

@@ -202,7 +202,9 @@ def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms:
     if group is None:
         assert pool.shape is not None
         keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
-        need = f"{pool.shape[0]} nodes with {pool.shape[1]} {cluster.unit} each{keys}"
+        nodes, each = pool.shape
+        unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if each == 1 else cluster.unit
+        need = f"{nodes} node{'s' * (nodes > 1)} with {each} {unit} each{keys}"
     else:
         name = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
         nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"

@@ -41,6 +41,7 @@ MODEL_FILES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 INHERITED_BY_RANKS = (
     "RANK",
     "WORLD_SIZE",
@@ -158,6 +159,15 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
+    for name in ALLOCATOR_SETTINGS:  # torch_memory_saver refuses expandable segments, which trainers want
+        env.pop(name, None)
+    # it permutes expert weights after each load without undoing it first: orders that describe or fail permute twice
+    # (sglang/srt/layers/quantization/unquant.py:936)
+    env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
+    # torch's default lies in TMPDIR, which ends with the engine, and what is compiled would be compiled anew
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    if spec.memory_saver and spec.device == "cuda":
+        env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs hold gigabytes, and go with `Engine.sleep`
     if spec.host.startswith("127."):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if Path(spec.model_path).is_dir():
