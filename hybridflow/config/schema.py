@@ -305,8 +305,10 @@ class SyncConfig:
     transaction an engine."""
 
     transport: Annotated[str, TRANSPORT] = "auto"  # auto: p2p with GPUs, else tcp
-    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
-    commit: Literal["staged", "in_place"] = "staged"
+    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes, and
+    # an engine whose transfer fails is left out until the next; null: in_place on GPUs, where memory is short, else
+    # staged
+    commit: Literal["staged", "in_place"] | None = None
     # what happens to requests in flight; retract: they wait and their KV cache is made anew; abort: they end; in_place:
     # they wait and keep the old KV cache
     pause: Literal["retract", "abort", "in_place"] = "retract"
@@ -387,6 +389,8 @@ class ClusterConfig:
     devices_per_node: PositiveInt | None = None
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
+    # shared memory for batches in a local cluster; what does not fit is spilled to the disk
+    object_store_bytes: PositiveInt = 256 << 20
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.device.platform import Platform
 
 
 class Optimizer:
@@ -37,6 +38,7 @@ class Optimizer:
                 params_dtype=dtype,
             ),
             list(chunks),
+            use_gloo_process_groups=Platform.detect().kind == "cpu",
         )
         decay_steps = config.lr_decay_steps or max(config.lr_warmup_steps + 1, 1_000_000_000)
         self.scheduler = OptimizerParamScheduler(

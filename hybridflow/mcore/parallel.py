@@ -32,6 +32,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=expert_tensor_size(config),
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=Platform.detect().kind == "cpu",  # nothing of ours uses them beside NCCL's
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

@@ -96,7 +96,6 @@ class Cluster:
         config: ClusterConfig,
         run_dir: str | Path,
         *,
-        object_store_bytes: int = 256 << 20,
         num_cpus: int | None = None,
     ) -> Cluster:
         """Start a local cluster (`config.address` None) or join the one at `config.address`.
@@ -104,23 +103,16 @@ class Cluster:
         Args:
             config: address, sizes and deadlines.
             run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
-            object_store_bytes: shared memory for batches, local cluster only.
             num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the number of cores.
 
         Raises:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
         """
         run_dir = Path(run_dir)
-        return (
-            cls._join(config, run_dir)
-            if config.address
-            else cls._start_local(config, run_dir, object_store_bytes, num_cpus)
-        )
+        return cls._join(config, run_dir) if config.address else cls._start_local(config, run_dir, num_cpus)
 
     @classmethod
-    def _start_local(
-        cls, config: ClusterConfig, run_dir: Path, object_store_bytes: int, num_cpus: int | None
-    ) -> Cluster:
+    def _start_local(cls, config: ClusterConfig, run_dir: Path, num_cpus: int | None) -> Cluster:
         _set_environment()
         import ray
 
@@ -135,7 +127,7 @@ class Cluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
-                object_store_memory=object_store_bytes,
+                object_store_memory=config.object_store_bytes,
                 _temp_dir=str(local.temp_dir),
                 _node_ip_address=LOOPBACK,
                 _system_config={

@@ -30,6 +30,7 @@ class Ends:
     def __init__(
         self, statuses: Sequence[dict[int, str]], states: Sequence[str] = ("up", "up"), sender_dies: bool = False
     ) -> None:
+        self.kind = "cpu"
         self.statuses, self.state_names, self.sender_dies = list(statuses), list(states), sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
@@ -65,7 +66,7 @@ class Ends:
 
     def run(self, method: Any, *args: Any, timeout: float | None = None, only: Any = None) -> Any:
         if method.__name__ == "device_kind":
-            return "cpu"
+            return self.kind
         if method.__name__ == "open_sync_store":
             return "127.0.0.1", 5
         if method.__name__ == "describe_weights":
@@ -206,3 +207,16 @@ def test_a_dead_trainer_rank_is_its_own_error_and_its_victims_get_no_requests() 
     with pytest.raises(WorkerError, match="actor rank 1"):
         sync_of(ends).sync(1)
     assert set(ends.stale) == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "commit", "transport", "staged"),
+    [("cpu", None, "tcp", True), ("cuda", None, "p2p", False), ("cuda", "staged", "p2p", True)],
+)
+def test_what_carries_weights_and_where_they_wait_follows_from_the_ranks_devices(
+    kind: str, commit: str | None, transport: str, staged: bool
+) -> None:
+    ends = Ends([{0: "served", 1: "served"}])
+    ends.kind = kind
+    sync_of(ends, commit=commit).sync(1)
+    assert {(order.endpoint.transport, order.staged) for order in ends.orders[0]} == {(transport, staged)}
