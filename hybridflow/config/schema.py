@@ -107,6 +107,9 @@ class ParallelConfig:
 
     tensor: PositiveInt = 1  # [tensor_model_parallel_size]
     pipeline: PositiveInt = 1  # [pipeline_model_parallel_size]
+    # layers of the first and of the last stage, where these have another number than the others; 0: an even share
+    first_stage_layers: NonNegativeInt = 0
+    last_stage_layers: NonNegativeInt = 0
     virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline rank holds, interleaved; null: 1
     # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     context: PositiveInt = 1

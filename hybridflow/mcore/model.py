@@ -67,6 +67,8 @@ def transformer_config(
         "bf16": params_dtype is torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline
         if virtual_pipeline_size(parallel) > 1
         else None,
