@@ -34,21 +34,9 @@ WRITES = (
 
 
 def engine_spec(
-    context: WorkerContext,
-    config: RolloutConfig,
-    number: int,
-    model_folder: Path,
-    dtype: str,
-    seed: int,
-    with_routes: bool,
+    config: RolloutConfig, number: int, model_folder: Path, dtype: str, seed: int, with_routes: bool
 ) -> EngineSpec:
-    """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet.
-
-    Raises:
-        ConfigError: this node's devices cannot run it.
-    """
-    platform = Platform.detect()
-    check_node(config, platform, context.node)
+    """What engine `number` of a run serves; for several nodes, the spec of the first one, without an address yet."""
     return EngineSpec(
         name=f"engine-{number}",
         model_path=str(model_folder),
@@ -57,8 +45,6 @@ def engine_spec(
         expert=config.expert,
         data_attention=config.data_parallel_attention,
         nnodes=config.nodes_per_engine,
-        host=context.node,
-        ports=context.ports,
         dtype=dtype,
         max_running_requests=config.max_running_requests,
         max_total_tokens=config.max_total_tokens,
@@ -69,10 +55,16 @@ def engine_spec(
         start_timeout_s=config.start_timeout_s,
         request_timeout_s=config.request_timeout_s,
         seed=seed + number,
-        device=platform.kind,
+        device=Platform.detect().kind,
         return_routed_experts=with_routes,
         memory_saver=config.sleep_while_training,
     )
+
+
+def placed(spec: EngineSpec, config: RolloutConfig, context: WorkerContext) -> EngineSpec:
+    """The spec at the address and with the ports of its worker. ConfigError where the node cannot run it."""
+    check_node(config, Platform(spec.device), context.node)
+    return replace(spec, host=context.node, ports=context.ports)
 
 
 def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
@@ -109,7 +101,8 @@ class RolloutWorker:
     ) -> None:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
-        spec = engine_spec(context, config, context.rank, model_folder, dtype, seed, with_routes)
+        spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes)
+        spec = placed(spec, config, context)
         nodes = None
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")
@@ -150,7 +143,7 @@ class RolloutWorker:
         Raises:
             EngineError: the engine has died, or holds no whole weights since its last start.
         """
-        return _columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
+        return response_columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
 
     @register(Dispatch.DP, reads=("prompt_ids",), writes=(*WRITES, ROUTES))
     def generate_with_routes(
@@ -160,7 +153,7 @@ class RolloutWorker:
         completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
         tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
         rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
-        return _columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+        return response_columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
 
     def _generate(
         self,
@@ -261,7 +254,8 @@ class RolloutWorker:
             )
 
 
-def _columns(completions: list[Completion]) -> DataProto:
+def response_columns(completions: list[Completion]) -> DataProto:
+    """The columns `WRITES` of the answers of an engine, a row each."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([np.asarray(c.token_ids, np.int64) for c in completions], np.int64),
         # which tokens the policy sampled: an engine alone answers without tools, and all of them are
