@@ -107,7 +107,7 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
         if devices and (pool.packing != "whole_nodes" or len(devices) == _total(cluster.nodes[node]))
     ]
     if pool.shape is not None:
-        nodes, each = pool.shape
+        wanted, on_each = pool.shape
         fitting = sorted((len(devices), node) for node, devices in allowed if len(devices) >= each)[:nodes]
         if len(fitting) < nodes:
             raise ResourceError(_does_not_fit(cluster, pool, None, allowed))
@@ -202,9 +202,9 @@ def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms:
     if group is None:
         assert pool.shape is not None
         keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
-        nodes, each = pool.shape
-        unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if each == 1 else cluster.unit
-        need = f"{nodes} node{'s' * (nodes > 1)} with {each} {unit} each{keys}"
+        wanted, on_each = pool.shape
+        unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if on_each == 1 else cluster.unit
+        need = f"{wanted} node{'s' * (wanted > 1)} with {on_each} {unit} each{keys}"
     else:
         name = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
         nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"

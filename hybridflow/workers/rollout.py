@@ -63,7 +63,7 @@ def engine_spec(
 
 def placed(spec: EngineSpec, config: RolloutConfig, context: WorkerContext) -> EngineSpec:
     """The spec at the address and with the ports of its worker. ConfigError where the node cannot run it."""
-    check_node(config, Platform(spec.device), context.node)
+    check_node(config, Platform.detect(), context.node)
     return replace(spec, host=context.node, ports=context.ports)
 
 

@@ -61,6 +61,7 @@ def expected(one: Process, node_ids: list[str]) -> dict[str, Any]:
 def main(cpu_head: bool, recipe: dict[str, Any], logs: Path) -> dict[str, Any]:
     """Start the nodes and the processes; returns the number of processes and where they differ from the map."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray takes this machine's address for 127.0.0.1
     from ray.cluster_utils import Cluster as Nodes
 
     from hybridflow.single_controller import Cluster, WorkerGroup, reserve
