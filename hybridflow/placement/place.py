@@ -107,7 +107,7 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
         if devices and (pool.packing != "whole_nodes" or len(devices) == _total(cluster.nodes[node]))
     ]
     if pool.shape is not None:
-        wanted, on_each = pool.shape
+        nodes, each = pool.shape
         fitting = sorted((len(devices), node) for node, devices in allowed if len(devices) >= each)[:nodes]
         if len(fitting) < nodes:
             raise ResourceError(_does_not_fit(cluster, pool, None, allowed))
