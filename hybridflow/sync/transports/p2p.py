@@ -126,8 +126,8 @@ class _Transfer:
         that `abort` ended looks like one that went well."""
         channel, deadline = self._channel, time.monotonic() + self._channel.member.endpoint.timeout_s
         while not (done := self._work.is_completed()) and channel.is_open and time.monotonic() < deadline:
-            if gone := channel.peers.gone():
-                raise channel.member.lost(gone[0], self._tag)
+            if ended := channel.peers.ended_now():
+                raise channel.member.lost(ended[0], self._tag)
             time.sleep(_POLL_S)
         if not channel.is_open:
             raise channel.member.failure(self._peer, self._tag, "the session was given up before")
