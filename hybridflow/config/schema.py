@@ -92,10 +92,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The policy. Either `path` (a Hugging Face folder with weights) or `hf_config` (random initialisation)."""
+    """The policy: `path` (a Hugging Face folder with weights), or without it `hf_config` (random initialisation)."""
 
     path: str | None = None
-    hf_config: dict[str, Any] = field(default_factory=dict)  # fields of a HF config.json; model_type decides the family
+    # fields of a HF config.json; model_type decides the family. With `path`: the sizes that its config.json must have
+    hf_config: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None  # HF tokenizer folder; null: `path`
     family: str | None = None  # a parameter map of your own, path/to/file.py:MODEL_TYPE; null: a built-in one
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -395,6 +396,8 @@ class ClusterConfig:
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)
     # GPUs that a node must have; null: GPUs are used where the cluster has any, however many
     devices_per_node: PositiveInt | None = None
+    # kind of device that `hybridflow plan` counts with, as in docs/planning.md; a run asks the machines
+    device: str = "H100"
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
     # shared memory for batches in a local cluster; what does not fit is spilled to the disk

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,18 @@ from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
 from hybridflow.single_controller import guard, watch
 
 LOOPBACK = "127.0.0.1"
+SYSTEM_CONFIG = {  # of every cluster that this project starts
+    # Otherwise Ray starts a process for every logical CPU in advance.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
+    "kill_child_processes_on_worker_exit": False,
+}
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
 _MAX_TEMP_DIR = 40  # Ray appends 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -130,13 +139,7 @@ class Cluster:
                 object_store_memory=config.object_store_bytes,
                 _temp_dir=str(local.temp_dir),
                 _node_ip_address=LOOPBACK,
-                _system_config={
-                    # Otherwise Ray starts a process for every logical CPU in advance.
-                    "enable_worker_prestart": False,
-                    "prestart_worker_first_driver": False,
-                    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
-                    "kill_child_processes_on_worker_exit": False,
-                },
+                _system_config=dict(SYSTEM_CONFIG),
             )
         except BaseException as error:
             _copy_ray_logs(local.temp_dir, run_dir)
@@ -245,6 +248,41 @@ class Cluster:
         if lost:  # whatever was raised where the main thread happened to be
             logs = f" (its logs are in {self.run_dir / 'logs' / 'ray'})" if self.is_local else ""
             raise ClusterLostError(f"{lost}{logs}") from error
+
+
+def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until the cluster at HOST:PORT is healthy and `nodes` nodes have joined it; no driver is connected.
+
+    Args:
+        address: of the cluster's head; the Ray token is taken from the environment.
+        nodes: how many must be alive.
+        timeout_s: for all of it.
+        check: called between questions; raises to give up early.
+
+    Raises:
+        ResourceError: the head does not answer, or nodes are missing, by the deadline. Names those that joined.
+    """
+    from ray._private.services import GcsClient  # what `ray health-check` asks with
+
+    deadline = time.monotonic() + timeout_s
+    joined: list[str] = []
+    why = "it does not answer"
+    while True:
+        check()
+        try:
+            found = GcsClient(address=address).get_all_node_info(timeout=5.0).values()
+            joined = sorted(info.node_manager_address for info in found if info.state == 0)  # GcsNodeInfo.ALIVE
+            if len(joined) >= nodes:
+                return
+            why = f"joined: {', '.join(joined) or 'none'}"
+        except Exception as error:  # Ray raises RpcError, RaySystemError and others
+            why = f"{type(error).__name__}: {error}"
+        if time.monotonic() >= deadline:
+            raise ResourceError(
+                f"{len(joined)} of {nodes} nodes have joined Ray at {address} after {timeout_s:.0f} s ({why}); look at "
+                "the logs of the missing nodes, and whether all have the same token"
+            )
+        time.sleep(_POLL_S)
 
 
 def _set_environment() -> None:

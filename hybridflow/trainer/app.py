@@ -40,7 +40,7 @@ from hybridflow.single_controller import (
     keep_in_store,
     reserve,
 )
-from hybridflow.trainer import assets
+from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
@@ -257,6 +257,7 @@ def _train(job: _Job) -> dict[str, Any]:
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
     fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
+    beside = planned.beside_measured(config, job.hf_config, session, {"actor": policy, **others})
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -272,6 +273,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "restarts": int(totals.get("restarts", 0)),
         "engine_restarts": int(totals.get("engine_restarts", 0)),
         "exported_to": exported,
+        "planned": beside,
     }
 
 
@@ -354,7 +356,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with _terminate_as_interrupt():
+            with _terminate_as_interrupt(), _stop_when_asked(session):
                 summary = _with_clusters(config, job, session, progress)
             session.close()
         except KeyboardInterrupt as interrupt:
@@ -445,6 +447,21 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _stop_when_asked(session: Session) -> Iterator[None]:
+    """Treat SIGUSR1, which a job's script sends before Slurm takes the nodes, as a request: the run ends after the
+    present step and a checkpoint."""
+
+    def ask(number: int, frame: Any) -> None:
+        session.stop_asked = True
+
+    before = signal.signal(signal.SIGUSR1, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
