@@ -1,4 +1,5 @@
-"""`hybridflow train | sft | train-reward | prepare | report | plan | reshard | checkpoint | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | plan | reshard | checkpoint | slurm | doctor |
+config | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
 broken.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import checkpoint, config, plan
+from hybridflow.cli import checkpoint, config, doctor, plan, slurm
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
@@ -29,6 +30,8 @@ OPTIONS = (
     "--json",
     *plan.OPTIONS,
     *checkpoint.OPTIONS,
+    *doctor.OPTIONS,
+    *slurm.OPTIONS,
 )
 
 TOP = """\
@@ -145,6 +148,8 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
     plan.add(commands, _add)
     checkpoint.add(commands, _add)
+    slurm.add(commands, _add)
+    doctor.add(commands, _add)
     config.add(commands, _add)
     _add(commands, "version", "print the version", "", run_version)
     return parser
@@ -252,6 +257,8 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 def _placement(run: RunConfig, job: str) -> str:
     from hybridflow.placement import preview
 
+    if run.cluster.in_process:
+        return "Placement: everything in this process (cluster.in_process)"
     found = preview(run, job)
     if found is None:
         return (
