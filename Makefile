@@ -1,5 +1,6 @@
 # One command each; `make help` lists them. LANE=gpu selects the GPU lock.
-LANE ?= cpu
+# the lane that .venv has, so that a bare `make test` on a GPU machine does not replace it
+LANE ?= $(shell cat .venv/.hybridflow-lane 2>/dev/null || echo cpu)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py

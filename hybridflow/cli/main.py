@@ -257,6 +257,8 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 def _placement(run: RunConfig, job: str) -> str:
     from hybridflow.placement import preview
 
+    if run.cluster.in_process:
+        return "Placement: everything in this process (cluster.in_process)"
     found = preview(run, job)
     if found is None:
         return (

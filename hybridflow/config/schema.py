@@ -108,6 +108,9 @@ class ParallelConfig:
 
     tensor: PositiveInt = 1  # [tensor_model_parallel_size]
     pipeline: PositiveInt = 1  # [pipeline_model_parallel_size]
+    # layers of the first and of the last stage, where these have another number than the others; 0: an even share
+    first_stage_layers: NonNegativeInt = 0
+    last_stage_layers: NonNegativeInt = 0
     virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline rank holds, interleaved; null: 1
     # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     context: PositiveInt = 1
@@ -309,8 +312,10 @@ class SyncConfig:
     transaction an engine."""
 
     transport: Annotated[str, TRANSPORT] = "auto"  # auto: p2p with GPUs, else tcp
-    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
-    commit: Literal["staged", "in_place"] = "staged"
+    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes, and
+    # an engine whose transfer fails is left out until the next; null: in_place on GPUs, where memory is short, else
+    # staged
+    commit: Literal["staged", "in_place"] | None = None
     # what happens to requests in flight; retract: they wait and their KV cache is made anew; abort: they end; in_place:
     # they wait and keep the old KV cache
     pause: Literal["retract", "abort", "in_place"] = "retract"
@@ -395,6 +400,8 @@ class ClusterConfig:
     device: str = "H100"
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
+    # shared memory for batches in a local cluster; what does not fit is spilled to the disk
+    object_store_bytes: PositiveInt = 256 << 20
 
 
 @dataclass(frozen=True)

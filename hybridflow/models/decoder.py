@@ -188,8 +188,8 @@ class Decoder:
             field = f"num_hidden_layers without the {first} of the first and the {last} of the last stage"
             if at.pp_size == 1 or first + last >= self.num_layers:
                 raise ModelError(
-                    f"first_stage_layers {first} and last_stage_layers {last} leave no layer for another stage; set "
-                    "them to 0"
+                    f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} leave no layer for "
+                    "another stage; set them to 0"
                 )
             rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
         else:

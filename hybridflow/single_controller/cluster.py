@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from hybridflow.config.schema import ClusterConfig
+from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
 from hybridflow.single_controller import guard, watch
 
@@ -104,7 +105,6 @@ class Cluster:
         config: ClusterConfig,
         run_dir: str | Path,
         *,
-        object_store_bytes: int = 256 << 20,
         num_cpus: int | None = None,
     ) -> Cluster:
         """Start a local cluster (`config.address` None) or join the one at `config.address`.
@@ -112,23 +112,16 @@ class Cluster:
         Args:
             config: address, sizes and deadlines.
             run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
-            object_store_bytes: shared memory for batches, local cluster only.
             num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the number of cores.
 
         Raises:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
         """
         run_dir = Path(run_dir)
-        return (
-            cls._join(config, run_dir)
-            if config.address
-            else cls._start_local(config, run_dir, object_store_bytes, num_cpus)
-        )
+        return cls._join(config, run_dir) if config.address else cls._start_local(config, run_dir, num_cpus)
 
     @classmethod
-    def _start_local(
-        cls, config: ClusterConfig, run_dir: Path, object_store_bytes: int, num_cpus: int | None
-    ) -> Cluster:
+    def _start_local(cls, config: ClusterConfig, run_dir: Path, num_cpus: int | None) -> Cluster:
         _set_environment()
         import ray
 
@@ -143,7 +136,7 @@ class Cluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
-                object_store_memory=object_store_bytes,
+                object_store_memory=config.object_store_bytes,
                 _temp_dir=str(local.temp_dir),
                 _node_ip_address=LOOPBACK,
                 _system_config=dict(SYSTEM_CONFIG),
@@ -183,6 +176,17 @@ class Cluster:
     def is_local(self) -> bool:
         """Whether this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
+
+    def device_kind(self) -> Kind:
+        """The kind of device that the nodes have: in a local cluster this machine's, in a joined one cuda where a node
+        has GPUs or `cluster.devices_per_node` says that nodes must. `HYBRIDFLOW_PLATFORM` overrides it."""
+        if self.is_local and self.config.devices_per_node is None:
+            return Platform.detect().kind
+        wish = os.environ.get("HYBRIDFLOW_PLATFORM")
+        if wish in ("cpu", "cuda"):
+            return "cpu" if wish == "cpu" else "cuda"
+        has_gpus = any(node.total.get("GPU") for node in self.nodes())
+        return "cuda" if has_gpus or self.config.devices_per_node is not None else "cpu"
 
     @property
     def address(self) -> str:
