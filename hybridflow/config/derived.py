@@ -276,25 +276,3 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"model.path={model.path}: {file} is not JSON: {error}") from error
     return values
-
-
-def layout_summary(config: RunConfig) -> str:
-    """Sizes of the trainer and of the engines in a line, `TP2·PP2·EP2·DP1 → 2×TP1`."""
-    parallel = config.actor.parallel
-    parts = [
-        f"TP{parallel.tensor}",
-        f"PP{parallel.pipeline}",
-        f"EP{parallel.expert}",
-        f"DP{data_parallel_size(config)}",
-    ]
-    if config.actor.backend == "fsdp":
-        parts = [f"FSDP{world_size(config)}"]
-    if parallel.sequence:
-        parts.append("SP")
-    rollout = config.rollout
-    engine = [f"TP{rollout.tensor}"]
-    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
-    engine += [f"{short}{size}" for short, size in sizes if size > 1]
-    if rollout.nodes_per_engine > 1:
-        engine.append(f"{rollout.nodes_per_engine} nodes")
-    return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
