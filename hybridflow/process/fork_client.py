@@ -114,7 +114,7 @@ def fork(
 
 
 def main(argv: Sequence[str]) -> int:
-    """See the module."""
+    """Be the process that the words ask for, as the module says; returns its exit status."""
     try:
         process = fork(argv[0], argv[1:], os.environ, (0, 1, 2))
     except OSError:

@@ -121,7 +121,7 @@ class Fork:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
+        """The exit status, None while it runs."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = os.waitstatus_to_exitcode(status) if pid else None
@@ -133,7 +133,7 @@ class Fork:
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status, once it has ended."""
+        """The exit status, once it has ended."""
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
