@@ -63,7 +63,7 @@ def render(run: RunFolder) -> str:
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
         samples=[(sample, _sample_title(sample), _prompt_is_chat(sample)) for sample in run.samples],
-        summary=[(key, _plain(value)) for key, value in run.summary.items()],
+        summary=list(_flat(run.summary)),
         config_text=run.config_text,
         environment=list(_flat(run.environment)),
     )
