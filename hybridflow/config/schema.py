@@ -375,6 +375,9 @@ class ClusterConfig:
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
+    # nobody else can send to the machines of `address`. Without it a Ray without a token and engines over
+    # several machines are refused (docs/security.md)
+    trusted_network: bool = False
 
 
 @dataclass(frozen=True)

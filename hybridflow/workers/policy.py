@@ -27,7 +27,7 @@ from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from hybridflow.process.store import MasterStore
 
 
 class PolicyWorker(RoleWorker):
@@ -41,7 +41,7 @@ class PolicyWorker(RoleWorker):
         self.platform, self.host, self.sync = platform, context.master_addr, config.rollout.sync
         # what the engines compute with
         self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
-        self._store: TCPStore | None = None
+        self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.parameters)
 
     @register(Dispatch.RANK_ZERO)

@@ -111,7 +111,9 @@ class _Transfer:
 def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device) -> Any:
     import torch.distributed as dist
 
-    store = dist.PrefixStore("group", meeting.store)
+    from hybridflow.process.torch_store import TorchStore
+
+    store = TorchStore(meeting.store.client, f"group/{endpoint.session}/")
     size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
     if Platform(device.type).collective_backend == "nccl":  # type: ignore[arg-type]
         options = dist.ProcessGroupNCCL.Options()
