@@ -270,8 +270,20 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 
         recipe = args.config_name.removesuffix(".yaml")
         print(explain(run, Origins.find(recipe, args.overrides, config_dirs(args.config_dir))))
+        print(f"\n{_placement(run, job)}")
         return None
     return run
+
+
+def _placement(run: RunConfig, job: str) -> str:
+    from hybridflow.placement import preview
+
+    found = preview(run, job)
+    if found is None:
+        return (
+            f"Placement: as the nodes at cluster.address={run.cluster.address} allow (cluster.devices_per_node is null)"
+        )
+    return found.describe()
 
 
 def _list_recipes(args: argparse.Namespace, job: str) -> None:

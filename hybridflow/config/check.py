@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import num_experts
-from hybridflow.config import check_backend, check_engines, check_entries, check_files, check_lora, derived, roles
+from hybridflow.config import (
+    check_backend,
+    check_engines,
+    check_entries,
+    check_files,
+    check_lora,
+    check_pools,
+    derived,
+    roles,
+)
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
@@ -36,7 +45,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         *(check_engines.shape_problems, check_backend.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
-    found += roles.problems(config, job)
+    found += [*roles.problems(config, job), *check_pools.problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim)
     found += check_files.problems(config, job)

@@ -26,10 +26,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     for key, value, wanted in refused:
         if value != wanted:
             yield f"actor.{key}={value} is not available with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
-    wanted_roles = {"critic": derived.has_critic(config), "reward_model": derived.has_reward_model(config)}
-    wanted_roles["teacher"] = derived.has_teacher(config)
-    for role, is_wanted in wanted_roles.items():
-        if is_wanted and derived.is_colocated(config, role):
+    for role in derived.roles_in_use(config)[1:]:
+        if derived.is_colocated(config, role):
             yield (
                 f"{role}.placement=colocated needs the actor's Megatron processes, and {_FSDP} has none; set "
                 f"{role}.placement=own"

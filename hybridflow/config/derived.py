@@ -159,6 +159,30 @@ def is_colocated(config: RunConfig, role: str) -> bool:
     return role == "actor" or bool(getattr(config, role).placement == "colocated")
 
 
+def roles_in_use(config: RunConfig, job: str = "train") -> tuple[str, ...]:
+    """The models of `hybridflow train`, `sft` or `train-reward`, in the order in which they are started."""
+    if job == "train-reward":
+        needs_policy = bool(config.sft.steps) or is_colocated(config, "reward_model")
+        return ("actor", "reward_model") if needs_policy else ("reward_model",)
+    if job == "sft":
+        return ("actor",)
+    wanted = {
+        "actor": True,
+        "critic": has_critic(config),
+        "reward_model": has_reward_model(config),
+        "reference": has_own_reference(config),
+        "teacher": has_teacher(config),
+    }
+    return tuple(role for role, is_wanted in wanted.items() if is_wanted)
+
+
+def pool_of(config: RunConfig, section: str) -> str:
+    """The section whose devices the processes of `rollout` or of a role use."""
+    if section != "rollout" and is_colocated(config, section):
+        return "actor"
+    return getattr(config, section).pool or section
+
+
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
     """The layout of a role: its own, or the actor's where it lives in the actor's processes."""
     layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel

@@ -33,6 +33,8 @@ Decay = Annotated[float, AtLeast(0), Below(1)]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 KlEstimate = Literal["k1", "abs", "k2", "k3"]
 Placement = Literal["colocated", "own"]
+Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
+Packing = Literal["pack", "spread", "whole_nodes"]
 LoraTarget = Literal[
     "linear_qkv",  # query, key and value
     "linear_q_proj",  # query of latent attention without a query latent
@@ -200,6 +202,10 @@ class RoleConfig:
     # colocated: in the actor's processes, in its layout; own: in processes of its own
     placement: Placement = "colocated"
     procs: PositiveInt = 1  # own: processes, in all
+    pool: Section | None = None  # own: use the devices of this section, in turns with it; null: devices of its own
+    # own, without `pool`: how its devices lie on the nodes; pack: on few; spread: evenly over all; whole_nodes: on few
+    # that no other section uses
+    packing: Packing = "pack"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # own: their layout
     max_tokens_per_micro_batch: PositiveInt = 4096  # packed tokens in one forward pass of a data-parallel rank
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -323,6 +329,10 @@ class RolloutConfig:
     data_parallel_attention: PositiveInt = 1
     # nodes that an engine's ranks are divided over, a server each; in a local cluster all on this machine
     nodes_per_engine: PositiveInt = 1
+    pool: Section | None = None  # use the devices of this section, in turns with it; null: devices of their own
+    # without `pool`: how the engines' devices lie on the nodes; pack: on few; spread: evenly over all; whole_nodes: on
+    # few that no other section uses
+    packing: Packing = "pack"
     # null: weights in model.dtype; fp8: block-wise, made by the trainer (GPUs of capability 8.9 or later)
     quantization: Literal["fp8"] | None = None
     n: PositiveInt = 1  # samples a prompt
@@ -373,6 +383,8 @@ class ClusterConfig:
     address: str | None = None  # null: start a local cluster on loopback; else join (host:port or "auto")
     nodes: PositiveInt = 1
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)
+    # GPUs that a node must have; null: GPUs are used where the cluster has any, however many
+    devices_per_node: PositiveInt | None = None
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
     # nobody else can send to the machines of `address`. Without it a Ray without a token and engines over

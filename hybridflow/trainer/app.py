@@ -40,7 +40,7 @@ from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.sft import SftTrainer
-from hybridflow.workers.model_role import MODEL_ROLES, ModelWorker
+from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
@@ -191,7 +191,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engine_workers, other_nodes = job.start_engines(cluster)
     engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids, other_nodes)
     trained = ("actor", "critic")
-    roles = ["actor", *(role for role, kind in MODEL_ROLES.items() if kind.is_wanted(config))]
+    roles = derived.roles_in_use(config)
     workers = job.start_roles(cluster, roles, trained)
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
@@ -264,8 +264,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     names = (settings.chosen_key, settings.rejected_key)
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
-    needs_policy = bool(config.sft.steps) or derived.is_colocated(config, "reward_model")
-    roles = ["actor", "reward_model"] if needs_policy else ["reward_model"]
+    roles = derived.roles_in_use(config, "train-reward")
     workers = job.start_roles(job.start_cluster(), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)

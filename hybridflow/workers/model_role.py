@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
-from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models import Family, family_of, use_family
@@ -19,27 +17,12 @@ from hybridflow.workers.losses import PairLoss, ValueLoss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
-
-@dataclass(frozen=True)
-class ModelRole:
-    """The declaration of a role: whether a job of reinforcement learning has it, and the head of its model (a scalar
-    for each token or for a sequence; None: the vocabulary's)."""
-
-    is_wanted: Callable[[RunConfig], bool]
-    head: str | None = None
-
-
-# in the order in which they are started
-MODEL_ROLES = {
-    "critic": ModelRole(derived.has_critic, TOKENS),
-    "reward_model": ModelRole(derived.has_reward_model, SEQUENCE),
-    "reference": ModelRole(derived.has_own_reference),
-    "teacher": ModelRole(derived.has_teacher),
-}
+# roles whose model has a scalar head, for each token or for a sequence; the others have the vocabulary's
+HEADS = {"critic": TOKENS, "reward_model": SEQUENCE}
 
 
 class ModelWorker(RoleWorker):
-    """One Megatron rank of one of `MODEL_ROLES`. Public methods are collectives."""
+    """One Megatron rank of a role other than the policy. Public methods are collectives."""
 
     def __init__(self, context: WorkerContext, spec: RoleSpec) -> None:
         from hybridflow.mcore import parallel
@@ -51,7 +34,7 @@ class ModelWorker(RoleWorker):
         platform.set_device(context.local_rank)
         if not parallel.is_initialized():  # by a role of the same process
             parallel.initialize(layout, config.seed, platform.collective_backend, config.cluster.call_timeout_s)
-        head = MODEL_ROLES[spec.role].head
+        head = HEADS.get(spec.role)
         use_family(config.model.family)
         family = role_family(spec.hf_config, head)
         model = ValueModel if head else MegatronPolicy

@@ -1,0 +1,228 @@
+"""The map from processes to nodes, devices and ports."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridflow.errors import ResourceError
+from hybridflow.placement.pools import Group, Packing, Pool
+from hybridflow.placement.shape import ClusterShape
+
+# below the ephemeral range, where no outgoing connection can take a port before it is bound
+PORTS = range(20000, 32768)
+_ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
+_SHOWN_NODES = 16
+Room = tuple[int, tuple[int, ...]]  # a node's number, and devices of it
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the map.
+
+    Args:
+        role: as in `Group`.
+        rank: number of the member within its role: the rank, or the number of the engine.
+        part: which of the member's nodes this is (an engine's node rank); 0 for all but engines over several nodes.
+        node: number of the node in `ClusterShape.nodes`.
+        devices: the devices of the node that the process uses, by their position among the node's free ones.
+        local_rank: position among the role's processes on the node.
+        ports: the process opens listening ports among these; no other process of its node does.
+    """
+
+    role: str
+    rank: int
+    part: int
+    node: int
+    devices: tuple[int, ...]
+    local_rank: int
+    ports: range
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every process of a run is."""
+
+    cluster: ClusterShape
+    processes: tuple[Process, ...]
+
+    @cached_property
+    def _by_role(self) -> dict[str, tuple[Process, ...]]:
+        roles = dict.fromkeys(process.role for process in self.processes)
+        return {role: tuple(one for one in self.processes if one.role == role) for role in roles}
+
+    def of(self, role: str) -> tuple[Process, ...]:
+        """The processes of a role, by rank and part."""
+        return self._by_role[role]
+
+    def describe(self) -> str:
+        """The map as text, a line for each role on each node."""
+        lines, here = [f"Placement on {self.cluster.describe()}"], defaultdict[int, dict[str, list[Process]]](dict)
+        for process in self.processes:
+            here[process.node].setdefault(process.role, []).append(process)
+        wide = max(len(process.role) for process in self.processes)
+        for number, node in enumerate(self.cluster.nodes):
+            lines += [
+                f"  {node.address}  {role:<{wide}}  {_members(found)}{_on(found, self.cluster.kind)}"
+                for role, found in here[number].items()
+            ] or [f"  {node.address}  not used"]
+        return "\n".join(lines)
+
+
+def place(cluster: ClusterShape, pools: Sequence[Pool]) -> Placement:
+    """Put every process of `pools` on a node and its devices: the same answer for the same arguments.
+
+    Pools of fixed shape come first, then those that want whole nodes, then those that pack, then those that spread.
+
+    Raises:
+        ResourceError: some pool does not fit beside those before it; says what it needs and what is left on each node.
+    """
+    free = [list(range(node.devices)) for node in cluster.nodes]
+    found: list[tuple[Group, int, int, Room]] = []
+    for pool in sorted(pools, key=lambda pool: (pool.shape is None, _ORDER[pool.packing])):
+        rooms = _rooms(cluster, pool, free)
+        for group in pool.groups:
+            members = _members_in(rooms, group, "spread", cluster.is_local)
+            if members is None:
+                raise ResourceError(_does_not_fit(cluster, pool, group, rooms))
+            found += [
+                (group, rank, part, room) for rank, parts in enumerate(members) for part, room in enumerate(parts)
+            ]
+        for node, devices in rooms:
+            free[node] = [] if pool.packing == "whole_nodes" else [one for one in free[node] if one not in devices]
+    return Placement(cluster, tuple(_processes(found)))
+
+
+def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> list[Room]:
+    """The pool's devices, by node, out of those that are free."""
+    allowed = [
+        (node, tuple(devices))
+        for node, devices in enumerate(free)
+        if devices and (pool.packing != "whole_nodes" or len(devices) == cluster.nodes[node].devices)
+    ]
+    if pool.shape is not None:
+        nodes, each = pool.shape
+        fitting = sorted((len(devices), node) for node, devices in allowed if len(devices) >= each)[:nodes]
+        if len(fitting) < nodes:
+            raise ResourceError(_does_not_fit(cluster, pool, None, allowed))
+        return [(node, tuple(free[node][:each])) for _, node in sorted(fitting, key=lambda one: one[1])]
+    largest = max(pool.groups, key=lambda group: group.count * group.devices * group.nodes)
+    members = _members_in(allowed, largest, pool.packing, cluster.is_local)
+    if members is None:
+        raise ResourceError(_does_not_fit(cluster, pool, largest, allowed))
+    used: dict[int, list[int]] = {}
+    for node, devices in sorted(room for parts in members for room in parts):
+        used.setdefault(node, []).extend(devices)
+    return [(node, tuple(devices)) for node, devices in used.items()]
+
+
+def _members_in(rooms: Sequence[Room], group: Group, packing: Packing, is_local: bool) -> list[list[Room]] | None:
+    """The rooms of each member's parts, members in the order of nodes; None where they do not fit.
+
+    A member over several nodes takes them out of one bundle of nodes; the nodes with the most devices are bundled
+    first, so that few devices are left over.
+    """
+    size, parts = group.devices, 1 if is_local else group.nodes
+    stacked = group.nodes // parts  # parts of a member on one node
+    order = sorted(rooms, key=lambda room: -len(room[1])) if parts > 1 else list(rooms)
+    bundles = [sorted(order[at : at + parts]) for at in range(0, len(order) - parts + 1, parts)]
+    capacity = [min(len(devices) for _, devices in bundle) // (size * stacked) for bundle in bundles]
+    counts = (_evenly if packing == "spread" else _few)(capacity, group.count)
+    if sum(counts) < group.count:
+        return None
+    members = []
+    for bundle, count in sorted(zip(bundles, counts, strict=True)):
+        for number in range(count):
+            cuts = [(number * stacked + layer) * size for layer in range(stacked)]
+            members.append([(node, devices[cut : cut + size]) for node, devices in bundle for cut in cuts])
+    return members
+
+
+def _few(capacity: Sequence[int], count: int) -> list[int]:
+    """Fill few bins: the largest, and for the rest the smallest that holds it."""
+    counts = [0] * len(capacity)
+    largest_first = sorted(range(len(capacity)), key=lambda number: (-capacity[number], number))
+    for at, number in enumerate(largest_first):
+        if capacity[number] >= count:
+            last = min(largest_first[at:], key=lambda n: (capacity[n] < count, capacity[n], n))
+            counts[last] = count
+            break
+        counts[number], count = capacity[number], count - capacity[number]
+    return counts
+
+
+def _evenly(capacity: Sequence[int], count: int) -> list[int]:
+    """Fill all bins to the same level, as far as each goes; the first ones get what does not divide."""
+    level, below = 0, 0
+    while below < count and (more := sum(one > level for one in capacity)) and below + more <= count:
+        level, below = level + 1, below + more
+    counts, rest = [min(one, level) for one in capacity], count - below
+    for number, one in enumerate(capacity):
+        if rest and one > level:
+            counts[number], rest = counts[number] + 1, rest - 1
+    return counts
+
+
+def _processes(found: Iterable[tuple[Group, int, int, Room]]) -> Iterable[Process]:
+    found = list(found)
+    on_node = Counter(node for _, _, _, (node, _) in found)
+    seen: Counter[tuple[str, int]] = Counter()
+    opened: Counter[int] = Counter()
+    for group, rank, part, (node, devices) in found:
+        share = len(PORTS) // on_node[node]
+        first = PORTS.start + opened[node] * share
+        yield Process(group.role, rank, part, node, devices, seen[group.role, node], range(first, first + share))
+        seen[group.role, node] += 1
+        opened[node] += 1
+
+
+# ---- texts
+
+
+def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:
+    """What the pool needs, and what is left for it on each node."""
+    if group is None:
+        assert pool.shape is not None
+        need = f"{pool.shape[0]} nodes with {pool.shape[1]} {cluster.unit} each (cluster.nodes x procs_per_node)"
+    else:
+        name = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
+        nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
+        each = f", each of {group.devices} {cluster.unit}{nodes}" if group.devices * group.nodes > 1 else ""
+        need = f"{group.count} {name}{each}"
+    whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
+    free = {node: len(devices) for node, devices in rooms}
+    there = [f"{node.address}: {free.get(n, 0)} of {node.devices}" for n, node in enumerate(cluster.nodes)]
+    more = [f"{len(there) - _SHOWN_NODES} more nodes"] if len(there) > _SHOWN_NODES else []
+    return (
+        f"{pool.name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "
+        f"{', '.join([*there[:_SHOWN_NODES], *more]) or 'no node'}; give it more nodes, or make {pool.name} smaller"
+    )
+
+
+def _members(found: Sequence[Process]) -> str:
+    name = "engine" if found[0].role == "rollout" else "rank"
+    ranks, parts = sorted({one.rank for one in found}), sorted({one.part for one in found})
+    part = f" (part {_ranges(parts)})" if any(parts) else ""
+    return f"{name}{'s' * (len(ranks) > 1)} {_ranges(ranks)}{part}"
+
+
+def _on(found: Sequence[Process], kind: str) -> str:
+    """The devices of each process; a trailing text for `describe`."""
+    if kind == "cpu":
+        return ""
+    if all(len(one.devices) == 1 for one in found):
+        return f" on GPU {_ranges([one.devices[0] for one in found])}"
+    return f" on GPUs {' '.join(_ranges(one.devices) for one in found)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,6` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

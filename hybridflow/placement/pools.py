@@ -1,0 +1,70 @@
+"""The pools of devices that a configuration asks for, and the processes that share each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridflow.config import derived
+from hybridflow.config.schema import Packing, RunConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal members of a role: the ranks of a trained model, or the engines.
+
+    Args:
+        role: `actor`, `critic`, `reference`, `reward_model`, `teacher` or `rollout`.
+        count: ranks, or engines.
+        devices: of one member on one node; they are consecutive.
+        nodes: different nodes that one member lies on, with `devices` on each.
+    """
+
+    role: str
+    count: int
+    devices: int = 1
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices that the members of some groups use in turns.
+
+    Args:
+        name: section of the configuration that makes the pool.
+        groups: who runs there; members of one group never share a device, members of different groups do.
+        packing: how the devices lie on the nodes. pack: on few nodes; spread: evenly over all nodes; whole_nodes: on
+            few nodes that no other pool uses.
+        shape: nodes and devices on each; None: as many as the largest group needs.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    packing: Packing = "pack"
+    shape: tuple[int, int] | None = None
+
+
+def pools_of(config: RunConfig, job: str = "train", kind: Literal["cpu", "cuda"] = "cuda") -> tuple[Pool, ...]:
+    """The pools of a job of a checked configuration, the actor's first.
+
+    With `kind` cuda an engine takes a GPU for each of its ranks; with cpu it counts as one process a node.
+    """
+    roles = [role for role in derived.roles_in_use(config, job) if role == "actor" or not _is_guest(config, role)]
+    groups = [Group(role, derived.role_world_size(config, role)) for role in roles]
+    if job == "train":
+        nodes = config.rollout.nodes_per_engine
+        ranks = derived.engine_ranks(config) // nodes if kind == "cuda" else 1
+        groups.append(Group("rollout", config.rollout.num_engines, ranks, nodes))
+    members: dict[str, list[Group]] = {}
+    for group in groups:
+        members.setdefault(derived.pool_of(config, group.role), []).append(group)
+    actor = (config.cluster.nodes, config.cluster.procs_per_node)
+    return tuple(
+        Pool(name, tuple(sharing), *(("pack", actor) if name == "actor" else (getattr(config, name).packing,)))
+        for name, sharing in members.items()
+    )
+
+
+def _is_guest(config: RunConfig, role: str) -> bool:
+    """Whether a role lives in the actor's processes."""
+    return role != "actor" and derived.is_colocated(config, role)

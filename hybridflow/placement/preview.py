@@ -1,0 +1,58 @@
+"""The map of a run before there is a cluster to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ResourceError
+from hybridflow.placement.place import Placement, place
+from hybridflow.placement.pools import Pool, pools_of
+from hybridflow.placement.shape import ClusterShape, Node
+
+
+def preview(config: RunConfig, job: str = "train") -> Placement | None:
+    """The map on the smallest cluster that holds the job: of nodes with `cluster.devices_per_node` GPUs, or without
+    that key this machine. None where only the cluster to be joined can tell.
+
+    Raises:
+        ResourceError: no number of such nodes is enough.
+    """
+    devices = config.cluster.devices_per_node
+    if devices is not None:
+        pools = pools_of(config, job)
+        return place(smallest(pools, devices), pools)
+    if config.cluster.address is not None:
+        return None
+    pools = pools_of(config, job, "cpu")
+    here = Node("127.0.0.1", sum(_devices(pool) for pool in pools), "lo")
+    return place(ClusterShape((here,), "cpu", is_local=True), pools)
+
+
+def smallest(pools: Sequence[Pool], devices: int) -> ClusterShape:
+    """As few nodes with so many GPUs each as hold the pools.
+
+    Raises:
+        ResourceError: no number of such nodes is enough.
+    """
+    # a node for every part of every member is enough
+    most = sum(pool.shape[0] if pool.shape else sum(one.count * one.nodes for one in pool.groups) for pool in pools)
+    place(ClusterShape.uniform(most, devices), pools)
+    least = -(-sum(_devices(pool) for pool in pools) // devices)
+    enough = (nodes for nodes in range(least, most) if _fits(pools, nodes, devices))
+    return ClusterShape.uniform(next(enough, most), devices)
+
+
+def _fits(pools: Sequence[Pool], nodes: int, devices: int) -> bool:
+    try:
+        place(ClusterShape.uniform(nodes, devices), pools)
+    except ResourceError:
+        return False
+    return True
+
+
+def _devices(pool: Pool) -> int:
+    """The least number of devices that hold a pool."""
+    if pool.shape is not None:
+        return pool.shape[0] * pool.shape[1]
+    return max(one.count * one.devices * one.nodes for one in pool.groups)
