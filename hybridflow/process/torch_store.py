@@ -22,7 +22,7 @@ class TorchStore(Store):
         self._client, self._prefix = client, prefix
         _held.append(self)
 
-    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: str | bytes) -> None:
         """As `StoreClient.set`."""
         self._client.set(self._prefix + key, value)
 
@@ -30,15 +30,15 @@ class TorchStore(Store):
         """As `StoreClient.get`."""
         return self._client.get(self._prefix + key)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """As `StoreClient.multi_get`."""
         return self._client.multi_get([self._prefix + key for key in keys])
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # type: ignore[override]
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """As `StoreClient.multi_set`."""
         self._client.multi_set([self._prefix + key for key in keys], values)
 
-    def append(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+    def append(self, key: str, value: str | bytes) -> None:
         """As `StoreClient.append`."""
         self._client.append(self._prefix + key, value)
 
@@ -50,11 +50,11 @@ class TorchStore(Store):
         """As `StoreClient.compare_set`."""
         return self._client.compare_set(self._prefix + key, expected, desired)
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: Sequence[str]) -> bool:
         """As `StoreClient.check`."""
         return self._client.check([self._prefix + key for key in keys])
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """As `StoreClient.wait`."""
         self._client.wait([self._prefix + key for key in keys], timeout)
 
