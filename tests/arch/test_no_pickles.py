@@ -52,7 +52,11 @@ def reads(source: str) -> set[str]:
             found.add(last)
         if last == "torch.load" and not _is(keywords.get("weights_only"), True):
             found.add(last)
-        if last in ("np.load", "numpy.load") and "allow_pickle" in keywords and not _is(keywords["allow_pickle"], False):
+        if (
+            last in ("np.load", "numpy.load")
+            and "allow_pickle" in keywords
+            and not _is(keywords["allow_pickle"], False)
+        ):
             found.add(last)
         if "trust_remote_code" in keywords and not _is(keywords["trust_remote_code"], False):
             found.add("trust_remote_code")
