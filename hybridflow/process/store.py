@@ -99,7 +99,7 @@ class StoreServer:
 
     def __del__(self) -> None:
         if hasattr(self, "_loop"):
-            with suppress(RuntimeError):  # the interpreter ends, and the thread has ended before
+            with suppress(RuntimeError, AttributeError):  # the interpreter ends, and the thread has ended before
                 self._loop.call_soon_threadsafe(self._loop.stop)
 
 

@@ -51,8 +51,8 @@ def bind(original: Callable[..., Any], socket: Any, address: str, *args: Any, **
 def connect(original: Callable[..., Any], socket: Any, address: str, *args: Any, **kwargs: Any) -> Any:
     """Connect, with CURVE where the address is TCP."""
     if address.startswith("tcp:"):
-        socket.curve_publickey, socket.curve_secretkey = keys()
-        socket.curve_serverkey = socket.curve_publickey
+        public, secret = keys()
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
     return original(socket, address, *args, **kwargs)
 
 
