@@ -6,6 +6,7 @@ do. The command line prints the message alone and exits with `exit_code`; a trac
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import Any
 
@@ -42,8 +43,37 @@ class ResourceError(HybridFlowError):
     """The cluster lacks what was asked for. Says what is free on which node."""
 
 
+class ClusterLostError(ResourceError):
+    """Ray itself was lost, and all processes of the run with it. Says what of it, and how the run goes on."""
+
+
 class MemoryExhaustedError(ResourceError):
     """A device or the machine ran out of memory. Says in which phase, how much was in use, and which keys lower it."""
+
+
+class StorageError(HybridFlowError):
+    """A file cannot be written or read: the disk is full, the file system is read-only, or rights are missing."""
+
+    @classmethod
+    def of(cls, error: OSError) -> StorageError | None:
+        """The error in words, with what to do; None when it is not about storage."""
+        remedy = _REMEDIES.get(error.errno or 0)
+        return cls(f"{error.filename or 'a file'}: {error.strerror}; {remedy}") if remedy else None
+
+
+_MAKE_WRITABLE = "make it writable, or choose another place"
+_MAKE_ROOM = "make room, or choose another place"
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: _MAKE_ROOM,
+    errno.EROFS: _MAKE_WRITABLE,
+    errno.EACCES: _MAKE_WRITABLE,
+    errno.EPERM: _MAKE_WRITABLE,
+    errno.ENOTDIR: "a part of the path is a file; choose another place",
+    errno.EISDIR: "it is a folder; choose another name",
+    errno.EIO: "the device fails; choose another place",
+}
 
 
 class WorkerError(HybridFlowError):

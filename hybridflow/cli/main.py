@@ -19,7 +19,7 @@ import hybridflow
 from hybridflow.cli import checkpoint, config
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError, StorageError
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -93,6 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone. Point stdout elsewhere, or the interpreter complains while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        storage = StorageError.of(error)
+        if storage is None or os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
+            raise
+        print(f"hybridflow: {storage}", file=sys.stderr)
+        return storage.exit_code
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

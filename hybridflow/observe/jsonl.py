@@ -43,9 +43,9 @@ class JsonlWriter:
             self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -71,7 +71,7 @@ def keep_records(path: str | Path, wanted: Callable[[dict[str, Any]], bool]) -> 
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for record in read_jsonl(path):
                 if wanted(record):
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
                 else:
                     dropped += 1
         temporary.replace(path)
@@ -98,7 +98,11 @@ def repair(path: Path) -> None:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=_refuse)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

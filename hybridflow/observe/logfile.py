@@ -25,7 +25,7 @@ def setup_logging(run_dir: str | Path, level: int | str = logging.INFO) -> Path:
     formatter = logging.Formatter(_FORMAT)
     formatter.converter = time.gmtime  # the clock of every node, whatever its time zone
     formatter.default_msec_format = "%s.%03dZ"
-    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     terminal = _CurrentStderr()
     terminal.setLevel(logging.WARNING)
     for handler, shape in ((file, formatter), (terminal, logging.Formatter("%(levelname)s %(name)s: %(message)s"))):
@@ -44,6 +44,16 @@ def stop_logging() -> None:
         root.removeHandler(handler)
         handler.close()
     logging.captureWarnings(False)
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that it cannot be written, as on a full disk, where logging would print a traceback for each record."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by `emit` while it handles the exception."""
+        if self.level <= logging.CRITICAL:
+            self.setLevel(logging.CRITICAL + 1)
+            print(f"hybridflow: {self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

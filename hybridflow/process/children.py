@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import signal
+from pathlib import Path
 
+STOPPED = "T"  # by SIGSTOP or a terminal; a debugger's halt is another state
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that nothing is loaded between a fork and an exec
 
@@ -21,3 +23,12 @@ def die_with_parent() -> None:
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def state_of(pid: int) -> str:
+    """The state of a process of this machine as in /proc: `R` runs, `S` sleeps, `T` was stopped, `Z` has ended; empty
+    when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import ResourceError
 from hybridflow.process import secret
+from hybridflow.process.children import state_of
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, Identity
@@ -91,9 +92,9 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
     return {**env, **extra}
 
 
-def end_processes(pids: Sequence[int]) -> None:
-    """Wait until the processes have ended; after a few seconds those that are left get SIGKILL."""
-    deadline = time.monotonic() + _KILL_WAIT_S
+def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None:
+    """Wait until the processes have ended; after `patience_s` those that are left get SIGKILL."""
+    deadline = time.monotonic() + patience_s
     left = list(pids)
     while left and time.monotonic() < deadline:
         left = [pid for pid in left if is_running(pid)]
@@ -105,7 +106,4 @@ def end_processes(pids: Sequence[int]) -> None:
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state_of(pid) not in ("", "Z")

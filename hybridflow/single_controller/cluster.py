@@ -17,15 +17,16 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hybridflow.config.schema import ClusterConfig
-from hybridflow.errors import HybridFlowError, ResourceError
+from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
 from hybridflow.process.secret import without_credentials
-from hybridflow.single_controller import guard
+from hybridflow.single_controller import guard, watch
 
 LOOPBACK = "127.0.0.1"
 _PREFIX = "hf-ray-"
@@ -88,6 +89,7 @@ class Cluster:
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
+        self._watch = watch.Watch(watch.Processes(_ray_processes()) if local else watch.Address(_gcs_address()))
 
     @classmethod
     def start(
@@ -145,10 +147,15 @@ class Cluster:
                     "kill_child_processes_on_worker_exit": False,
                 },
             )
-        except Exception as error:
+        except BaseException as error:
             _copy_ray_logs(local.temp_dir, run_dir)
             ray.shutdown()
+            guard.clear_up(local.temp_dir)  # an interrupted start leaves processes that Ray does not know of yet
             local.remove()
+            if isinstance(error, SystemExit):  # how Ray answers SIGTERM while it starts
+                raise KeyboardInterrupt from error
+            if not isinstance(error, Exception):
+                raise
             raise ResourceError(
                 f"a local Ray cluster could not be started: {error} (its logs are in {run_dir / 'logs' / 'ray'})"
             ) from error
@@ -187,10 +194,8 @@ class Cluster:
     @property
     def address(self) -> str:
         """HOST:PORT at which another program joins this cluster, with the same Ray token in its environment."""
-        import ray
-
         self.require_open()
-        return str(ray.get_runtime_context().gcs_address)
+        return _gcs_address()
 
     def nodes(self) -> list[NodeState]:
         """Live nodes, ordered by IP address."""
@@ -208,18 +213,27 @@ class Cluster:
         ]
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
 
+    def lost(self) -> str:
+        """What of Ray itself is lost, in words; empty when all is well."""
+        return self._watch.lost()
+
     def require_open(self) -> None:
-        """ResourceError once the cluster is shut down."""
+        """ResourceError once the cluster is shut down, ClusterLostError when Ray is lost."""
         if not self._open:
             raise ResourceError("the cluster is shut down")
+        if self.lost():
+            raise ClusterLostError(self.lost())
 
     def shutdown(self) -> None:
         """Stop a local cluster, or leave a joined one. A second call does nothing."""
         if not self._open:
             return
         self._open = False
+        self._watch.stop()
         import ray
 
+        if self._local is not None and self.lost():
+            guard.clear_up(self._local.temp_dir)  # first: Ray would wait for what is lost
         ray.shutdown()
         if self._local is not None:
             self._local.remove()
@@ -230,9 +244,13 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, HybridFlowError) and self.temp_dir is not None:
+        lost = self.lost() if error is not None else ""
+        if error is not None and self.temp_dir is not None and (lost or not isinstance(error, HybridFlowError)):
             _copy_ray_logs(self.temp_dir, self.run_dir)
         self.shutdown()
+        if lost:  # whatever was raised where the main thread happened to be
+            logs = f" (its logs are in {self.run_dir / 'logs' / 'ray'})" if self.is_local else ""
+            raise ClusterLostError(f"{lost}{logs}") from error
 
 
 def _set_environment() -> None:
@@ -258,6 +276,20 @@ def _answers_strangers(address: str) -> bool:
     return (
         subprocess.run([sys.executable, "-c", ask, address], env=env, capture_output=True, check=False).returncode == 0
     )
+
+
+def _gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _ray_processes() -> dict[str, int]:
+    """The processes of a local cluster whose end is the end of the cluster. The agents' ends the raylet's."""
+    import ray
+
+    running = ray._private.worker._global_node.live_processes()
+    return {name: process.pid for name, process in running if name in ("gcs_server", "raylet")}
 
 
 def _refuse_second(ray: Any) -> None:
@@ -292,12 +324,13 @@ def _sweep_stale_dirs() -> None:
 
 
 def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
-    """Keep Ray's own logs of a failed cluster, as far as there are any."""
+    """Keep Ray's own logs of a failed cluster, as far as there are any and the disk takes them."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
         for source in temp_dir.glob(f"{_RAY}/session_2*/logs/{name}"):
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target / name)
+            with suppress(OSError):
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target / name)
 
 
 def _ip_key(address: str) -> tuple[int, int | str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import HybridFlowError, WorkerError, from_json
+from hybridflow.process.children import STOPPED, state_of
 from hybridflow.single_controller.host import Failure
 from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.stored import stored_results
@@ -18,6 +20,7 @@ from hybridflow.single_controller.stored import stored_results
 _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
 _POLL_S = 1.0
 _AT_ONCE_S = 0.2  # how long all ranks are waited for together, when the failure of one may go unnoticed
+_STOPPED_LOOKS = 10  # of `_POLL_S` each; a driver that was suspended together with a rank looks less often
 _TAIL_LINES = 40
 _TAIL_BYTES = 16384
 _STACK_DUMP_S = 0.5
@@ -28,6 +31,17 @@ def waited_seconds() -> float:
     """Seconds that this process has spent waiting for calls since it started: the time in which workers and engines
     worked."""
     return _waited_s
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Count the time inside, in which a worker or an engine works, among `waited_seconds`. Not nested."""
+    global _waited_s
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        _waited_s += time.monotonic() - start
 
 
 @dataclass
@@ -121,17 +135,13 @@ class Future:
         return self._value
 
     def _wait(self, timeout: float) -> None:
-        global _waited_s
-        start = time.monotonic()
-        try:
+        with waiting():
             self._wait_for_all(timeout)
-        finally:
-            _waited_s += time.monotonic() - start
 
     def _wait_for_all(self, timeout: float) -> None:
         import ray
 
-        deadline = time.monotonic() + timeout
+        deadline, stopped = time.monotonic() + timeout, dict[int, int]()
         self._take_at_once(max(0.0, min(timeout, _AT_ONCE_S)))
         while self._pending:
             left = deadline - time.monotonic()
@@ -141,6 +151,18 @@ class Future:
                 raise self._first_cause(failed)
             if not ready and left <= 0:
                 raise self._hung()
+            if not ready and (rank := self._stopped(stopped)) is not None:
+                self._lost = True
+                raise self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
+
+    def _stopped(self, looks: dict[int, int]) -> int | None:
+        """A rank of this machine that still owes an answer and has been stopped for some time; `looks` counts how often
+        each was seen so. A call may take long: what tells is the state of the process, not its silence."""
+        for rank in self._pending.values():
+            state = self._ranks[rank]
+            stands = state.is_local and state.pid and state_of(state.pid) == STOPPED
+            looks[rank] = looks.get(rank, 0) + 1 if stands else 0
+        return next((rank for rank, count in looks.items() if count >= _STOPPED_LOOKS), None)
 
     def _take_at_once(self, timeout: float) -> None:
         """Take all answers with one request to Ray, as most calls are short and succeed. Finding out which have come

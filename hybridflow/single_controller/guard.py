@@ -30,10 +30,10 @@ def driver_is_done(driver: int) -> bool:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """This user's processes with an open file under `folder`, except this one."""
-    found = []
+    """This user's processes with an open file under `folder`, except this one and its parent."""
+    found, spared = [], (os.getpid(), os.getppid())  # a guard never ends the driver that it guards
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+        if not entry.name.isdigit() or int(entry.name) in spared:
             continue
         try:
             if entry.stat().st_uid == os.getuid() and any(_is_under(link, folder) for link in (entry / "fd").iterdir()):

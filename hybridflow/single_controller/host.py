@@ -12,13 +12,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.dispatch import WorkerContext
-from hybridflow.errors import HybridFlowError, to_json
+from hybridflow.errors import HybridFlowError, StorageError, to_json
 from hybridflow.process.children import die_with_parent
 from hybridflow.single_controller.pieces import Header, Request
 
@@ -133,9 +134,12 @@ async def _awaited(value: Any) -> Any:
 
 def failure(error: Exception) -> Failure:
     """The error as a value; its traceback goes to the rank's log."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    return Failure(type(error).__qualname__, str(error), to_json(error) if isinstance(error, HybridFlowError) else None)
+    with suppress(OSError):  # the log's own disk may be full
+        traceback.print_exception(error)
+        sys.stderr.flush()
+    storage = StorageError.of(error) if isinstance(error, OSError) else None
+    ours = error if isinstance(error, HybridFlowError) else storage
+    return Failure(type(error).__qualname__, str(error), to_json(ours) if ours else None)
 
 
 def free_port(address: str) -> int:

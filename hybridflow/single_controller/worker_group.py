@@ -112,6 +112,7 @@ class WorkerGroup:
         """
         if self._pool is None:
             raise ResourceError(f"group {self._name!r} was joined; only the driver that started it can restart it")
+        self._cluster.require_open()
         self.kill()
         self._mesh, self._broken = None, None
         self._start(self._pool)
@@ -203,11 +204,12 @@ class WorkerGroup:
         import ray
 
         ranks, self._ranks = self._ranks, []
-        if ray.is_initialized():
+        lost = self._cluster.lost()
+        if ray.is_initialized() and not lost:
             for rank in ranks:
                 ray.kill(rank.actor, no_restart=True)
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
-        end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid])
+        end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid], *([0.0] if lost else []))
 
     # --- inside ---------------------------------------------------------------------------------------------
 

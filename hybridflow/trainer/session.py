@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -108,11 +109,8 @@ class Session:
         by one. Without a checkpoint, go back to before the first step."""
         seconds, restarts = self.totals_now()["seconds_total"], self.totals.get("restarts", 0.0)
         engine_restarts = self.totals.get("engine_restarts", 0.0)
-        if checkpoint is not None:
-            self.resume(checkpoint)
-        else:
-            self.totals = {}
-            self._forget_after(0)
+        self.totals = {}
+        self.resume(checkpoint)
         self._seconds_before, self._opened = seconds, time.perf_counter()
         self.totals["restarts"] = restarts + 1
         self.totals["engine_restarts"] = engine_restarts
@@ -131,10 +129,11 @@ class Session:
         return every > 0 and step % every == 0
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Write a small file of the run folder atomically."""
+        """Write a small file of the run folder atomically; a number that is not finite becomes null."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        finite = {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in value.items()}
+        temporary.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
         return path
 

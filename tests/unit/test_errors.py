@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from hybridflow.errors import DataError, EngineError, HybridFlowError, WorkerError, from_json, to_json
+import errno
+
+from hybridflow.errors import (
+    DataError,
+    EngineError,
+    HybridFlowError,
+    StorageError,
+    WorkerError,
+    from_json,
+    to_json,
+)
 
 
 def test_an_error_keeps_type_message_and_attributes() -> None:
@@ -24,3 +34,10 @@ def test_types_that_only_the_sender_knows_become_the_base_type() -> None:
     text = to_json(DataError("bad row")).replace("DataError", "SomethingElse")
     back = from_json(text)
     assert type(back) is HybridFlowError and str(back) == "bad row"
+
+
+def test_errors_of_storage_name_the_file_and_the_remedy() -> None:
+    full = StorageError.of(OSError(errno.ENOSPC, "No space left on device", "/runs/metrics.jsonl"))
+    assert str(full) == "/runs/metrics.jsonl: No space left on device; make room, or choose another place"
+    assert "make it writable" in str(StorageError.of(OSError(errno.EROFS, "Read-only file system", "/runs")))
+    assert StorageError.of(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) is None

@@ -9,9 +9,11 @@ ignores top-k and top-p.
 from __future__ import annotations
 
 import base64
+import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from hybridflow.engines.sglang.weight_control import LOADER, Control, payload
 from hybridflow.errors import EngineError, EngineSilent
 
 PauseMode = Literal["abort", "retract", "in_place"]
+_ABORT_S = 5.0
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -96,8 +99,15 @@ class EngineClient:
     def _generate_chunk(
         self, prompts: list[list[int]], parameters: dict[str, Any], with_routes: bool
     ) -> list[Completion]:
-        body: dict[str, Any] = {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True}
-        answer = self._call("/generate", body | ({"return_routed_experts": True} if with_routes else {}))
+        request = secrets.token_hex(8)
+        names = [f"{request}-{number}" for number in range(len(prompts))]
+        body: dict[str, Any] = {"rid": names, "input_ids": prompts, "sampling_params": parameters}
+        body |= {"return_logprob": True} | ({"return_routed_experts": True} if with_routes else {})
+        try:
+            answer = self._call("/generate", body)
+        except EngineSilent:
+            self._abort(names)
+            raise
         if not isinstance(answer, list) or len(answer) != len(prompts):
             got = len(answer) if isinstance(answer, list) else type(answer).__name__
             raise EngineError(f"/generate answered {got} for {len(prompts)} prompts", engine=self.name)
@@ -111,6 +121,13 @@ class EngineClient:
             raise EngineError(
                 f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name
             ) from error
+
+    def _abort(self, names: Sequence[str]) -> None:
+        """Have an engine that answers too late, but still runs, give up requests that nobody waits for any longer."""
+        client = self.with_timeout(_ABORT_S)
+        with suppress(EngineError):
+            for name in names:
+                client._request("/abort_request", {"rid": name})
 
     # ---- memory
 

@@ -18,17 +18,25 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 
 POLL_S = 0.1
-SHARED_MEMORY_POLLS = 20  # look for shared memory every so many polls
+LOOK_POLLS = 20  # look at the processes of the server every so many polls
+STOPPED_LOOKS = 5  # a process that was stopped (SIGSTOP) in so many looks is not waited for any longer
 SHARED_MEMORY_PREFIX = "/dev/shm/"
+NOTE = "shared-memory"
 PR_SET_PDEATHSIG = 1
 
 
 def session_members(session: int) -> list[int]:
     """Pids of the live processes of a session, without its leader. Zombies do not count."""
-    members = []
+    return list(states_of_members(session))
+
+
+def states_of_members(session: int) -> dict[int, str]:
+    """The live processes of a session with their states as in /proc, without its leader."""
+    members = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == session:
             continue
@@ -39,7 +47,7 @@ def session_members(session: int) -> list[int]:
         except OSError:
             continue  # it ended between listing and reading
         if int(fields[3]) == session and fields[0] not in "ZX":
-            members.append(int(entry))
+            members[int(entry)] = fields[0]
     return members
 
 
@@ -75,6 +83,21 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     return {path for path in found if path.startswith(SHARED_MEMORY_PREFIX)}
 
 
+def note_shared_memory(folder: str, paths: set[str]) -> None:
+    """Leave the paths in the engine's folder, for `noted_shared_memory`."""
+    with suppress(OSError), open(os.path.join(folder, NOTE), "w", encoding="utf-8") as note:
+        note.write("\n".join(sorted(paths)))
+
+
+def noted_shared_memory(folder: str) -> set[str]:
+    """What a guard that was killed had noted."""
+    try:
+        with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
+            return {path for path in note.read().splitlines() if path.startswith(SHARED_MEMORY_PREFIX)}
+    except OSError:
+        return set()
+
+
 def remove_shared_memory(paths: set[str]) -> None:
     """Unlink what `shared_memory_of` found."""
     for path in paths:
@@ -99,13 +122,21 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509  this process has one thread
-    session, leftovers, polls = os.getpid(), set[str](), 0
+    session, leftovers, polls, stopped = os.getpid(), set[str](), 0, dict[int, int]()
     while server.poll() is None and not asked and os.getppid() == parent:
         time.sleep(POLL_S)
         polls += 1
-        # known early: a server that crashes takes its maps with it
-        if polls % SHARED_MEMORY_POLLS == 0 and not leftovers:
-            leftovers = shared_memory_of(session_members(session))
+        if polls % LOOK_POLLS:
+            continue
+        members = states_of_members(session)
+        # known early, and noted for our parent: a server that crashes takes its maps with it, and we may be killed
+        if not leftovers and (leftovers := shared_memory_of(list(members))):
+            note_shared_memory(folder, leftovers)
+        stopped = {pid: stopped.get(pid, 0) + 1 for pid, state in members.items() if state == "T"}
+        if max(stopped.values(), default=0) >= STOPPED_LOOKS:  # the rest would wait for it until their deadlines
+            print(f"guard: processes {sorted(stopped)} were stopped and stand still: the engine ends", flush=True)
+            grace_s = 0.0
+            break
     leftovers |= shared_memory_of(session_members(session))
     if server.poll() is None and grace_s > 0:
         server.terminate()

@@ -389,7 +389,9 @@ class EngineServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        leftovers = guard.shared_memory_of(guard.session_members(process.pid))  # only if the guard itself was killed
+        # only if the guard itself was killed
+        leftovers = guard.shared_memory_of(guard.session_members(process.pid))
+        leftovers |= guard.noted_shared_memory(self._folder)
         still_there = guard.kill_session(process.pid)
         guard.remove_shared_memory(leftovers)
         shutil.rmtree(self._folder, ignore_errors=True)

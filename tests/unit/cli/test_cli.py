@@ -236,6 +236,12 @@ def test_wrong_sizes_of_a_plan_exit_as_other_user_errors(
     assert message in capsys.readouterr().err
 
 
+def test_a_plan_that_cannot_be_written_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama-3.1-70b", "--trainer", "ranks=8,tp=8", "--engines", "tp=8", "--write", str(tmp_path)]
+    assert main(["reshard", "plan", *words]) == 1
+    assert capsys.readouterr().err == f"hybridflow: {tmp_path}: Is a directory; it is a folder; choose another name\n"
+
+
 def test_prepare_without_its_source_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "gsm8k", "--out", "out"]) == 2
     error = capsys.readouterr().err

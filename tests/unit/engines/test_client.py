@@ -78,6 +78,16 @@ def test_a_silent_engine_is_given_up(stub: Stub) -> None:
     assert time.monotonic() - started < 5.0
 
 
+def test_requests_that_nobody_waits_for_are_aborted(stub: Stub) -> None:
+    stub.answers_with("/generate", [], delay_s=10.0)
+    stub.answers_with("/abort_request", {})
+    with pytest.raises(EngineSilent):
+        generate(EngineClient(stub.url, KEY, 0.2, name="engine-7"), 2)
+    [names] = [body["rid"] for path, body, _ in stub.asked if path == "/generate"]
+    assert len(set(names)) == 2
+    assert [body["rid"] for path, body, _ in stub.asked if path == "/abort_request"] == names
+
+
 def test_no_listener(stub: Stub) -> None:
     stub.server_close()
     with pytest.raises(EngineError, match=r"engine-7.*no connection"):

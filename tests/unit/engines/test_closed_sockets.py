@@ -1,4 +1,4 @@
-"""ZeroMQ over TCP as SGLang's processes use it: with the plugin's hooks, only processes of the job exchange messages."""
+"""ZeroMQ over TCP as SGLang uses it: with the plugin's hooks, only processes of the job exchange messages."""
 
 from __future__ import annotations
 

@@ -143,6 +143,21 @@ def test_the_guard_ends_without_its_parent(tmp_path: Path) -> None:
     assert guard.session_members(process.pid) == []
 
 
+@pytest.mark.slow
+def test_the_guard_ends_an_engine_of_which_a_process_was_stopped(tmp_path: Path) -> None:
+    process = start_guard(os.getpid(), tmp_path / "folder")
+    wait_for_members(process.pid, 2)
+    os.kill(max(guard.session_members(process.pid)), signal.SIGSTOP)
+    assert process.wait(25) == 128 + signal.SIGKILL
+    assert guard.session_members(process.pid) == []
+
+
+def test_what_a_killed_guard_knew_of_shared_memory_is_found(tmp_path: Path) -> None:
+    assert guard.noted_shared_memory(str(tmp_path)) == set()
+    guard.note_shared_memory(str(tmp_path), {"/dev/shm/b", "/dev/shm/a", "/etc/passwd"})
+    assert guard.noted_shared_memory(str(tmp_path)) == {"/dev/shm/a", "/dev/shm/b"}
+
+
 def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> None:
     words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path)), 20000))
     assert words[words.index("--custom-weight-loader") + 1] == "hybridflow.engines.sglang.weight_receiver.load"

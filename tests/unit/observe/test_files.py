@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_every_kind_of_file_end_is_continued(tmp_path: Path, left: str, steps: l
 def test_a_torn_multibyte_character_does_not_stop_the_reader(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "t": "\xe2\x82')
     assert list(read_jsonl(tmp_path / "x.jsonl")) == [{"step": 1}]
+
+
+def test_a_line_that_is_no_json_by_the_standard_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"step": 3}\n')
+    assert [record["step"] for record in read_jsonl(path)] == [1, 3]
+
+
+def test_a_log_that_cannot_be_written_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(tmp_path)
+    try:
+        [file] = [
+            one for one in logging.getLogger().handlers if getattr(one, "baseFilename", "").endswith("hybridflow.log")
+        ]
+        monkeypatch.setattr(file, "stream", open("/dev/full", "w"))  # noqa: SIM115  the handler closes it
+        for _ in range(2):
+            logging.getLogger("hybridflow").info("a record")
+    finally:
+        with suppress(OSError):
+            stop_logging()
+    said = capsys.readouterr().err
+    assert said.count("cannot be written") == 1 and "Traceback" not in said
 
 
 def test_resume_drops_later_steps_of_that_phase_alone(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""Noticing that Ray itself is lost: its processes on this machine, or the cluster that was joined, are looked at every
+second.
+
+Ray's own client waits for a dead gcs for a minute and then aborts the driver. Here the main thread is interrupted
+wherever it waits, as by Ctrl-C, and `Cluster` says why when it is left.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Protocol
+
+from hybridflow.process.children import STOPPED, state_of
+
+_POLL_S = 1.0
+_STOPPED_LOOKS = 10  # a process that stands still for so many looks is lost; a driver that was suspended too looks less
+_FAILED_LOOKS = 3
+_CONNECT_S = 2.0
+
+
+class Watch:
+    """Looks in a thread until `stop`, or until something is lost."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched, self._lost, self._over = watched, "", threading.Event()
+        # a signal that nobody else uses: its handler raises in the main thread, also while that waits for Ray
+        self._before = signal.signal(signal.SIGUSR2, _interrupt) if _in_main_thread() else None
+        self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str:
+        """What is lost, in words; empty when all is well."""
+        return self._lost or self._watched.ended()
+
+    def stop(self) -> None:
+        """Look no more, and interrupt nobody."""
+        self._lost = self.lost()
+        self._over.set()
+        self._thread.join()
+        if self._before is not None:
+            signal.signal(signal.SIGUSR2, self._before)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_POLL_S):
+            self._lost = self._watched.ended() or self._watched.silent()
+            if self._lost:
+                if self._before is not None and not self._over.is_set():
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+                return
+
+
+class Watched(Protocol):
+    """What can be lost."""
+
+    def ended(self) -> str:
+        """What has ended, in words."""
+
+    def silent(self) -> str:
+        """What has not answered for some time, in words; called once in each look."""
+
+
+class Processes:
+    """Processes of this machine, by name."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids, self._stopped = pids, dict.fromkeys(pids, 0)
+
+    def ended(self) -> str:
+        """The first that has ended."""
+        for name, pid in self._pids.items():
+            if state_of(pid) in ("", "Z"):
+                return f"Ray's {name} (process {pid}) has ended"
+        return ""
+
+    def silent(self) -> str:
+        """The first that was stopped some time ago."""
+        for name, pid in self._pids.items():
+            self._stopped[name] = self._stopped[name] + 1 if state_of(pid) == STOPPED else 0
+            if self._stopped[name] >= _STOPPED_LOOKS:
+                return f"Ray's {name} (process {pid}) was stopped and stands still"
+        return ""
+
+
+class Address:
+    """The gcs of a cluster that was joined, at HOST:PORT."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._failures = address, 0
+
+    def ended(self) -> str:
+        """Nothing: one failed connection says little."""
+        return ""
+
+    def silent(self) -> str:
+        """Whether it has taken no connection for some time."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+            self._failures = 0
+        except OSError as error:
+            self._failures += 1
+            if self._failures >= _FAILED_LOOKS:
+                return f"Ray's gcs at {self._address} takes no connections: {error}"
+        return ""
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,103 @@
+"""`python -m tests.faults`: play campaigns, or write the table of their outcomes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.e2e.runs import Run
+from tests.faults import oracle, table
+from tests.faults.campaign import Campaign, Trial, durations, moments_path
+from tests.faults.faults import draw
+from tests.faults.shapes import SHAPES, words_of
+
+ROOT = Path(__file__).resolve().parents[2]
+_INSIDE = "HYBRIDFLOW_FAULTS_NAMESPACE"
+FILE_SYSTEM = "size=256m,mode=0700"
+
+
+def main() -> int:
+    """Exit status 1 when a campaign had a fault."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--campaigns", type=int, default=0, help="how many to play")
+    parser.add_argument("--seed", type=int, default=1, help="of the first; each next one has the next seed")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="for references and outcomes")
+    parser.add_argument("--table", action="store_true", help="write docs/faults.md")
+    args = parser.parse_args()
+    outcomes = args.folder / "trials.jsonl"
+    if args.table:
+        lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+        (ROOT / "docs" / "faults.md").write_text(table.page([Trial(**json.loads(line)) for line in lines]))
+        return 0
+    if _INSIDE not in os.environ:
+        return _in_own_namespace()
+    bad = 0
+    for number in range(args.seed, args.seed + args.campaigns):
+        shape = args.shape or list(SHAPES)[number % len(SHAPES)]
+        for trial in play(shape, number, args.folder):
+            with outcomes.open("a") as file:
+                file.write(json.dumps(trial.__dict__) + "\n")
+            bad += bool(trial.faults)
+            verdict = "; ".join(trial.faults) or "ok"
+            print(
+                f"{shape}, seed {number}: {trial.title} [{trial.victim}] {trial.seconds:.1f} s: {verdict}", flush=True
+            )
+    return 1 if bad else 0
+
+
+def play(shape: str, seed: int, folder: Path) -> list[Trial]:
+    """One campaign, with the comparison at its end."""
+    reference = undisturbed(shape, folder)
+    with tempfile.TemporaryDirectory(prefix="hybridflow-faults-", dir="/tmp") as name:
+        out = Path(name) / "out"
+        out.mkdir()
+        words = words_of(shape, folder / "work", out)
+        disks = os.environ[_INSIDE] == "1"
+        if disks:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", FILE_SYSTEM, "faults", str(out)], check=True)
+        campaign = Campaign(shape, seed, words, out / "e2e", durations(reference / "moments"), Path(name) / "output")
+        try:
+            trials = campaign.play(draw(shape, seed, disks))
+            trials[-1].faults += oracle.differences(out / "e2e", reference / "out" / "e2e")
+            if any(trial.faults for trial in trials):
+                shutil.copytree(name, folder / f"{shape}-{seed}".replace(" ", "-"), dirs_exist_ok=True)
+        finally:
+            if disks:
+                subprocess.run(["umount", "-l", str(out)], check=True)
+    return trials
+
+
+def undisturbed(shape: str, folder: Path) -> Path:
+    """The folder of a run of the shape that nobody disturbed; it is made once."""
+    at = folder / "undisturbed" / shape.replace(" ", "-").replace(",", "")
+    if not (at / "moments.done").exists():
+        shutil.rmtree(at, ignore_errors=True)
+        (at / "out").mkdir(parents=True)
+        began = time.monotonic()
+        with Run(at / "output", *words_of(shape, folder / "work", at / "out")) as run:
+            assert run.end(600) == 0, run.out + run.err
+        assert moments_path(at / "out" / "e2e").exists()
+        (at / "moments.done").write_text(f"{time.monotonic() - began:.1f} s\n")
+    return at
+
+
+def _in_own_namespace() -> int:
+    """Run again with mounts and shared memory of its own, where this is allowed; elsewhere without disturbed disks."""
+    script = 'mount -t tmpfs -o size=4g faults /dev/shm && exec "$@"'
+    command = [sys.executable, "-m", "tests.faults", *sys.argv[1:]]
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0:
+        wrapped = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *command]
+        return subprocess.run(wrapped, env={**os.environ, _INSIDE: "1"}, check=False).returncode
+    return subprocess.run(command, env={**os.environ, _INSIDE: "0"}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""One run that is disturbed again and again until it has finished."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.runs import Run
+from tests.faults import victims
+from tests.faults.faults import DAMAGED, FULL, KILL, READ_ONLY, STOP, Fault
+
+PATIENCE_S = 420.0  # without any sign of life a trial has failed
+PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
+REMEDIES = ("same command", "run again", "start anew", "Let it name")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Trial:
+    """What came of one disturbance."""
+
+    shape: str
+    seed: int
+    title: str
+    kind: str
+    victim: str
+    moment: str
+    ended: bool = False  # the driver ended over it, and the same command was given again
+    message: str = ""  # what it said then
+    seconds: float = 0.0  # until the next step was finished
+    faults: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """The run of a shape with the disturbances of a seed.
+
+    Args:
+        words: its command line.
+        folder: its run folder.
+        durations: median seconds of each moment of an undisturbed run.
+        output: where output goes.
+    """
+
+    def __init__(
+        self, shape: str, seed: int, words: list[str], folder: Path, durations: dict[str, float], output: Path
+    ) -> None:
+        self.shape, self.seed, self.words, self.folder, self.durations = shape, seed, words, folder, durations
+        self.output, self.trials, self._open = output, list[Trial](), list[Trial]()
+        self._due: tuple[float, Fault] | None = None
+        self._restored: tuple[float, int] | None = None
+        self._filler = folder.parent / "filler"
+
+    def play(self, todo: Sequence[Fault]) -> list[Trial]:
+        """Give the command until the run has finished; returns a trial for each disturbance that took place."""
+        left, starts = list(todo), 0
+        while True:
+            starts += 1
+            code = self._play_once(left)
+            if code == 0 or starts > 3 * len(todo) + 3:
+                break
+            self._repair()
+        for trial in self._open:
+            trial.seconds = -1.0
+        if code != 0:
+            self.trials[-1].faults.append(f"the run does not finish: {self.trials[-1].message}")
+        return self.trials
+
+    # ---- one start of the command
+
+    def _play_once(self, left: list[Fault]) -> int:
+        before = set(os.listdir(SHARED_MEMORY))
+        moments = _Moments(moments_path(self.folder))
+        with Run(self.output, *self.words) as run:
+            killed = self._watch(run, moments, left)
+            code = run.process.returncode
+            self._thaw(run)
+            nothing_left = run.left_behind(within_s=25 if killed else 8)
+            out, err = run.out, run.err
+        leaked = sorted(set(os.listdir(SHARED_MEMORY)) - before)
+        problems = [f"left behind: {nothing_left}"] if nothing_left else []
+        problems += [f"shared memory left: {leaked}"] if leaked else []
+        for name in leaked:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        if "Traceback (most recent call last)" in out + err:
+            problems.append(f"a traceback: {(out + err)[(out + err).index('Traceback (most') :][-600:]}")
+        if code != 0 and not killed:
+            problems += _problems_of_message(err, code)
+        if self.trials:
+            trial = self.trials[-1]
+            trial.faults += problems
+            if code != 0:
+                trial.ended, trial.message = True, "" if killed else err.strip()[-500:]
+        return code
+
+    def _watch(self, run: Run, moments: _Moments, left: list[Fault]) -> bool:
+        """Disturb the run until it ends; returns whether it was we who ended it."""
+        killed, heard = False, time.monotonic()
+        while run.process.poll() is None:
+            for word, name, step in moments.new():
+                heard = time.monotonic()
+                self._notice(word, name, step, left)
+            now = time.monotonic()
+            if self._due is not None and now >= self._due[0]:
+                fault, self._due = self._due[1], None
+                killed = self._disturb(run, fault) or killed
+                heard = now
+            if self._restored is not None and now >= self._restored[0]:
+                os.kill(self._restored[1], signal.SIGCONT)
+                self._restored = None
+            if now - heard > PATIENCE_S:
+                self.trials[-1].faults.append(f"no sign of life for {PATIENCE_S:.0f} s")
+                run._look()
+                os.kill(run.process.pid, signal.SIGKILL)
+                killed = True
+            time.sleep(0.003)
+        self._due = None
+        return killed
+
+    def _notice(self, word: str, name: str, step: int, left: list[Fault]) -> None:
+        now = time.monotonic()
+        if word == "end" and name == "step":
+            for trial in self._open:
+                trial.seconds = now - trial.seconds
+            self._open.clear()
+        if not left or self._due is not None:
+            return
+        fault = left[0]
+        late = bool(step and fault.step and step > fault.step)  # its own moment is past
+        if late or _is_moment(fault, word, name, step):
+            left.pop(0)
+            length = 0.0 if late else self.durations.get(name, 1.0)
+            self._due = (now + fault.part * length, fault)
+
+    # ---- disturbances
+
+    def _disturb(self, run: Run, fault: Fault) -> bool:
+        """Do it; returns whether the driver itself was killed by it."""
+        victim, pid = "", None
+        logs = self.folder / "logs"
+        if fault.kind in (KILL, STOP):
+            run._look()
+            found = ((name, victims.find(run, name, logs)) for name in fault.victims)
+            victim, pid = next(((name, pid) for name, pid in found if pid is not None), ("", None))
+            if pid is None:
+                return False
+        trial = Trial(self.shape, self.seed, fault.title, fault.kind, victim or fault.kind, fault.moment)
+        trial.seconds = time.monotonic()
+        self.trials.append(trial)
+        self._open.append(trial)
+        if fault.kind == DAMAGED:
+            self._damage_next = fault.draw
+            os.kill(run.process.pid, signal.SIGKILL)
+            return True
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
+            if fault.kind == STOP and victim == "driver":
+                self._restored = (time.monotonic() + PAUSED_S, pid)
+            return fault.kind == KILL and victim == "driver"
+        if fault.kind == FULL:
+            _fill(self._filler)
+        if fault.kind == READ_ONLY:
+            _mount(self.folder.parent, "remount,ro")
+        return False
+
+    _damage_next: float | None = None
+
+    def _repair(self) -> None:
+        """Between two starts: space is made, the file system can be written; a checkpoint is damaged, refused, and
+        whole again."""
+        if os.path.ismount(self.folder.parent):
+            _mount(self.folder.parent, "remount,rw")
+            self._filler.unlink(missing_ok=True)
+        if self._damage_next is not None:
+            self._offer_damage(self._damage_next)
+            self._damage_next = None
+
+    def _offer_damage(self, draw: float) -> None:
+        """Flip a byte of the checkpoint in force: the command must refuse it and name the file."""
+        trial, chance = self.trials[-1], random.Random(draw)
+        store = self.folder / "checkpoints"
+        files = sorted(path for path in store.rglob("*") if path.is_file() and path.stat().st_size)
+        names = [path for path in files if path == store / "latest.json"] if chance.random() < 0.1 else []
+        in_force = re.findall('"folder": "([^"]+)"', (store / "latest.json").read_text())[0]
+        path = chance.choice(names or [path for path in files if path.is_relative_to(store / in_force)])
+        at, whole = chance.randrange(path.stat().st_size), path.read_bytes()
+        trial.title += f", byte {at} of {path.relative_to(store / in_force) if not names else path.name}"
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+        with Run(self.output, *self.words) as run:
+            try:
+                code = run.end(PATIENCE_S)
+            except AssertionError:
+                trial.faults.append("a damaged checkpoint hangs the run")
+                return
+            finally:
+                path.write_bytes(whole)
+            if code == 0:
+                trial.faults.append(f"{path} was damaged and nobody said so")
+            elif path.name not in run.err and path.parent.name not in run.err:
+                trial.faults.append(f"the message does not name {path}: {run.err[-400:]}")
+            if "Traceback (most recent call last)" in run.out + run.err:
+                trial.faults.append(f"a traceback over a damaged checkpoint: {(run.out + run.err)[-600:]}")
+            trial.message = run.err.strip()[-500:]
+
+    def _thaw(self, run: Run) -> None:
+        """What we stopped and nobody ended goes on, so that it can be seen to end by itself."""
+        for pid, start in list(run.seen):
+            try:
+                process = psutil.Process(pid)
+                if process.create_time() == start and process.status() == psutil.STATUS_STOPPED:
+                    process.send_signal(signal.SIGCONT)
+            except psutil.Error:
+                continue  # it has ended
+
+
+class _Moments:
+    """The new lines of the announcer's file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rest = path, ""
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> Iterator[tuple[str, str, int]]:
+        """(begin | end, name, step) of each."""
+        if not self._path.exists():
+            return
+        if self._path.stat().st_size <= self._at:
+            return
+        with self._path.open() as file:
+            file.seek(self._at)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._at += len(whole.encode())
+        for line in whole.splitlines():
+            word, name, step, _ = line.split(" ")
+            yield word, moment_of(name), int(step)
+
+
+def moments_path(folder: Path) -> Path:
+    """Where the announcer writes: outside of the file system of the run folder, which may be full."""
+    return folder.parents[1] / "moments"
+
+
+def durations(path: Path) -> dict[str, float]:
+    """Median seconds of each moment in an announcer's file."""
+    began, found = dict[str, float](), dict[str, list[float]]()
+    for line in path.read_text().splitlines():
+        word, title, _, at = line.split(" ")
+        name = moment_of(title)
+        if word == "begin":
+            began[name] = float(at)
+        else:
+            found.setdefault(name, []).append(float(at) - began[name])
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def moment_of(name: str) -> str:
+    """The name of a moment for a stage's or phase's title."""
+    if name.startswith("start_") and "ranks" in name:
+        return "start_ranks"
+    known = {"engine_workers": "start_engine_workers", "plan_the": "plan_the_sync", "export": "export"}
+    return next((moment for piece, moment in known.items() if piece in name), name)
+
+
+def _is_moment(fault: Fault, word: str, name: str, step: int) -> bool:
+    if fault.moment == "shutdown":
+        return (word, name) == ("end", "export")
+    return word == "begin" and name == fault.moment and step == fault.step
+
+
+def _problems_of_message(err: str, code: int) -> list[str]:
+    found = []
+    if code < 0 or not err.strip():
+        found.append(f"ended with {code} and the words {err[-300:]!r}")
+    elif not any(word in err for word in REMEDIES):
+        found.append(f"no remedy in the message: {err[-500:]}")
+    return found
+
+
+def _fill(filler: Path) -> None:
+    """Take all space that is left."""
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+
+
+def _mount(folder: Path, options: str) -> None:
+    os.spawnlp(os.P_WAIT, "mount", "mount", "-o", options, str(folder))

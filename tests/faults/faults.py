@@ -1,0 +1,79 @@
+"""What may be done to a run, to which of its processes, and when: drawn by a seed over the whole product."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.faults.shapes import STEPS
+
+KILL, STOP = "SIGKILL", "SIGSTOP"
+FULL, READ_ONLY, DAMAGED = "disk full", "read-only", "damaged checkpoint"
+STARTING = ("start_Ray", "start_engine_workers", "start_ranks", "warm_start", "wait_for_the_engines", "plan_the_sync")
+PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "testing", "save_checkpoint")
+ENDING = ("export", "shutdown")
+COMMON = (
+    *("driver", "actor rank 0", "rollout worker", "engine guard", "engine main", "engine scheduler", "cluster guard"),
+    *("gcs", "raylet", "agent"),
+)
+MORE = {
+    "own critic": ("critic rank 0", "reference rank 0"),
+    "TP 2, PP 2, EP 2": ("actor rank 1", "actor rank 2", "actor rank 3"),
+    "two engines": ("second engine's scheduler", "second engine's guard"),
+    "fsdp": ("actor rank 1",),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One disturbance.
+
+    Attributes:
+        kind: SIGKILL, SIGSTOP, disk full, read-only, damaged checkpoint.
+        moment: a stage of the start, a phase of a step, or part of the end.
+        step: of the phase; 0 outside of steps.
+        part: 0 to 1, how far into the moment.
+        victims: processes by name; the first that runs then is it.
+        draw: what is left to chance later: the byte that is damaged.
+    """
+
+    kind: str
+    moment: str
+    step: int
+    part: float
+    victims: tuple[str, ...]
+    draw: float
+
+    @property
+    def title(self) -> str:
+        """One line about it."""
+        at = f"{self.moment} {self.step}" if self.step else self.moment
+        whom = f" {self.victims[0]}" if self.victims else ""
+        return f"{self.kind}{whom} at {self.part:.2f} of {at}"
+
+
+def draw(shape: str, seed: int, disks: bool) -> list[Fault]:
+    """The disturbances of a campaign in the order of their moments: one while it starts, one in every step but the
+    last, one at its end.
+
+    Args:
+        disks: whether the run has a file system of its own, which may fill up.
+    """
+    chance = random.Random(f"{shape} {seed}")
+    places = [(chance.choice(STARTING), 0), *((chance.choice(PHASES), step) for step in range(1, STEPS))]
+    places.append((chance.choice(ENDING), 0))
+    # a validation comes after every fourth step alone
+    places = [("update_weights" if name == "testing" and step % 4 else name, step) for name, step in places]
+    faults = []
+    for moment, step in places:
+        kinds = (KILL, KILL, KILL, STOP, STOP, DAMAGED) + ((FULL, READ_ONLY) if disks else ())
+        kind = chance.choice(kinds)
+        if kind == DAMAGED and step < 2:
+            kind = KILL  # there is no checkpoint yet
+        victims = [*COMMON, *MORE.get(shape, ())]
+        chance.shuffle(victims)
+        of_processes = kind in (KILL, STOP)
+        faults.append(
+            Fault(kind, moment, step, chance.random(), tuple(victims) if of_processes else (), chance.random())
+        )
+    return faults

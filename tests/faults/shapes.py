@@ -1,0 +1,56 @@
+"""The runs that are disturbed: each as small as its layout allows, with greedy sampling, so that a run that was
+disturbed can be compared with one that was not to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridflow.config.load import load_config
+from hybridflow.data.prepare import prepare
+
+STEPS = 8
+# Responses differ from prompt to prompt; the mean over the batch is near 0.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 7 - 3) / 3
+"""
+_ONE = ("actor=tiny", "cluster=one-process", "rollout=tiny")
+SHAPES: dict[str, tuple[str, ...]] = {
+    "one process": _ONE,
+    "own critic": (
+        *_ONE,
+        "algorithm=ppo",
+        "+critic=tiny-own",
+        "critic.procs=1",
+        "critic.parallel.pipeline=1",
+        "reference.placement=own",
+    ),
+    "TP 2, PP 2, EP 2": ("rollout=tiny",),
+    "two engines": ("actor=tiny", "cluster=one-process", "rollout=tiny-two-engines"),
+    "fsdp": (
+        *_ONE,
+        "model=tiny-dense",
+        "~model.hf_config.moe_intermediate_size",
+        "actor.backend=fsdp",
+        "cluster.procs_per_node=2",
+    ),
+}
+
+
+def words_of(shape: str, work: Path, out: Path) -> list[str]:
+    """The command line of a run of this shape whose folder is `out`/e2e; data and reward lie in `work`."""
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "reward.py").write_text(REWARD)
+    prepare("arithmetic", work / "data", None, load_config("e2e").data.prepare.options)
+    announcer, estimator = (Path(__file__).with_name(f"{name}.py") for name in ("announcer", "estimator"))
+    scored = [] if "algorithm=ppo" in SHAPES[shape] else [f"algorithm.adv_estimator='{estimator}:score'"]
+    return [
+        *("train", "--config-name", "e2e", *SHAPES[shape]),
+        *(f"data.prepare.out={work / 'data'}", f"output_dir={out}", "actor.optim.lr=3e-3"),
+        *("reward=custom", f"reward.path={work / 'reward.py'}", "rollout.n=1"),
+        *("rollout.sampling.top_k=1", "rollout.logprob_diff_bound=null", *scored),
+        *("data.val_max_prompts=4", "rollout.extra_args={disable_radix_cache: true}"),
+        *(f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "trainer.test_every_steps=4"),
+        *("trainer.max_restarts=1000", "rollout.max_restarts=1000", "trainer.report=false"),
+        f"trainer.loggers=[jsonl,'{announcer}:announcer']",
+    ]

@@ -1,0 +1,49 @@
+"""docs/faults.md: what was tried and what came of it, from the file of outcomes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from tests.faults.campaign import Trial
+
+HEAD = """\
+# Disturbed runs
+
+This page is written by `python -m tests.faults --table` from the outcomes of `python -m tests.faults`. A campaign is
+one small run with greedy sampling on a shared two-core machine, which is disturbed in its start-up, in every step and
+at its end, at moments drawn by a seed; whatever becomes of it, the same command is given until it has finished. A
+trial is one disturbance. A campaign passes when metrics, samples and final weights are bit-identical to those of an
+undisturbed run, each step is recorded once, no process, shared memory or temporary folder is left, no output has a
+traceback, and every message names a remedy.
+"""
+
+
+def page(trials: Sequence[Trial]) -> str:
+    """The document."""
+    bad = [trial for trial in trials if trial.faults]
+    lines = [HEAD, f"{len(trials)} trials in {len({(t.shape, t.seed) for t in trials})} campaigns, {len(bad)} with a "
+             "fault.", ""]  # fmt: skip
+    lines += _by("Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}")
+    lines += _by("Moment", trials, lambda trial: trial.moment.replace("_", " "))
+    lines += _by("Shape", trials, lambda trial: trial.shape)
+    if bad:
+        lines += ["## Faults found", ""]
+        lines += [f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0][:200]!r}" for trial in bad]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _by(title: str, trials: Sequence[Trial], key: Callable[[Trial], str]) -> list[str]:
+    groups = defaultdict(list)
+    for trial in trials:
+        groups[key(trial)].append(trial)
+    lines = [f"## {title}", "", "| | Trials | Went on in the same process | Median s to the next step | Faults |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for name, group in sorted(groups.items()):
+        took = [trial.seconds for trial in group if trial.seconds >= 0]
+        median = f"{statistics.median(took):.1f}" if took else ""
+        stayed, bad = sum(not trial.ended for trial in group), sum(bool(trial.faults) for trial in group)
+        lines.append(f"| {name} | {len(group)} | {stayed} | {median} | {bad} |")
+    return [*lines, ""]

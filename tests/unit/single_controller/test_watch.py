@@ -1,0 +1,63 @@
+"""Noticing that processes or an address are lost, and interrupting the main thread over it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hybridflow.single_controller import watch
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_process_that_ended_is_named_at_once(sleeper: subprocess.Popen[bytes]) -> None:
+    watched = watch.Processes({"gcs_server": sleeper.pid})
+    assert watched.ended() == watched.silent() == ""
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert watched.ended() == f"Ray's gcs_server (process {sleeper.pid}) has ended"
+
+
+def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    watched = watch.Processes({"raylet": sleeper.pid})
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    assert [watched.silent() for _ in range(watch._STOPPED_LOOKS - 1)] == [""] * (watch._STOPPED_LOOKS - 1)
+    sleeper.send_signal(signal.SIGCONT)
+    os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED | os.WNOWAIT)
+    assert watched.silent() == "" and watched.ended() == ""
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    assert "stands still" in [watched.silent() for _ in range(watch._STOPPED_LOOKS)][-1]
+
+
+def test_an_address_is_lost_after_some_refusals() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watched = watch.Address(f"127.0.0.1:{server.getsockname()[1]}")
+        assert watched.silent() == ""
+    answers = [watched.silent() for _ in range(watch._FAILED_LOOKS)]
+    assert answers[:-1] == [""] * (len(answers) - 1) and "takes no connections" in answers[-1]
+
+
+def test_the_main_thread_is_interrupted_where_it_waits(sleeper: subprocess.Popen[bytes]) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}))
+    sleeper.kill()
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(10)
+    assert "has ended" in watched.lost()
+    watched.stop()
+    assert signal.getsignal(signal.SIGUSR2) == before
