@@ -327,19 +327,19 @@ class Prefixed:
         self._prefix, self.client = prefix, store
 
     def set(self, key: str, value: str | bytes) -> None:
-        """As `StoreClient.set`."""
+        """Write a value."""
         self.client.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
-        """As `StoreClient.get`."""
+        """The value, waiting for it."""
         return self.client.get(self._key(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """As `StoreClient.check`."""
+        """Whether all keys have a value."""
         return self.client.check([self._key(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """As `StoreClient.wait`."""
+        """Wait until all keys have a value."""
         self.client.wait([self._key(key) for key in keys], timeout)
 
     def _key(self, key: str) -> str:

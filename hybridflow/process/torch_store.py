@@ -23,47 +23,47 @@ class TorchStore(Store):
         _held.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """As `StoreClient.set`."""
+        """Write a value."""
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """As `StoreClient.get`."""
+        """The value, waiting for it."""
         return self._client.get(self._prefix + key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """As `StoreClient.multi_get`."""
+        """The values of several keys, waiting for them."""
         return self._client.multi_get([self._prefix + key for key in keys])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """As `StoreClient.multi_set`."""
+        """Write several values."""
         self._client.multi_set([self._prefix + key for key in keys], values)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """As `StoreClient.append`."""
+        """Write a value behind the present one."""
         self._client.append(self._prefix + key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """As `StoreClient.add`."""
+        """Add to a number, 0 at first, and return it."""
         return self._client.add(self._prefix + key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """As `StoreClient.compare_set`."""
+        """Write `desired` if the value is `expected`; the value then."""
         return self._client.compare_set(self._prefix + key, expected, desired)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """As `StoreClient.check`."""
+        """Whether all keys have a value."""
         return self._client.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """As `StoreClient.wait`."""
+        """Wait until all keys have a value."""
         self._client.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> bool:
-        """As `StoreClient.delete_key`."""
+        """Forget a key; whether it was there."""
         return self._client.delete_key(self._prefix + key)
 
     def num_keys(self) -> int:
-        """As `StoreClient.num_keys`."""
+        """How many keys there are, with every prefix."""
         return self._client.num_keys()
 
     def has_extended_api(self) -> bool:
