@@ -74,18 +74,24 @@ def on_files(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, folder in facts["private"].items():
         yield f"list {name}", refused(os.listdir, folder)
         yield f"create a file in {name}", refused(Path(folder, "intruder").write_text, "x")
-        yield f"rename {name}", refused(os.rename, folder, f"{folder}-moved")
+        yield f"rename {name}", refused(_rename, folder)
         yield f"open {name} to all", refused(os.chmod, folder, 0o777)
         yield f"watch {name}", _watch(folder)
     for name, file in facts["files"].items():
         yield f"write {name}", refused(_open, file, "r+b")
-        yield f"replace {name}", refused(os.rename, file, f"{file}-moved")
+        yield f"replace {name}", refused(_rename, file)
     for name, file in facts["secret_files"].items():
         yield f"read {name}", refused(_open, file, "rb")
     for file in facts["shared_memory"]:
         yield f"read {file}", refused(_open, file, "rb")
         yield f"write {file}", refused(_open, file, "r+b")
         yield f"remove {file}", refused(os.unlink, file)
+
+
+def _rename(path: str) -> str:
+    os.rename(path, f"{path}-moved")
+    os.rename(f"{path}-moved", path)
+    return "renamed"
 
 
 def _open(path: str, mode: str) -> str:
@@ -138,7 +144,7 @@ def on_unix_sockets(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Sockets with a name: connect, replace, and push a pickle."""
     for path in facts["unix"]:
         yield f"connect to {path}", refused(_connect_unix, path)
-        yield f"replace {path}", refused(os.rename, path, path + "-moved")
+        yield f"replace {path}", refused(_rename, path)
 
 
 def _connect_unix(path: str) -> str:
@@ -278,10 +284,10 @@ def warm_up() -> None:
         refused(_our_store, "127.0.0.1", port)
 
 
-ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_engines, on_ray, on_tcp)
+ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_ray)
 
 if __name__ == "__main__":
     known = json.loads(Path(sys.argv[1]).read_text())
     warm_up()
     drop_privileges()
-    print(json.dumps([entry for attempts in ATTEMPTS for entry in attempts(known)]))
+    print(json.dumps([entry for attempts in ATTEMPTS[: known["kinds"]] for entry in attempts(known)]))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 import yaml
+import zmq
 
 from hybridflow.config.load import load_config
 from hybridflow.data.prepare import prepare
+from hybridflow.engines.sglang import closed_sockets
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.process.rendezvous import master_store
 from tests.e2e.runs import Run
+from tests.security.intruder import ATTEMPTS
 from tests.security.sockets import Listener, listeners, processes_of
 
 pytestmark = [
@@ -43,10 +49,63 @@ ATTENTION = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout
 NODES = ("cluster=one-process", "rollout=tiny", "rollout.tensor=2", "rollout.nodes_per_engine=2")
 
 
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
+def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool) -> None:
+    """The doors alone, as they were and as they are: Ray's folder, a store, SGLang's ZeroMQ socket, an open file."""
+    ray = shared / "ray"
+    sockets = ray / "r" / "sockets"
+    sockets.mkdir(parents=True)
+    for folder in (ray / "r", sockets, ray) if is_open else (ray / "r", sockets):
+        os.chmod(folder, 0o777)
+    if not is_open:
+        os.chmod(ray, 0o700)
+    (sockets / "key").write_text("key")
+    os.chmod(sockets / "key", 0o666)
+    facts: dict[str, Any] = {"private": {"Ray's sockets": str(sockets)}, "files": {"a file": str(sockets / "key")}}
+    facts |= {
+        "secret_files": {"a key": str(sockets / "key")},
+        "shared_memory": [],
+        "pids": [os.getpid()],
+        "digests": [],
+    }
+    facts |= {"kinds": 4, "trap": str(shared / "open" / "trap")}
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, socket.socket(socket.AF_UNIX) as named:
+        named.bind(str(sockets / "raylet"))
+        named.listen()
+        os.chmod(sockets / "raylet", 0o777)
+        pull.linger = 0
+        if is_open:
+            store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            pull.bind("tcp://127.0.0.1:*")
+        else:
+            store = master_store("127.0.0.1", 0, 5.0)
+            closed_sockets.bind(zmq.Socket.bind, pull, "tcp://127.0.0.1:*")
+        store.set("rank/0", "address")
+        heard = int(pull.last_endpoint.decode().rsplit(":", 1)[1])
+        facts |= {
+            "unix": [str(sockets / "raylet")],
+            "tcp": [["store", "127.0.0.1", store.port], ["zmq", "127.0.0.1", heard]],
+        }
+        (shared / "facts.json").write_text(json.dumps(facts))
+        got = {name for name, what in attempts_of_nobody(shared / "facts.json") if what}
+        assert bool(pull.poll(100)) == is_open
+        assert store.get("rank/0") == b"address"
+    doors = {
+        "list Ray's sockets",
+        "create a file in Ray's sockets",
+        "write a file",
+        "read a key",
+        "rename Ray's sockets",
+    }
+    doors |= {f"connect to {sockets / 'raylet'}", f"replace {sockets / 'raylet'}"}
+    doors |= {f"speak torch's store to store at {store.port}", f"push a pickle over ZeroMQ to zmq at {heard}"}
+    assert (doors - got == set()) if is_open else (got == set()), got
+
+
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(DEFAULT, id="default"),
+        pytest.param(DEFAULT, id="default", marks=pytest.mark.full),
         pytest.param(ATTENTION, id="data-parallel-attention", marks=pytest.mark.full),
         pytest.param(NODES, id="two-nodes", marks=pytest.mark.full),
     ],
@@ -130,6 +189,7 @@ def facts_of(run: Run, shared: Path) -> dict[str, Any]:
             if one.kind == "tcp"
         ],
         "gcs": next("{}:{}".format(*_host_port(one)) for one in found if one.role == "Ray gcs"),
+        "kinds": len(ATTEMPTS),
         "trap": str(shared / "open" / "trap"),
     }
 
