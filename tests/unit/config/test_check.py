@@ -203,7 +203,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("name=a/b",), ("name='a/b'", "output_dir")),
         (("~model.hf_config",), ("model.path", "model.hf_config", "both empty")),
         (("model.path=nowhere", "~model.hf_config"), ("model.path=nowhere", "no such folder")),
-        (("model.path=nowhere",), ("both given", "~model.hf_config")),
+        (("model.path=nowhere",), ("model.path=nowhere", "no such folder")),
         (("model.tokenizer=null",), ("model.tokenizer", "FOLDER")),
         (("model.tokenizer=nowhere",), ("model.tokenizer=nowhere", "no such folder")),
         (("data.train_files=[]",), ("data.train_files is empty",)),
