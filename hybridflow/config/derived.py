@@ -94,6 +94,11 @@ def engine_ranks(config: RunConfig) -> int:
     return config.rollout.tensor * config.rollout.pipeline
 
 
+def is_staged(config: RunConfig, kind: str) -> bool:
+    """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all have arrived."""
+    return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
+
+
 def samples_per_step(config: RunConfig) -> int:
     """Responses generated in one step: prompts x samples a prompt."""
     return config.data.train_batch_size * config.rollout.n

@@ -44,6 +44,7 @@ from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
+from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
@@ -144,7 +145,7 @@ class _Job:
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):
                 return InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
-        with self.progress.stage(f"start {procs} {backend} ranks ({_layout(config)})"):
+        with self.progress.stage(f"start {procs} {backend} ranks ({layout_text(config)})"):
             return self._group(cluster, self.pools["actor"], worker, "actor", args)
 
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
@@ -257,7 +258,6 @@ def _train(job: _Job) -> dict[str, Any]:
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
     fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
-    beside = planned.beside_measured(config, job.hf_config, session, {"actor": policy, **others})
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -270,10 +270,9 @@ def _train(job: _Job) -> dict[str, Any]:
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
         "first_ppo_kl_max": totals.get("first_ppo_kl_max"),
         "steps": trainer.step,
-        "restarts": int(totals.get("restarts", 0)),
-        "engine_restarts": int(totals.get("engine_restarts", 0)),
+        **{name: int(totals.get(name, 0)) for name in ("restarts", "engine_restarts")},
         "exported_to": exported,
-        "planned": beside,
+        "planned": planned.compare(config, job.hf_config, session, {"actor": policy, **others}),
     }
 
 
@@ -371,7 +370,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
             stop_logging()
         summary = {
             "seed": config.seed,
-            "layout": _layout(config),
+            "layout": layout_text(config),
             **summary,
             "seconds_total": session.totals_now()["seconds_total"],
         }
@@ -481,27 +480,6 @@ def _how_to_resume(store: CheckpointStore) -> str:
     if latest is None:
         return "stopped; there is no checkpoint yet, so the same command starts from the beginning"
     return f"stopped; the same command resumes from {latest.folder}"
-
-
-def _layout(config: RunConfig) -> str:
-    parallel = config.actor.parallel
-    parts = [
-        f"TP{parallel.tensor}",
-        f"PP{parallel.pipeline}",
-        f"EP{parallel.expert}",
-        f"DP{derived.data_parallel_size(config)}",
-    ]
-    if config.actor.backend == "fsdp":
-        parts = [f"FSDP{derived.world_size(config)}"]
-    if parallel.sequence:
-        parts.append("SP")
-    rollout = config.rollout
-    engine = [f"TP{rollout.tensor}"]
-    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
-    engine += [f"{short}{size}" for short, size in sizes if size > 1]
-    if rollout.nodes_per_engine > 1:
-        engine.append(f"{rollout.nodes_per_engine} nodes")
-    return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
 
 
 def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:

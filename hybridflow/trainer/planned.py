@@ -31,7 +31,7 @@ PHASES = {
 }
 
 
-def beside_measured(
+def compare(
     config: RunConfig, hf_config: Mapping[str, Any], session: Session, roles: Mapping[str, ModelGroup]
 ) -> dict[str, Any]:
     """For `summary.json`: bytes of each part of each role on the rank with most, and seconds of each phase in the mean
