@@ -87,7 +87,7 @@ def _judge(args: argparse.Namespace) -> int:
         print(f"hybridflow: {host} is left out: {why}", flush=True)
     use = [{"node": record.node, "address": record.address} for record in chosen]
     records.write(args.dir / records.CHOSEN, {"use": use})
-    (args.dir / "head-node").write_text(chosen[0].node)
+    (args.dir / "nodes.txt").write_text("".join(f"{record.node}\n" for record in chosen))
     return 0
 
 

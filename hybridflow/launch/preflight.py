@@ -200,7 +200,8 @@ def _complaints(
 
 
 def _said(host: str, errors: str) -> str:
-    lines = [line for line in errors.splitlines() if host in line]
+    said = [line for line in errors.splitlines() if line.startswith("srun: error:")]
+    lines = [line for line in said if host in line] or said
     return f" ({lines[-1].strip()})" if lines else ""
 
 

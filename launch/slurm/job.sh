@@ -30,13 +30,15 @@ for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
   list=SLURM_JOB_NODELIST_HET_GROUP_$group
   mapfile -t -O "${#HOSTS[@]}" HOSTS < <(scontrol show hostnames "${!list:-$SLURM_JOB_NODELIST}")
 done
-EACH=(srun "${SRUN[@]}" --overlap --mem=0 --cpu-bind=none --wait=0 --ntasks-per-node=1)
-if ((${SLURM_HET_SIZE:-1} > 1)); then
-  EACH+=("--het-group=0-$((SLURM_HET_SIZE - 1))")
-else
-  EACH+=("--nodes=${#HOSTS[@]}" "--ntasks=${#HOSTS[@]}")
-fi
-ONE=(srun "${SRUN[@]}" --overlap --mem=0 --cpu-bind=none --wait=0 --nodes=1 --ntasks=1)
+STEP=(srun "${SRUN[@]}" --overlap --mem=0 --cpu-bind=none --wait=0)
+# each NODE ...: sets ON to an srun of one task on each of these nodes.
+each() {
+  if ((${SLURM_HET_SIZE:-1} > 1)); then
+    ON=("${STEP[@]}" --ntasks-per-node=1 "--het-group=0-$((SLURM_HET_SIZE - 1))")
+  else
+    ON=("${STEP[@]}" --ntasks-per-node=1 "--nodes=$#" "--ntasks=$#" "--nodelist=$(IFS=, && echo "$*")")
+  fi
+}
 
 asked=0 driver='' ray='' step='' driver_status=none why=''
 # Slurm is about to take the nodes (USR1: time limit, preemption; TERM): the driver writes a checkpoint and ends.
@@ -77,7 +79,7 @@ finish() {
   local state
   state=$(squeue --noheader --format=%T --jobs "$SLURM_JOB_ID" 2> /dev/null || true)
   "${HERE[@]}" "$PYTHON" -m hybridflow.launch verdict --job-dir "$JOB_DIR" --restart "$RESTART" \
-    --max-restarts "$MAX_RESTARTS" --run-dir "$RUN_DIR" --state "$state" --asked "$asked" \
+    --max-restarts "$MAX_RESTARTS" --run-dir "$RUN_DIR" --state "${state:-UNKNOWN}" --asked "$asked" \
     --driver-status "$driver_status" --why "$why" || status=$?
   rm -f -- "$DIR/token"
   if ((status == 75)); then
@@ -87,24 +89,38 @@ finish() {
 }
 
 if [[ -n $ARCHIVE ]]; then # the environment on each node's own disk
+  each "${HOSTS[@]}"
   # shellcheck disable=SC2016 # the nodes expand it
-  run "${EACH[@]}" bash -c 'mkdir -p -- "$2" && tar -xf "$1" -C "$2"' - "$ARCHIVE" "$LOCAL" \
+  run "${ON[@]}" bash -c 'mkdir -p -- "$2" && tar -xf "$1" -C "$2"' - "$ARCHIVE" "$LOCAL" \
     || { why="the environment $ARCHIVE could not be unpacked into $LOCAL on every node"; finish; }
 fi
 
-run timeout --foreground --kill-after=10 "$PREFLIGHT_TIMEOUT" \
-  "${EACH[@]}" "${CONTAINER[@]}" "$PYTHON" -m hybridflow.launch preflight --dir "$DIR" --hosts "${HOSTS[*]}" \
-  "${PREFLIGHT[@]}" > "$DIR/preflight.out" 2> "$DIR/preflight.err" || true
+# A node that cannot be reached at all ends the others' step: name it, and ask the rest again.
+TRY=("${HOSTS[@]}")
+: > "$DIR/preflight.err"
+while ((${#TRY[@]} > 0)); do
+  each "${TRY[@]}"
+  run timeout --foreground --kill-after=10 "$PREFLIGHT_TIMEOUT" \
+    "${ON[@]}" "${CONTAINER[@]}" "$PYTHON" -m hybridflow.launch preflight --dir "$DIR" --hosts "${TRY[*]}" \
+    "${PREFLIGHT[@]}" > "$DIR/preflight.out" 2>> "$DIR/preflight.err" || true
+  REST=()
+  for host in "${TRY[@]}"; do
+    grep -qE "launch for .* failed on node $host:" "$DIR/preflight.err" || REST+=("$host")
+  done
+  ((asked == 0 && ${#REST[@]} < ${#TRY[@]})) || break
+  TRY=("${REST[@]}")
+done
 ((asked)) && { why='it was asked to stop before the driver had started'; finish; }
 run "${HERE[@]}" "$PYTHON" -m hybridflow.launch judge --dir "$DIR" --hosts "${HOSTS[*]}" --nodes "$NODES" \
   --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few good nodes'; finish; }
-HEAD=$(< "$DIR/head-node")
+mapfile -t USE < "$DIR/nodes.txt"
 
-"${EACH[@]}" --kill-on-bad-exit=1 "${CONTAINER[@]}" \
+each "${USE[@]}"
+"${ON[@]}" --kill-on-bad-exit=1 "${CONTAINER[@]}" \
   "$PYTHON" -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has a log of its own
 ray=$!
 
-"${ONE[@]}" "--nodelist=$HEAD" "${CONTAINER[@]}" \
+"${STEP[@]}" --nodes=1 --ntasks=1 "--nodelist=${USE[0]}" "${CONTAINER[@]}" \
   "$PYTHON" -m hybridflow.launch driver --dir "$DIR" --nodes "$NODES" --start-timeout "$START_TIMEOUT" \
   --grace "$GRACE" -- "${TRAIN[@]}" &
 driver=$!

@@ -27,7 +27,7 @@ TWO_NODES = (
 SITE = """\
 exclusive: false
 object_store_gib: 0.1
-limits: {min_free_gib: 1.0, min_shm_gib: 0.1, min_open_files: 1024}
+limits: {min_free_gib: 1.0, min_shm_gib: 0.1, min_open_files: 1024, preflight_timeout_s: 60}
 """
 
 
@@ -106,12 +106,14 @@ class Jobs:
 
 
 def processes_of(job: str) -> list[str]:
-    """Processes of a job that run: they have its number in their environment, or their command line names its Ray."""
+    """Processes of a job that run: their environment has its number or token, or their command line names its Ray."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or [])
         try:
-            ours = f"hf-job-{job}-" in words or process.environ().get("SLURM_JOB_ID") == job
+            environment = process.environ()
+            ours = f"hf-job-{job}-" in words or environment.get("SLURM_JOB_ID") == job
+            ours |= f"/slurm/{job}/restart-" in environment.get("RAY_AUTH_TOKEN_PATH", "")
         except psutil.Error:
             continue
         if ours and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm.jobs import Jobs, left_behind, processes_of
+from tests.slurm.jobs import TWO_NODES, Jobs, left_behind, processes_of
 
 pytestmark = pytest.mark.slow
 STEPS = 40
@@ -135,7 +135,7 @@ def test_a_node_whose_slurmd_died_gets_the_job_requeued_without_it(jobs: Jobs) -
 @pytest.mark.full
 def test_a_job_at_its_time_limit_goes_on_in_the_next_start(jobs: Jobs) -> None:
     name = "time limit"
-    job = jobs.submit(name, "trainer.total_steps=400", "--time", "3", "--grace", "60")
+    job = jobs.submit(name, "trainer.total_steps=400", "--time", "4", "--grace", "60")
     jobs.wait_for(job, lambda: jobs.attempts(job), 400)
     assert jobs.attempts(job)[0]["next"] == "requeue", jobs.output(job)
     jobs.wait_for(job, lambda: jobs.cluster.field(job, "Restarts") == "1", 60)
@@ -172,10 +172,35 @@ def test_a_job_that_fails_at_the_same_step_is_given_up(jobs: Jobs) -> None:
     assert "no score today" in last_line(jobs, job)
 
 
+def test_a_node_that_never_comes_up_is_named_with_its_remedy_within_the_deadline(jobs: Jobs) -> None:
+    jobs.cluster.kill_node("n2")
+    try:
+        job = jobs.submit("no second node", "--max-restarts", "0")
+        assert jobs.end(job, 120) == "FAILED", jobs.logs(job)
+    finally:
+        jobs.cluster.start_node("n2")
+        jobs.cluster.wait_for(lambda: jobs.cluster.idle() == 2, 60, "both nodes are idle again")
+    line = last_line(jobs, job)
+    assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: it did not answer (srun: error: Task launch" in line
+    assert "sinfo -R" in line and left_behind(job) == []
+
+
+def test_an_allocation_that_has_expired_ends_with_one_message(jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text(jobs.run("render", *jobs.settings, *TWO_NODES, "name=expired"))
+    environment = {**jobs.environment, "SLURM_JOB_ID": "424242", "SLURM_JOB_NODELIST": "n[1-2]"}
+    command = ["bash", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stdout
+    line = done.stdout.rstrip().splitlines()[-1]
+    assert "0 of 2 nodes are usable" in line and "srun: error: Unable to confirm allocation for job 424242" in line
+    assert "UNKNOWN" in line
+
+
 @pytest.mark.parametrize("nodes", ["n[1-2,4]", "rack1-[01-02],gpu7", "n1"])
 def test_scontrol_reads_node_lists_with_gaps_and_several_prefixes(jobs: Jobs, nodes: str) -> None:
     script = Path(__file__).resolve().parents[2] / "launch" / "slurm" / "job.sh"
-    lines = script.read_text().split("HOSTS=()\n")[1].split("EACH=")[0]
+    lines = script.read_text().split("HOSTS=()\n")[1].split("STEP=")[0]
     environment = {**jobs.cluster.environment, "SLURM_JOB_NODELIST": nodes}
     command = ["bash", "-euc", f"HOSTS=()\n{lines}\nprintf '%s\\n' \"${{HOSTS[@]}}\""]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
