@@ -3,12 +3,12 @@ it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -267,17 +267,16 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     """The Hugging Face configuration: `hf_config` as given, else `path`/config.json.
 
     Raises:
-        ConfigError: config.json is missing or not JSON.
+        ConfigError: config.json is missing or not an object of JSON (`read_outside_json`).
     """
     if model.path is None:
         return model.hf_config
     file = Path(model.path) / "config.json"
     try:
-        values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return read_outside_json(file)
     except OSError as error:
         raise ConfigError(
             f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging Face folder"
         ) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model.path={model.path}: {file} is not JSON: {error}") from error
-    return values
+    except ValueError as error:
+        raise ConfigError(f"model.path={model.path}: {file} is {error}") from error
