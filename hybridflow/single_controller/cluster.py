@@ -32,6 +32,7 @@ _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
 _MAX_TEMP_DIR = 40  # Ray appends 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
+_LISTENER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Cluster:
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
+        _end_listener()
         self._watch = watch.Watch(watch.Processes(_ray_processes()) if local else watch.Address(_gcs_address()))
 
     @classmethod
@@ -257,6 +259,18 @@ def _set_environment() -> None:
     # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
     # disabled.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _end_listener() -> None:
+    """Stop the thread in which Ray prints what its processes have to say, the last of their logs included when they are
+    killed: what is wrong is said once, by our errors, and Ray's logs are kept."""
+    import ray
+
+    worker = ray._private.worker.global_worker
+    worker.threads_stopped.set()
+    worker.gcs_error_subscriber.close()
+    worker.listener_thread.join(_LISTENER_S)
+    worker.threads_stopped.clear()
 
 
 def _gcs_address() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -26,6 +25,7 @@ from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
 from hybridflow.rollout.recovery import RestartingRollouts
@@ -328,13 +328,14 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with _terminate_as_interrupt():
+            with terminate_as_interrupt():
                 summary = _with_clusters(config, job, session, progress)
             session.close()
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
-        except OSError as error:
-            if (storage := StorageError.of(error)) is None:
+        except (OSError, StorageError) as error:
+            storage = StorageError.of(error) if isinstance(error, OSError) else error
+            if storage is None:
                 raise
             raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
         finally:
@@ -405,20 +406,6 @@ def _exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         handle.close()
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM, which schedulers send, as Ctrl-C: end all processes and leave a run that can be resumed."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:

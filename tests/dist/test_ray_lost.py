@@ -76,11 +76,11 @@ def test_a_lost_part_of_ray_is_told_and_a_fresh_cluster_starts(
 START = """
 import sys
 from hybridflow.config.schema import ClusterConfig
+from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.single_controller import Cluster
-from hybridflow.trainer.app import _terminate_as_interrupt
 print("ready", flush=True)
 try:
-    with _terminate_as_interrupt(), Cluster.start(ClusterConfig(), sys.argv[1]) as cluster:
+    with terminate_as_interrupt(), Cluster.start(ClusterConfig(), sys.argv[1]) as cluster:
         print("up", flush=True)
         sys.stdin.read()
 except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -25,12 +26,15 @@ def page(trials: Sequence[Trial]) -> str:
     bad = [trial for trial in trials if trial.faults]
     lines = [HEAD, f"{len(trials)} trials in {len({(t.shape, t.seed) for t in trials})} campaigns, {len(bad)} with a "
              "fault.", ""]  # fmt: skip
+    lines += _by("Disturbance", trials, lambda trial: trial.kind)
     lines += _by("Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}")
     lines += _by("Moment", trials, lambda trial: trial.moment.replace("_", " "))
     lines += _by("Shape", trials, lambda trial: trial.shape)
     if bad:
         lines += ["## Faults found", ""]
-        lines += [f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0][:200]!r}" for trial in bad]
+        for trial in bad:
+            text = f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0][:200]!r}"
+            lines.append(textwrap.fill(text, 118, subsequent_indent="  "))
         lines.append("")
     return "\n".join(lines)
 
