@@ -32,7 +32,6 @@ _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
 _MAX_TEMP_DIR = 40  # Ray appends 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
-_LISTENER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ class Cluster:
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
-        _end_listener()
         self._watch = watch.Watch(watch.Processes(_ray_processes()) if local else watch.Address(_gcs_address()))
 
     @classmethod
@@ -125,7 +123,7 @@ class Cluster:
         _set_environment()
         import ray
 
-        _refuse_second(ray)
+        _prepare_client(ray)
         _sweep_stale_dirs()
         local = _Local.make()
         slots = config.nodes * config.procs_per_node
@@ -167,7 +165,7 @@ class Cluster:
     def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
         import ray
 
-        _refuse_second(ray)
+        _prepare_client(ray)
         before = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
@@ -261,18 +259,6 @@ def _set_environment() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
-def _end_listener() -> None:
-    """Stop the thread in which Ray prints what its processes have to say, the last of their logs included when they are
-    killed: what is wrong is said once, by our errors, and Ray's logs are kept."""
-    import ray
-
-    worker = ray._private.worker.global_worker
-    worker.threads_stopped.set()
-    worker.gcs_error_subscriber.close()
-    worker.listener_thread.join(_LISTENER_S)
-    worker.threads_stopped.clear()
-
-
 def _gcs_address() -> str:
     import ray
 
@@ -287,9 +273,12 @@ def _ray_processes() -> dict[str, int]:
     return {name: process.pid for name, process in running if name in ("gcs_server", "raylet")}
 
 
-def _refuse_second(ray: Any) -> None:
+def _prepare_client(ray: Any) -> None:
     if ray.is_initialized():
         raise ResourceError("Ray is already running in this process; shut the other Cluster down first")
+    # A thread of Ray prints what its processes have to say, when one is killed the end of its log. What is wrong is
+    # said once, by our errors, and Ray's logs are kept.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _restore_sigterm(handler: Any) -> None:
