@@ -19,7 +19,15 @@ from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
-from hybridflow.errors import ClusterLostError, ConfigError, RunInterrupted, StorageError
+from hybridflow.errors import (
+    ClusterLostError,
+    ConfigError,
+    EngineError,
+    RunInterrupted,
+    StorageError,
+    WeightSyncError,
+    WorkerError,
+)
 from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
@@ -334,10 +342,14 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
         except (OSError, StorageError) as error:
-            storage = StorageError.of(error) if isinstance(error, OSError) else error
+            where = "" if getattr(error, "filename", None) else f"a file of {folder}"
+            storage = StorageError.of(error, where) if isinstance(error, OSError) else error
             if storage is None:
                 raise
             raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
+        except (WorkerError, EngineError, WeightSyncError) as error:
+            error.args = (f"{error}\n{_how_to_resume(session.store)}",)
+            raise
         finally:
             with suppress(OSError):  # what could not be written is said already
                 session.close()
