@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridflow.process.stopping import terminate_as_interrupt
 from tests.e2e.runs import Run
 from tests.faults import oracle, table
 from tests.faults.campaign import Campaign, Trial, durations, moments_path
@@ -110,4 +111,5 @@ def _in_own_namespace() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with terminate_as_interrupt():  # so that a campaign that is ended leaves no run behind
+        sys.exit(main())
