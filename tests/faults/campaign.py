@@ -9,7 +9,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -153,6 +153,7 @@ class Campaign:
             victim, pid = next(((name, pid) for name, pid in found if pid is not None), ("", None))
             if pid is None:
                 return False
+        fault = replace(fault, victims=(victim,) if victim else ())  # the one that ran
         trial = Trial(self.shape, self.seed, fault.title, fault.kind, victim or fault.kind, fault.moment, fault.step)
         trial.seconds = time.monotonic()
         self.trials.append(trial)
