@@ -169,23 +169,28 @@ class _Scores(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scoring: Scoring, group: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] log-probs and [n] entropies; only each row's normaliser and entropy are kept for the backward."""
+        ctx.set_materialize_grads(False)  # entropies that are only looked at have no gradient, and cost none
         log_z, picked, entropy = _normaliser(_Shard(weight, scoring, group), hidden, targets)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.scoring, ctx.group = scoring, group
         return picked - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         """d log p / dx = onehot - p; dH / dx = -p (log p + H); this rank's columns alone."""
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         shard = _Shard(weight, ctx.scoring, ctx.group)
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, logits in shard.chunks(hidden):
             log_p = logits.sub_(log_z[rows, None])
             index, mine = shard.local(targets[rows])
             from_log_probs = grad_log_probs[rows]
-            if ctx.scoring.with_entropy:
+            if grad_entropy is not None:
                 factor = log_p + entropy[rows, None]
                 factor.mul_(grad_entropy[rows, None]).add_(from_log_probs[:, None])
                 grad = log_p.exp_().mul_(factor).neg_()

@@ -20,7 +20,7 @@ examples:
 
 CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.
 """
-OPTIONS = ("--dtype", "--max-shard-size", "--tokenizer", "--adapter", "--json")
+OPTIONS = ("--dtype", "--max-shard-size", "--tokenizer", "--adapter", "--json", "--family")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
@@ -56,6 +56,9 @@ def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> N
             default=4 << 30,
             metavar="SIZE",
             help="of one file: 500M, 4Gi (default: 4Gi)",
+        )
+        parser.add_argument(
+            "--family", metavar="FILE.py:TYPE", help="your own map of the model's tensors, as model.family names it"
         )
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them")
     export.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)")
@@ -96,8 +99,10 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_export(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint export`."""
+    from hybridflow.models import use_family
     from hybridflow.saving import tools
 
+    use_family(args.family)
     if args.adapter:
         return _report(tools.export_adapter(tools.locate(args.checkpoint), args.out, args.dtype))
     return _report(
@@ -107,8 +112,10 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
     """`hybridflow checkpoint import`."""
+    from hybridflow.models import use_family
     from hybridflow.saving import tools
 
+    use_family(args.family)
     return _report(tools.import_(args.source, args.out, args.dtype, args.max_shard_size))
 
 

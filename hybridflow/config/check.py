@@ -16,6 +16,7 @@ from hybridflow.config import (
     check_engines,
     check_entries,
     check_files,
+    check_in_process,
     check_lora,
     check_pools,
     derived,
@@ -42,7 +43,7 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
-        *(check_engines.shape_problems, check_backend.problems, check_lora.problems),
+        *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
     found += [*roles.problems(config, job), *check_pools.problems(config, job)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.entries import ESTIMATORS
+from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -107,6 +107,29 @@ def samples_per_mini_batch(config: RunConfig) -> int:
 def updates_per_step(config: RunConfig) -> int:
     """Optimizer updates in one step."""
     return config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+
+
+def scores_before_update(config: RunConfig) -> bool:
+    """Whether a pass computes the policy's log-probs and entropies before a step's first update.
+
+    Without it the first update reports them: it computes them anyway, with the weights that the pass would have. They
+    are needed earlier where updates follow that move the weights, where the reward, the estimator or the loss reads
+    them, and where the pass records or compares experts.
+    """
+    actor, algorithm = config.actor, config.algorithm
+    reads = {*ESTIMATORS.get(algorithm.adv_estimator).reads, *POLICY_LOSSES.get(actor.policy_loss).reads}
+    if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads:
+        return True
+    if "old_log_probs" in ESTIMATORS.get(algorithm.adv_estimator).reads:
+        return True
+    return actor.old_log_probs == "trainer" and updates_per_step(config) != 1
+
+
+def old_log_probs_column(config: RunConfig) -> str | None:
+    """The column that updates compare their log-probs with; None: the update's own values, without their gradient."""
+    if config.actor.old_log_probs == "engine":
+        return "rollout_log_probs"
+    return "old_log_probs" if scores_before_update(config) else None
 
 
 def total_updates(config: RunConfig) -> int:

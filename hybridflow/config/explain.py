@@ -115,6 +115,16 @@ def _options(options: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in to_plain(options).items()) or "no options"
 
 
+def _old_log_probs(config: RunConfig) -> str:
+    column = derived.old_log_probs_column(config)
+    if column is None:
+        return "the one update's own values; no pass computes them"
+    kind = f"actor.old_log_probs {config.actor.old_log_probs}"
+    where = "of a pass before the updates" if column == "old_log_probs" else "of the engine that sampled"
+    needed = "; a pass computes the policy's for reward, advantages or replay"
+    return f"{where} ({kind})" + (needed if column != "old_log_probs" and derived.scores_before_update(config) else "")
+
+
 def _actor(config: RunConfig) -> list[str]:
     actor, parallel = config.actor, config.actor.parallel
     samples, mini, dp = (
@@ -139,6 +149,7 @@ def _actor(config: RunConfig) -> list[str]:
         f"{config.data.train_batch_size} / {actor.ppo_mini_batch_size} x {actor.ppo_epochs} = "
         f"{derived.updates_per_step(config)} a step, {derived.total_updates(config)} in all "
         f"({config.trainer.total_steps} steps)",
+        f"  old log-probs      = {_old_log_probs(config)}",
         f"  a rank's share     = {mini} samples / {dp} copies = {share} samples an update",
         f"  micro-batches      = packed up to actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch} "
         f"tokens; the longest sample has {longest}, so between 1 and about {min(share, most)} an update, the same "
@@ -254,6 +265,8 @@ def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: 
     file = next((folder / f"{name}.yaml" for folder in dirs if (folder / f"{name}.yaml").is_file()), None)
     if file is None:
         return
+    if "# @package _global_" in file.read_text(encoding="utf-8").splitlines():
+        package = ""  # a group that sets keys of several sections
     entries = _read(file).get("defaults") or []
     own = False
     for entry in entries:
@@ -269,7 +282,7 @@ def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: 
             yield from _sources(f"{folder}/{entry}" if folder else str(entry), choices, dirs, package)
     if not own:
         yield file, package
-    if not package:  # groups chosen on the command line that the recipe does not list
+    if "/" not in name:  # groups chosen on the command line that the recipe does not list
         listed = {str(group) for entry in entries if isinstance(entry, dict) for group in entry}
         for group, choice in choices.items():
             if group not in listed and choice.isidentifier():

@@ -16,14 +16,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from hybridflow.errors import ConfigError
 
 T = TypeVar("T")
 _import_lock = threading.RLock()
-_running: Path | None = None  # the user's file that is being imported, under the lock
+_USER_MODULE = "hybridflow_user_"
 
 
 class Registry(Generic[T]):
@@ -42,10 +42,24 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add an entry under `name`; returns it. While a user's file runs (`import_file`), the entry belongs to that
-        file, and a built-in entry of the same name stays what it was."""
-        self._entries[name if _running is None else f"{_running}:{name}"] = entry
+        """Add an entry under `name`; returns it. What a user's file registers as it is imported belongs to that file,
+        and a built-in entry of the same name stays what it was."""
+        owner = self._importing_file()
+        self._entries[name if owner is None else f"{owner}:{name}"] = entry
         return entry
+
+    def _importing_file(self) -> str | None:
+        """The user's file whose import is asking, None for a built-in entry (also one that a user's file imports)."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_name == "<module>":
+                module = str(frame.f_globals.get("__name__"))
+                if module.startswith(f"{self.package}."):
+                    return None
+                if module.startswith(_USER_MODULE):
+                    return str(frame.f_globals["__file__"])
+            frame = frame.f_back
+        return None
 
     def names(self) -> tuple[str, ...]:
         """The names of the built-in entries, read from the package's folder, and of those registered since; sorted."""
@@ -119,9 +133,8 @@ def import_file(path: Path, key: str) -> ModuleType:
         raise ConfigError(f"{key}: {str(path)!r} is not a python file (its name must end in .py)")
     if not path.is_file():
         raise ConfigError(f"{key}: {str(path)!r} is no file (looked in {Path.cwd()})")
-    global _running
     path = path.resolve()
-    name = f"hybridflow_user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{_USER_MODULE}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     with _import_lock:  # a second thread must not find a module that has run by half
         if name in sys.modules:
             return sys.modules[name]
@@ -129,14 +142,11 @@ def import_file(path: Path, key: str) -> ModuleType:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses and pickling in the user's file look their own module up
-        before, _running = _running, path
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             sys.modules.pop(name, None)
             raise ConfigError(f"{path} ({key}) cannot be imported: {describe_error(error, path)}") from error
-        finally:
-            _running = before
     return module
 
 

@@ -178,6 +178,9 @@ class ActorConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     policy_loss: Annotated[str, POLICY_LOSS] = "ppo"  # CONTRIBUTING.md says what a loss of yours holds
     policy_loss_options: dict[str, Any] = field(default_factory=dict)  # of the loss, besides the keys of this section
+    # what updates compare with; trainer: the policy's log-probs before the first update of a step (where a step has one
+    # update, its own values: no pass computes them); engine: those of the engine that sampled (verl's bypass_mode)
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
     clip_ratio_low: NonNegative = 0.2
     clip_ratio_high: NonNegative = 0.2
     clip_ratio_c: Annotated[float, Above(1)] | None = 3.0  # dual clip; null switches it off
@@ -380,6 +383,8 @@ class SftConfig:
 class ClusterConfig:
     """Ray and the worker processes. The number of Megatron processes is nodes x procs_per_node."""
 
+    # trainer and engine in the driver's process, without Ray (docs/debugging.md); cluster=in-process sets what it needs
+    in_process: bool = False
     address: str | None = None  # null: start a local cluster on loopback; else join (host:port or "auto")
     nodes: PositiveInt = 1
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)

@@ -7,7 +7,7 @@ make as well: it raises EngineError when something that the engine needs elsewhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +17,7 @@ from hybridflow.config.registry import Registry
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from hybridflow.config.schema import SamplingConfig
     from hybridflow.engines.spec import EngineSpec
@@ -91,6 +92,14 @@ class Engine(Protocol):
 
     def wake(self, tags: Sequence[str]) -> None:
         """Take the memory of `weights` or `kv_cache` again, without contents."""
+
+
+class LocalEngine(Engine, Protocol):
+    """An engine in the trainer's process (`cluster.in_process`), which takes the trainer's weights by reference."""
+
+    def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
+        """Have `fill` write this version into the engine's tensors, by Hugging Face name; returns what it returns.
+        After an error the engine answers nothing until it has taken weights again."""
 
 
 ENGINES: Registry[Callable[[EngineSpec, Path, Callable[[], None]], Engine]] = Registry(

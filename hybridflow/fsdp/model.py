@@ -15,6 +15,7 @@ from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy
 from hybridflow.errors import ModelError
 from hybridflow.fsdp.packed import MicroBatch
 from hybridflow.models import Family
+from hybridflow.models.causal import allocate, causal_on_meta
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.fsdp_layout import shard_rows
 
@@ -49,7 +50,7 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
         ModelError: transformers' model has other parameters than the family's map.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("data", "alone"))
-    causal = _on_meta(family)
+    causal = causal_on_meta(family)
     model = ScoringModel(causal, mesh["alone"].get_group())
     precision = (
         MixedPrecisionPolicy()
@@ -64,7 +65,7 @@ def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device
         # sums, not means: what they are divided by is the global count of tokens (and gloo cannot average)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    _allocate(causal, device)
+    allocate(causal, device)
     _fill(model, family, source)
     return model
 
@@ -76,26 +77,6 @@ def shards(model: ScoringModel) -> dict[str, DTensor]:
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor)
     }
-
-
-def _on_meta(family: Family) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_type = str(family.hf["model_type"])
-    if model_type not in CONFIG_MAPPING:
-        raise ModelError(f"transformers has no model_type {model_type!r}; train it with actor.backend=megatron")
-    config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-
-
-def _allocate(causal: Any, device: torch.device) -> None:
-    causal.to_empty(device=device)
-    # the rotary frequencies are no part of a checkpoint, and were never computed on the meta device
-    causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
-    if causal.config.tie_word_embeddings:  # to_empty makes two tensors of one
-        causal.lm_head.weight = causal.model.embed_tokens.weight
 
 
 @torch.no_grad()

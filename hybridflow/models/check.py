@@ -9,12 +9,13 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.family import family_of
+from hybridflow.models.family import family_of, use_family
 from hybridflow.models.layout import Coordinates
 
 
 def check(config: RunConfig, job: str = "train") -> None:
     """Raise ConfigError where a model of `hybridflow train`, `sft` or `train-reward` cannot be cut; one line each."""
+    use_family(config.model.family)
     if found := list(dict.fromkeys(problems(config, job))):
         raise ConfigError("\n".join(found))
 

@@ -69,7 +69,8 @@ def family_of(hf_config: Mapping[str, Any], *, mtp: bool = False) -> Family:
     if model_type not in FAMILIES.names():
         raise ModelError(
             f"model_type {model_type!r} has no parameter map; supported: {', '.join(FAMILIES.names())}. Set it in "
-            f"model.hf_config or config.json, or give your own map: model.family=path/to/file.py:{model_type}"
+            f"model.hf_config or config.json, or give your own map: model.family=path/to/file.py:{model_type} "
+            "(for `hybridflow checkpoint`: --family)"
         )
     return FAMILIES.get(model_type)(hf_config, mtp)
 

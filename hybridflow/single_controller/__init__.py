@@ -2,9 +2,20 @@
 
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
-from hybridflow.single_controller.future import Future, waited_seconds
+from hybridflow.single_controller.future import Future, waited_seconds, waiting
+from hybridflow.single_controller.in_process import InProcessGroup
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.single_controller.stored import keep_in_store
 from hybridflow.single_controller.worker_group import WorkerGroup
 
-__all__ = ["Cluster", "Future", "ResourcePool", "WorkerGroup", "colocated", "keep_in_store", "waited_seconds"]
+__all__ = [
+    "Cluster",
+    "Future",
+    "InProcessGroup",
+    "ResourcePool",
+    "WorkerGroup",
+    "colocated",
+    "keep_in_store",
+    "waited_seconds",
+    "waiting",
+]

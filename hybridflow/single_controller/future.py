@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ def waited_seconds() -> float:
     """Seconds that this process has spent waiting for calls since it started: the time in which workers and engines
     worked."""
     return _waited_s
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Count the time inside, in which a worker or an engine works, among `waited_seconds`. Not nested."""
+    global _waited_s
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        _waited_s += time.monotonic() - start
 
 
 @dataclass
@@ -124,12 +136,8 @@ class Future:
         return self._value
 
     def _wait(self, timeout: float) -> None:
-        global _waited_s
-        start = time.monotonic()
-        try:
+        with waiting():
             self._wait_for_all(timeout)
-        finally:
-            _waited_s += time.monotonic() - start
 
     def _wait_for_all(self, timeout: float) -> None:
         import ray

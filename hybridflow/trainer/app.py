@@ -36,13 +36,18 @@ from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
-from hybridflow.rollout.recovery import RestartingRollouts
-from hybridflow.rollout.service import EngineGroup
-from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
-from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup, colocated, keep_in_store
+from hybridflow.single_controller import (
+    Cluster,
+    InProcessGroup,
+    ResourcePool,
+    WorkerGroup,
+    colocated,
+    keep_in_store,
+)
 from hybridflow.trainer import assets
 from hybridflow.trainer.check_devices import check_devices
+from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
@@ -105,30 +110,42 @@ class _Job:
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
 
-    def start_cluster(self) -> Cluster:
-        """Start Ray, or join the configured cluster."""
+    def start_cluster(self) -> Cluster | None:
+        """Start Ray, or join the configured cluster; None where the job has one process."""
+        if self.config.cluster.in_process:
+            return None
         with self.progress.stage("start Ray"):
             return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
 
-    def start_roles(self, cluster: Cluster, roles: Sequence[str], trained: Sequence[str]) -> dict[str, WorkerGroup]:
+    def start_roles(
+        self, cluster: Cluster | None, roles: Sequence[str], trained: Sequence[str]
+    ) -> dict[str, WorkerGroup | InProcessGroup]:
         """The ranks of each of `roles`: those that live in the policy's processes (which are `actor`'s, the first
         role's) share a group, the others have one each. Only `trained` ones may update their weights."""
         specs = {role: self._role_spec(role, role in trained) for role in roles}
         shared = [role for role in roles if derived.is_colocated(self.config, role)]
-        groups = dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared])) if shared else {}
-        return groups | {role: self._start_own(cluster, specs[role]) for role in roles if role not in shared}
+        groups: dict[str, WorkerGroup | InProcessGroup] = {}
+        if shared:
+            groups |= dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared]))
+        own = [role for role in roles if role not in shared]
+        return groups | {role: self._start_own(cluster, specs[role]) for role in own if cluster is not None}
 
-    def _start_shared(self, cluster: Cluster, specs: Sequence[RoleSpec]) -> WorkerGroup:
+    def _start_shared(self, cluster: Cluster | None, specs: Sequence[RoleSpec]) -> WorkerGroup | InProcessGroup:
         config = self.config
         procs, backend = derived.world_size(config), config.actor.backend
+        worker: type = PolicyWorker
+        args: Sequence[Any] = specs
+        if len(specs) > 1:
+            worker = colocated(actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker))
+            args = [(spec,) for spec in specs]
+        if cluster is None:
+            with self.progress.stage(f"build the model in this process ({backend})"):
+                return InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
         with self.progress.stage(f"start {procs} {backend} ranks ({_layout(config)})"):
             pool = ResourcePool.allocate(
                 cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus()
             )
-            if len(specs) == 1:
-                return self._group(cluster, pool, PolicyWorker, "actor", specs)
-            worker = colocated(actor=PolicyWorker, **dict.fromkeys([spec.role for spec in specs[1:]], ModelWorker))
-            return self._group(cluster, pool, worker, "actor", [(spec,) for spec in specs])
+            return self._group(cluster, pool, worker, "actor", args)
 
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
         procs = derived.role_world_size(self.config, spec.role)
@@ -141,17 +158,28 @@ class _Job:
         is_policy = role == "actor" or path is None
         hf_config = self.hf_config if is_policy else dict(derived.hf_config(ModelConfig(path=path)))
         actor = replace(self.config.actor, policy_loss=absolute_entry(self.config.actor.policy_loss))
-        config = replace(self.config, actor=actor)
+        model = self.config.model
+        if model.family is not None:
+            model = replace(model, family=absolute_entry(model.family))
+        config = replace(self.config, actor=actor, model=model)
         return RoleSpec(config, role, hf_config, path, self.tokenizer.path.resolve(), trains)
 
-    def start_engines(self, cluster: Cluster) -> tuple[WorkerGroup, WorkerGroup | None]:
-        """The workers on the engines' first nodes, and on their others if they have any; engines go on starting in the
-        background."""
+    def start_engines(self, cluster: Cluster | None) -> Generation:
+        """The engines, which go on starting in the background where they have processes of their own."""
         config = self.config.rollout
         dtype, quantization = self.config.model.dtype, config.quantization
         folder = assets.write_engine_folder(
             self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization
         )
+        if cluster is None:
+            return EngineHere(self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids)
+        told = self.session.note_restart("engine_restarts", self.progress.message, "engines start again: ")
+        workers, others = self._start_engine_workers(cluster, folder)
+        return EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
+
+    def _start_engine_workers(self, cluster: Cluster, folder: Path) -> tuple[WorkerGroup, WorkerGroup | None]:
+        """The workers on the engines' first nodes, and on their others if they have any."""
+        config, dtype = self.config.rollout, self.config.model.dtype
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
             if config.nodes_per_engine == 1:
@@ -200,8 +228,7 @@ def _train(job: _Job) -> dict[str, Any]:
     rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
     check_steps(config)
     cluster = job.start_cluster()
-    engine_workers, other_nodes = job.start_engines(cluster)
-    engines = EngineGroup(engine_workers, config, job.tokenizer.stop_ids, other_nodes)
+    engines = job.start_engines(cluster)
     trained = ("actor", "critic")
     roles = derived.roles_in_use(config)
     workers = job.start_roles(cluster, roles, trained)
@@ -210,35 +237,29 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    weights = SliceSync(workers["actor"], engines, config)
-    told = session.note_restart("engine_restarts", job.progress.message, "engines start again: ")
-    rollouts = RestartingRollouts(engines, weights, config.trainer.max_restarts, told)
+    rollouts, weights = engines.connect(workers["actor"])
     told = session.note_restart("restarts", job.progress.message)
+    apart = {role: group for role, group in workers.items() if isinstance(group, WorkerGroup)}
     others = {
         role: ModelGroup(workers[role], role, config)
         if role in trained or derived.is_colocated(config, role)
-        else FrozenGroup(workers[role], role, config, told)
+        else FrozenGroup(apart[role], role, config, told)
         for role in roles[1:]
     }
-    trainer = RLTrainer(config, session, policy, rollouts, rollouts, dataset, scorer, validator, others, keep_in_store)
-    workers["actor"].on_restart(weights.reconnect)
-    engine_workers.on_restart(engines.begin_again)
-    engine_workers.on_restart(weights.reconnect)
-    if "reference" in workers:
-        workers["reference"].on_restart(trainer.fill_reference)
+    keep = keep_in_store if cluster is not None else lambda batch: batch
+    trainer = RLTrainer(config, session, policy, rollouts, weights, dataset, scorer, validator, others, keep)
+    if "reference" in apart:
+        apart["reference"].on_restart(trainer.fill_reference)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
         trainer.resume(job.checkpoint)
     else:
         trainer.start_from_present_weights()
         if config.sft.steps:
             trainer.save()  # a run that is killed from here on does not repeat the warm start
-    with job.progress.stage("wait for the engines"):
-        engines.wait_ready()
-    with job.progress.stage("plan the weight sync"):
-        plan = weights.prepare()
-    job.progress.message(plan)
-    own = {role: workers[role] for role in roles if role in trained and workers[role] is not workers["actor"]}
-    fit_with_restarts(trainer, {"actor": workers["actor"], **own}, config.trainer.max_restarts, job.progress)
+    engines.wait_ready(job.progress)
+    training = {role: apart[role] for role in roles if role in trained and role in apart}
+    groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
+    fit_with_restarts(trainer, groups, config.trainer.max_restarts, job.progress)
     exported = _finish(job, policy)
     engines.stop()
     totals, steps = session.totals, max(trainer.step, 1)
@@ -249,7 +270,7 @@ def _train(job: _Job) -> dict[str, Any]:
         "seconds_grpo": totals.get("seconds_grpo", 0.0),
         "logprob_diff_mean": totals.get("logprob_diff_sum", 0.0) / steps,
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
-        "first_ppo_kl_max": totals.get("first_ppo_kl_max", 0.0),
+        "first_ppo_kl_max": totals.get("first_ppo_kl_max"),
         "steps": trainer.step,
         "restarts": int(totals.get("restarts", 0)),
         "engine_restarts": int(totals.get("engine_restarts", 0)),

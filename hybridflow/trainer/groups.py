@@ -19,7 +19,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import SCORING
 from hybridflow.rollout.service import as_batch, generate_method
-from hybridflow.single_controller import WorkerGroup
+from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
@@ -32,7 +32,7 @@ from hybridflow.workers.role import RoleWorker
 class ModelGroup:
     """`Role` over Megatron ranks, in processes of the role's own or in the policy's."""
 
-    def __init__(self, workers: WorkerGroup, role: str, config: RunConfig) -> None:
+    def __init__(self, workers: WorkerGroup | InProcessGroup, role: str, config: RunConfig) -> None:
         self.workers, self.role, self.config = workers, role, config
         self._cost = SequenceCost.of_model(derived.hf_config(config.model))
         self._data_parallel = derived.role_data_parallel_size(config, role)
@@ -90,7 +90,7 @@ class FrozenGroup(ModelGroup):
 
     def __init__(self, workers: WorkerGroup, role: str, config: RunConfig, told: Callable[[str], None]) -> None:
         super().__init__(workers, role, config)
-        self._restarts, self._told = RestartLimit(config.trainer.max_restarts), told
+        self._group, self._restarts, self._told = workers, RestartLimit(config.trainer.max_restarts), told
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a worker method of the role, again when ranks are lost in it.
@@ -102,16 +102,16 @@ class FrozenGroup(ModelGroup):
             try:
                 return super().run(method, *args)
             except HybridFlowError as error:
-                if self.workers.is_alive() or not self._restarts.take():
+                if self._group.is_alive() or not self._restarts.take():
                     raise
                 self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
-            self.workers.restart()
+            self._group.restart()
 
 
 class PolicyGroup(ModelGroup):
     """The policy: adds to its updates what its ranks have noticed in the step."""
 
-    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
+    def __init__(self, workers: WorkerGroup | InProcessGroup, config: RunConfig) -> None:
         super().__init__(workers, "actor", config)
         self._unobserved = False
 
@@ -122,6 +122,16 @@ class PolicyGroup(ModelGroup):
             self.run(PolicyWorker.take_observations)
         self._unobserved = True
         return self.compute(log_prob_method(self.config), batch)
+
+    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        """The rows of the step's first mini-batch, in the order of `batch`, with the old_log_probs and entropys that
+        its update computed."""
+        rows, ranks = derived.samples_per_mini_batch(self.config), self._data_parallel
+        order = update_order(self._costs(batch), ranks, rows, (seed, 0))
+        first = order.reshape(ranks, -1)[:, : rows // ranks].reshape(-1)  # each rank's share, as the rank holds it
+        found = as_batch(self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(first)))
+        by_row = np.argsort(first)
+        return batch.rows(first[by_row]).union(found.rows(by_row))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates; those of a step of reinforcement learning say how replay went and what memory was taken.
@@ -145,7 +155,8 @@ class PolicyGroup(ModelGroup):
 def update_step(config: RunConfig) -> DataflowStep:
     """The columns that an update of the policy reads: what its loss declares, and routes where they are replayed."""
     routes = (ROUTES,) if derived.replays_routes(config) else ()
-    return DataflowStep("update", ("prompt_ids", "response_ids", *policy_loss_columns(config.actor), *routes))
+    columns = policy_loss_columns(config.actor, derived.old_log_probs_column(config))
+    return DataflowStep("update", ("prompt_ids", "response_ids", *columns, *routes))
 
 
 def check_steps(config: RunConfig) -> None:
@@ -161,7 +172,7 @@ def check_steps(config: RunConfig) -> None:
             generate_method(config),
             SCORING,
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
-            log_prob_method(config),
+            *([log_prob_method(config)] if derived.scores_before_update(config) else []),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),

@@ -83,8 +83,6 @@ class RLTrainer:
                 self.validate(progress)
             while self.step < trainer.total_steps:
                 self.step += 1
-                updates: dict[str, Sequence[Update]] = {}
-                seed = self.update_seed()
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
                     batch = self.next_prompts()
                     with phase("gen"):
@@ -92,27 +90,24 @@ class RLTrainer:
                     with phase("reward"):
                         batch = self.with_scores(batch)
                     with self.phases.training():
-                        with phase("old_log_prob"):
-                            batch = batch.union(self.policy.log_probs(batch))
+                        if self.scores_first:
+                            with phase("old_log_prob"):
+                                batch = batch.union(self.policy.log_probs(batch))
                         batch = self.with_comparisons(batch)
                         if self.critic:
                             with phase("values"):
                                 batch = batch.union(self.critic.compute(ModelWorker.compute_values, batch))
                         with phase("adv"):
                             batch = self.keep(self.advantages.add(batch))
-                        self.check_log_probs(batch)
-                        if self.critic:
-                            with phase("update_critic"):
-                                updates["critic"] = self.critic.update(ModelWorker.update_critic, batch, seed)
-                        if self.step > trainer.critic_warmup:
-                            with phase("update_actor"):
-                                updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
+                        if self.scores_first:
+                            self.check_log_probs(batch)
+                        updates, scored = self.update(batch)
                     with phase("update_weights"):
                         synced = self.sync_weights(progress)
                     if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
                         with phase("testing"):
                             self.validate(progress)
-                self.record(batch, updates, synced, progress)
+                self.record(batch, scored, updates, synced, progress)
                 self.session.store.check()
                 if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
                     with phase("save_checkpoint", self.step):
@@ -143,6 +138,28 @@ class RLTrainer:
             with phase("teacher"):
                 batch = batch.union(self.teacher.compute(ModelWorker.compute_teacher_top, batch))
         return batch
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether a pass of its own computes this step's old log-probs; otherwise its first update reports them."""
+        return derived.scores_before_update(self.config) or self.step <= self.config.trainer.critic_warmup
+
+    def update(self, batch: DataProto) -> tuple[dict[str, Sequence[Update]], DataProto]:
+        """The step's updates of critic and policy. Returns them, and the rows of `batch` with old_log_probs: all of
+        them, or where no pass computed these, those of the first mini-batch."""
+        updates: dict[str, Sequence[Update]] = {}
+        seed, phase = self.update_seed(), self.session.timeline.phase
+        if self.critic:
+            with phase("update_critic"):
+                updates["critic"] = self.critic.update(ModelWorker.update_critic, batch, seed)
+        if self.step > self.config.trainer.critic_warmup:
+            with phase("update_actor"):
+                updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
+        if self.scores_first:
+            return updates, batch
+        scored = self.policy.update_log_probs(batch, seed)
+        self.check_log_probs(scored)  # an error here still comes before engines or a checkpoint get the update
+        return updates, scored
 
     def update_seed(self) -> int:
         """Seed of the step's mini-batches, the same in a resumed run."""
@@ -193,16 +210,23 @@ class RLTrainer:
         progress.message(f"held-out {name} after step {self.step}: {score:.3f}")
 
     def record(
-        self, batch: DataProto, updates: Mapping[str, Sequence[Update]], synced: SyncReport, progress: Progress
+        self,
+        batch: DataProto,
+        scored: DataProto,
+        updates: Mapping[str, Sequence[Update]],
+        synced: SyncReport,
+        progress: Progress,
     ) -> None:
-        """Write metrics, progress and rollout dump of a finished step.
+        """Write metrics, progress and rollout dump of a finished step; `scored` are the rows that `update` returned.
 
         Raises:
             HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
         """
         seconds = self.session.timeline.metrics(self.step)
         metrics = (
-            batch_metrics(batch) | update_metrics(updates.get("actor", ())) | critic_metrics(updates.get("critic", ()))
+            batch_metrics(batch, scored)
+            | update_metrics(updates.get("actor", ()))
+            | critic_metrics(updates.get("critic", ()))
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
         metrics |= self.advantages.metrics | synced.metrics() | extra_metrics(batch) | seconds
@@ -210,8 +234,9 @@ class RLTrainer:
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
         metrics["rollout/restarts"] = self.session.totals.get("engine_restarts", 0.0)
-        self.session.note_max("first_ppo_kl_max", abs(metrics.get("actor/first_ppo_kl", 0.0)))
-        metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
+        if "actor/first_ppo_kl" in metrics:
+            self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
+            metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
         if "actor/ppo_kl" in metrics:  # not while the critic warms up alone
@@ -223,7 +248,8 @@ class RLTrainer:
             shown["held-out"] = self.session.totals["score_after"]
         progress.update(self.step, shown, seconds)
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step):
-            dump_batch(self.session.folder / "rollouts", self.step, batch, self.scorer.tokenizer)
+            whole = scored if len(scored) == len(batch) else batch
+            dump_batch(self.session.folder / "rollouts", self.step, whole, self.scorer.tokenizer)
         if self.config.actor.on_nonfinite == "stop":
             self._stop_if_skipped(updates)
 

@@ -33,14 +33,18 @@ def kl_sums(batch: DataProto) -> np.ndarray:
     return np.concatenate(found)
 
 
-def batch_metrics(batch: DataProto) -> dict[str, float]:
+def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str, float]:
     """Scores, advantages, lengths, entropy and the log-prob difference of a finished batch.
 
     Scores and rewards are those of samples with a response (as in verl); lengths and the total number of tokens count
     everything that the model reads, all else sampled tokens alone.
+
+    Args:
+        scored: the rows whose log-probs and entropies before the updates are known; None: all of them.
     """
+    scored = batch if scored is None else scored
     responses, prompts = batch.lengths("response_ids"), batch.lengths("prompt_ids")
-    (difference, largest), answered = log_prob_difference(batch), responses > 0
+    (difference, largest), answered = log_prob_difference(scored), responses > 0
     metrics = {
         "critic/score/mean": float("nan"),
         **spread("critic/score", batch["scores"][answered]),
@@ -50,7 +54,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
         "response/aborted_ratio": float(np.mean(batch["finish_reason"] == "abort")),
         **spread("prompt_length", prompts),
-        "actor/entropy": _token_spread("", batch, "entropys").get("/mean", 0.0),
+        "actor/entropy": _token_spread("", scored, "entropys").get("/mean", 0.0),
         "rollout/logprob_diff/mean": difference,
         "rollout/logprob_diff/max": largest,
         "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
@@ -58,7 +62,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
     }
     if "ref_log_probs" in batch:
-        metrics["actor/ref_kl"] = float(kl_sums(batch).sum() / max(_num_sampled(batch), 1))
+        metrics["actor/ref_kl"] = float(kl_sums(scored).sum() / max(_num_sampled(scored), 1))
     if "teacher_top_log_probs" in batch:
         metrics["teacher/top_mass"] = _top_mass(batch)
     if "rm_scores" in batch:
@@ -94,14 +98,15 @@ def _explained_variance(batch: DataProto) -> float:
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights
-    are the same.
+    are the same, where the loss reports `actor/ppo_kl`.
 
     Without updates (`trainer.critic_warmup`), nothing.
     """
     if not updates:
         return {}
     metrics = _update_means(updates, "actor", "actor/loss")
-    metrics["actor/first_ppo_kl"] = updates[0].means.get("actor/ppo_kl", float("nan"))
+    if "actor/ppo_kl" in updates[0].means:
+        metrics["actor/first_ppo_kl"] = updates[0].means["actor/ppo_kl"]
     return metrics
 
 

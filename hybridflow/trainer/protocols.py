@@ -50,3 +50,8 @@ class Policy(Role, Protocol):
     def log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys; with router replay the experts of each token."""
         ...
+
+    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        """After an update of `batch` with `seed` that no such pass came before: the rows of the first mini-batch, in
+        the order of `batch`, with the old_log_probs and entropys that the update computed for them."""
+        ...

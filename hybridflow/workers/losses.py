@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import numpy as np
 import torch
 
-from hybridflow.algorithms.losses import Metrics, ResponseTokens, aggregate, kl_penalty
+from hybridflow.algorithms.losses import LossFunction, Metrics, ResponseTokens, aggregate, kl_penalty
 from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
+from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
 from hybridflow.config.schema import ActorConfig, CriticConfig
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.micro_batches import RESPONSE_MASK, Packed, unpack
 
 
 def sft_loss(
@@ -22,10 +26,11 @@ def sft_loss(
 class PolicyLoss:
     """The configured policy loss, minus an entropy bonus, plus a KL penalty to the reference."""
 
-    def __init__(self, config: ActorConfig) -> None:
-        self.config, self.options = config, policy_loss_options(config)
+    def __init__(self, config: ActorConfig, old: str | None = "old_log_probs") -> None:
+        """`old`: the column that the loss gets as old_log_probs; None: its own log-probs, without their gradient."""
+        self.config, self.options, self.old = config, policy_loss_options(config), old
         self.function = POLICY_LOSSES.get(config.policy_loss).function
-        self.columns = policy_loss_columns(config)
+        self.columns = policy_loss_columns(config, old)
         self.with_entropy = config.entropy_coef != 0
 
     def __call__(
@@ -33,10 +38,12 @@ class PolicyLoss:
     ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Loss sum, count and metrics of a micro-batch; `algorithms.losses.LossFunction`."""
         config = self.config
-        loss, reported = self.function(Tokens(log_probs, micro.lengths, micro.columns), self.options)
+        old = log_probs.detach() if self.old is None else micro.columns.get(self.old)
+        columns = micro.columns if old is None else {**micro.columns, "old_log_probs": old}
+        loss, reported = self.function(Tokens(log_probs, micro.lengths, columns), self.options)
         metrics = {name: (values.detach().sum(), micro.lengths.sum()) for name, values in reported.items()}
         metrics["actor/pg_loss"] = aggregate(loss.detach(), micro.lengths, config.loss_agg_mode)
-        if self.with_entropy and entropy is not None:
+        if config.entropy_coef and entropy is not None:
             loss = loss - config.entropy_coef * entropy
         if config.kl_loss_coef:
             penalty = kl_penalty(log_probs, micro.columns["ref_log_probs"], config.kl_loss_type)
@@ -45,10 +52,44 @@ class PolicyLoss:
         return *aggregate(loss, micro.lengths, config.loss_agg_mode), metrics
 
 
-def policy_loss_columns(config: ActorConfig) -> tuple[str, ...]:
-    """Columns over response tokens that an update of the policy reads."""
-    reads = POLICY_LOSSES.get(config.policy_loss).reads
-    return tuple(dict.fromkeys((RESPONSE_MASK, *reads, *(("ref_log_probs",) if config.kl_loss_coef else ()))))
+def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") -> tuple[str, ...]:
+    """Columns over response tokens that an update of the policy reads; `old` as for `PolicyLoss`."""
+    reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
+    wanted = (RESPONSE_MASK, *reads, *(("ref_log_probs",) if config.kl_loss_coef else ()))
+    return tuple(dict.fromkeys(name for name in wanted if name is not None))
+
+
+class Noted:
+    """A loss that notes the log-probs and entropies of each micro-batch as it is given them."""
+
+    with_entropy = True
+
+    def __init__(self, loss: LossFunction) -> None:
+        self.loss = loss
+        self._seen: list[tuple[Packed, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(
+        self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """What `loss` returns."""
+        assert entropy is not None
+        self._seen.append((cast(Packed, micro), log_probs.detach(), entropy.detach()))
+        return self.loss(log_probs, entropy, micro)
+
+    def take(self, batch: DataProto) -> DataProto | None:
+        """old_log_probs and entropys of the rows of `batch`, which the loss has seen: 0 at tokens that the policy did
+        not sample. None on a rank without the output layer."""
+        if not self._seen:
+            return None
+        micros, log_probs, entropies = zip(*self._seen, strict=True)
+        self._seen, responses = [], batch.jagged("response_ids")
+        sampled = batch.jagged(RESPONSE_MASK).values if RESPONSE_MASK in batch else np.ones(len(responses.values), bool)
+        columns = {}
+        for name, values in (("old_log_probs", log_probs), ("entropys", entropies)):
+            whole = np.zeros(len(sampled), np.float32)
+            whole[sampled] = unpack([one.cpu().numpy() for one in values], micros, len(batch)).values
+            columns[name] = Jagged(whole, responses.offsets)
+        return DataProto.from_columns(columns)
 
 
 class ValueLoss:

@@ -3,12 +3,13 @@ engines, over any training backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.batch import ROUTES, DataProto
+from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
 from hybridflow.device.platform import Platform
 from hybridflow.device.residency import PARTS
@@ -17,16 +18,18 @@ from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import Catalog
 from hybridflow.sync import session
+from hybridflow.sync.by_reference import copy_weights
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.sync.sender import WeightSender
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.sync.transports import chosen, part_bytes
 from hybridflow.workers.backend import Backend, open_backend
-from hybridflow.workers.losses import PolicyLoss, sft_loss
+from hybridflow.workers.losses import Noted, PolicyLoss, sft_loss
 from hybridflow.workers.memory import needs
 from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import TCPStore
 
 
@@ -41,6 +44,7 @@ class PolicyWorker(RoleWorker):
         self.platform, self.host, self.sync = platform, context.master_addr, config.rollout.sync
         # what the engines compute with
         self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
+        self._noted: DataProto | None = None
         self._store: TCPStore | None = None
         self._sender = WeightSender(context.rank, self.model.parameters)
 
@@ -76,18 +80,29 @@ class PolicyWorker(RoleWorker):
             return self._update(batch, rows_per_update)
 
     def _update(self, batch: DataProto, rows_per_update: int) -> list[Report]:
-        loss, reports = PolicyLoss(self.config), []
+        config, reports = self.spec.config, []
+        loss = PolicyLoss(self.config, derived.old_log_probs_column(config))
         for mini_batch in batch.mini_batches(rows_per_update):
+            noted = Noted(loss) if self._noted is None and not derived.scores_before_update(config) else None
             sums, info = self.model.train_mini_batch(
                 mini_batch,
-                loss,
+                noted or loss,
                 columns=loss.columns,
                 max_tokens=self.config.max_tokens_per_micro_batch,
-                temperature=self.spec.config.rollout.sampling.temperature,
-                with_entropy=loss.with_entropy,
+                temperature=config.rollout.sampling.temperature,
+                with_entropy=(noted or loss).with_entropy,
             )
+            if noted is not None:
+                self._noted = noted.take(mini_batch)
             reports.append({"sums": sums, "info": info})
         return reports
+
+    @register(Dispatch.DP, reads=("uid",), writes=("old_log_probs", "entropys"))
+    def take_update_log_probs(self, batch: DataProto) -> DataProto | None:
+        """What the step's first update computed of its rows, which `batch` holds in the same order: log-probs and
+        entropies under the weights before the update. Once an update."""
+        noted, self._noted = self._noted, None
+        return noted
 
     # ---- log-probs
 
@@ -182,6 +197,18 @@ class PolicyWorker(RoleWorker):
         """Send this rank's slices for all orders at once. Returns the outcome of each order it takes part in."""
         try:
             return self._sender.send(orders, go_timeout_s)
+        finally:
+            self.model.release_copies()
+
+    @register(Dispatch.RANK_ZERO)
+    @needs("weights")
+    def copy_weights(self, target: Mapping[str, torch.Tensor]) -> int:
+        """Write the weights into the tensors of an engine in this process, by Hugging Face name; returns the bytes. The
+        policy has one rank then."""
+        catalog = Catalog.of(self.model.family.tensors())
+        try:
+            [layout] = self.model.weight_layout()(catalog).classes
+            return copy_weights(layout, catalog, self.model.parameters(), target)
         finally:
             self.model.release_copies()
 

@@ -115,7 +115,7 @@ class RolloutWorker:
         Raises:
             EngineError: the engine has died, or holds no whole weights since its last start.
         """
-        return _columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
+        return response_columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
 
     @register(Dispatch.DP, reads=("prompt_ids",), writes=(*WRITES, ROUTES))
     def generate_with_routes(
@@ -125,7 +125,7 @@ class RolloutWorker:
         completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
         tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
         rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
-        return _columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+        return response_columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
 
     def _generate(
         self,
@@ -226,7 +226,8 @@ class RolloutWorker:
             )
 
 
-def _columns(completions: list[Completion]) -> DataProto:
+def response_columns(completions: list[Completion]) -> DataProto:
+    """The columns `WRITES` of the answers of an engine, a row each."""
     columns: dict[str, Any] = {
         "response_ids": Jagged.from_rows([np.asarray(c.token_ids, np.int64) for c in completions], np.int64),
         # which tokens the policy sampled: an engine alone answers without tools, and all of them are

@@ -76,19 +76,20 @@ def test_values_and_scores_equal_transformers_on_the_exported_folder(tmp_path, p
 
 
 @pytest.mark.parametrize(
-    ("parallel", "pairs"),
+    ("parallel", "pairs", "masked"),
     [
-        pytest.param(FULL, False, id="values-tp2-pp2-ep2"),
-        pytest.param({"expert": 2}, True, id="pairs-dp2-ep2", marks=pytest.mark.full),
-        pytest.param(FULL, True, id="pairs-tp2-pp2-ep2"),
+        pytest.param(FULL, False, False, id="values-tp2-pp2-ep2", marks=pytest.mark.full),
+        pytest.param(FULL, False, True, id="masked-values-tp2-pp2-ep2"),
+        pytest.param({"context": 2}, False, True, id="masked-values-cp2"),
+        pytest.param({"expert": 2}, True, False, id="pairs-dp2-ep2", marks=pytest.mark.full),
+        pytest.param(FULL, True, False, id="pairs-tp2-pp2-ep2"),
     ],
 )
-def test_training_does_not_depend_on_the_layout(parallel, pairs):
+def test_training_does_not_depend_on_the_layout(parallel, pairs, masked):
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) if "tensor" in parallel else 2
-    [one] = run_ranks(1, "tests.dist.cases.scalar:train", parallel={}, hf=TINY, pairs=pairs, steps=3, max_tokens=4096)
-    many = run_ranks(
-        world, "tests.dist.cases.scalar:train", parallel=parallel, hf=TINY, pairs=pairs, steps=3, max_tokens=40
-    )
+    given = {"hf": TINY, "pairs": pairs, "steps": 3, "masked": masked}
+    [one] = run_ranks(1, "tests.dist.cases.scalar:train", parallel={}, max_tokens=4096, **given)
+    many = run_ranks(world, "tests.dist.cases.scalar:train", parallel=parallel, max_tokens=40, **given)
     np.testing.assert_allclose(many[0]["history"], one["history"], rtol=1e-4, atol=1e-5)
     weights: dict[str, list[float]] = {}
     for rank in many:

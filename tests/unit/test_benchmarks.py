@@ -7,14 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def test_without_a_gpu_no_figure_is_taken() -> None:
+@pytest.mark.parametrize(
+    "words", [["train_step.py"], ["trl_steps.py", "--peer", "/nowhere/python"]], ids=["gpu", "trl"]
+)
+def test_without_a_gpu_or_its_peer_no_figure_is_taken(words: list[str]) -> None:
     before = {path.name: path.read_bytes() for path in (BENCHMARKS / "results").iterdir()}
     env = {**os.environ, "HYBRIDFLOW_PLATFORM": "cpu"}
     run = subprocess.run(
-        [sys.executable, BENCHMARKS / "train_step.py"],
+        [sys.executable, *words],
         env=env,
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig, ParallelConfig
+from tests.dist.cases.gradient import with_mask
 from tests.dist.harness.policies import batch_of, digest, share_of, weights_of
 
 
@@ -53,8 +54,14 @@ def with_targets(batch: DataProto, seed: int) -> DataProto:
     return batch.with_columns(**columns)
 
 
-def train(parallel: dict[str, Any], hf: dict[str, Any], pairs: bool, steps: int, max_tokens: int) -> Any:
-    """Train on the same data; returns (loss, grad norm) a step, and a digest of the final weights in HF form."""
+def train(
+    parallel: dict[str, Any], hf: dict[str, Any], pairs: bool, steps: int, max_tokens: int, masked: bool = False
+) -> Any:
+    """Train on the same data; returns (loss, grad norm) a step, and a digest of the final weights in HF form.
+
+    Args:
+        masked: some response tokens are observations, whose returns and old values are NaN.
+    """
     from hybridflow.config.schema import CriticConfig
     from hybridflow.mcore.parallel import data_parallel_position
     from hybridflow.workers.losses import PairLoss, ValueLoss
@@ -63,7 +70,8 @@ def train(parallel: dict[str, Any], hf: dict[str, Any], pairs: bool, steps: int,
     model.set_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-3))
     value_loss, history = ValueLoss(CriticConfig(cliprange_value=0.3)), []
     for step in range(steps):
-        batch = share_of(with_targets(batch_of(8, step), step))
+        batch = with_targets(batch_of(8, step), step)
+        batch = share_of(with_mask(batch) if masked else batch)
         if pairs:
             sums, info = model.train_pairs(batch, PairLoss(), max_tokens=max_tokens)
         else:

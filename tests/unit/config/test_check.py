@@ -12,6 +12,7 @@ import pytest
 from hybridflow.config import derived
 from hybridflow.config.build import build, to_plain
 from hybridflow.config.check import check, problems
+from hybridflow.config.explain import Origins, explain
 from hybridflow.config.keys import Above, AtLeast, Bound, all_keys
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import RunConfig
@@ -297,6 +298,27 @@ def test_all_problems_come_at_once() -> None:
     assert "2 problems" in text
     assert "ppo_mini_batch_size" in text
     assert "nowhere.py" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "column", "first", "shown"),
+    [
+        ((), None, False, "the one update's own values; no pass computes them"),
+        (("actor.ppo_epochs=2",), "old_log_probs", True, "of a pass before the updates (actor.old_log_probs trainer)"),
+        (("actor.ppo_mini_batch_size=2",), "old_log_probs", True, "of a pass before the updates"),
+        (("algorithm.kl_coef=0.1",), "old_log_probs", True, "of a pass before the updates"),
+        (("actor.router_replay=r2",), "old_log_probs", True, "of a pass before the updates"),
+        (("actor.ppo_epochs=2", "actor.old_log_probs=engine"), "rollout_log_probs", False, "of the engine"),
+        (("algorithm.kl_coef=0.1", "actor.old_log_probs=engine"), "rollout_log_probs", True, "; a pass computes"),
+    ],
+)
+def test_a_pass_computes_old_log_probs_where_something_reads_them_before_the_first_update(
+    overrides: tuple[str, ...], column: str | None, first: bool, shown: str
+) -> None:
+    config = load_config("e2e", overrides)
+    assert derived.old_log_probs_column(config) == column and derived.scores_before_update(config) is first
+    [line] = [line for line in explain(config, Origins(frozenset(), {})).splitlines() if "old log-probs" in line]
+    assert shown in line
 
 
 def test_derived_numbers_of_the_demo_layout() -> None:

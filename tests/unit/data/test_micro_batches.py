@@ -11,7 +11,7 @@ import torch
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, CriticConfig
-from hybridflow.workers.losses import PolicyLoss, ValueLoss, policy_loss_columns
+from hybridflow.workers.losses import Noted, PolicyLoss, ValueLoss, policy_loss_columns
 
 LENGTHS = (5, 3, 0, 4)
 # observations in the middle, at the end, and everywhere
@@ -102,3 +102,39 @@ def test_a_masked_token_gives_no_gradient_loss_or_count(pack: Callable[..., Any]
         found.append([total, count, values.grad, *(part for pair in metrics.values() for part in pair)])
         assert int(count) == (2 if name.startswith("seq") else 5)
     assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(*found, strict=True))
+
+
+@BACKENDS
+@pytest.mark.parametrize("mask", [None, MASK])
+def test_an_update_without_a_pass_is_that_with_its_own_values_as_old_log_probs(
+    pack: Callable[..., Any], mask: list[bool] | None
+) -> None:
+    """The same loss, gradient and metrics, bit for bit; and the values that it notes are those that it was given."""
+    scores = torch.linspace(-2, -0.1, sum(LENGTHS))
+    inside = torch.ones(len(scores), dtype=torch.bool) if mask is None else torch.tensor(mask)
+    own = np.where(inside, scores, np.float32(0.0))
+    batch, found = batch_of(mask), []
+    with_own = batch.with_columns(old_log_probs=Jagged(own, batch.jagged("response_ids").offsets))
+    for rows, loss in ((batch.drop(["old_log_probs"]), PolicyLoss(KL, None)), (with_own, PolicyLoss(KL))):
+        values, noted = scores.clone().requires_grad_(), Noted(loss)
+        total, _, metrics = noted(values[inside], values[inside].exp(), pack(rows, loss.columns))
+        total.backward()
+        found.append([total, values.grad, *(part for pair in metrics.values() for part in pair)])
+        taken = noted.take(rows)
+        assert taken is not None and taken.jagged("old_log_probs").values.tolist() == own.tolist()
+        np.testing.assert_allclose(taken.jagged("entropys").values[inside], np.exp(own[inside]), rtol=1e-6)
+        assert noted.take(rows) is None
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_in_place_of_the_old_log_probs_the_loss_reads_those_of_the_engine() -> None:
+    engine = PolicyLoss(ActorConfig(), "rollout_log_probs")
+    assert set(engine.columns) == {"response_mask", "rollout_log_probs", "advantages"}
+    batch = batch_of(None)
+    renamed = batch.rename({"old_log_probs": "rollout_log_probs"})
+    values = torch.linspace(-2, -0.1, sum(LENGTHS))
+    losses = [
+        loss(values, None, megatron(rows, loss.columns))[0]
+        for loss, rows in ((engine, renamed), (PolicyLoss(ActorConfig()), batch))
+    ]
+    assert torch.equal(*losses)

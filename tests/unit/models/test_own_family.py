@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from hybridflow.cli.main import main
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models import FAMILIES, family_of, use_family
 from hybridflow.models.layout import Coordinates
@@ -54,3 +58,24 @@ def test_a_family_from_a_file_has_a_catalog_and_a_layout(tmp_path: Path, monkeyp
         family_of({**CONFIG, "rotary": "half"})
     with pytest.raises(ModelError, match="sliding"):
         family_of({**CONFIG, "hidden_act": "sliding"})
+
+
+def test_a_folder_of_such_a_family_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+    file, source, out = tmp_path / "own.py", tmp_path / "source", tmp_path / "out"
+    file.write_text(FILE)
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}))
+    use_family(f"{file}:plain")
+    save_file(
+        {name: np.ones(shape, np.float32) for name, shape in family_of(CONFIG).tensors().items()},
+        source / "model.safetensors",
+    )
+    FAMILIES._entries.pop("plain")
+    words = ["checkpoint", "import", str(source), str(out)]
+    assert main(words) == 2
+    assert "--family" in capsys.readouterr().err
+    assert main([*words, "--family", f"{file}:plain"]) == 0
+    assert "k_norm" in (out / "model.safetensors.index.json").read_text()

@@ -166,3 +166,18 @@ def test_declarations_of_the_package_need_no_torch() -> None:
 
 
 _NOWHERE = Origins(frozenset(), {})
+
+
+def test_a_file_that_imports_a_built_in_entry_leaves_it_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from hybridflow.algorithms.policy_losses.ppo import ppo\n"
+        "from hybridflow.algorithms.policy_losses.base import policy_loss\n"
+        "policy_loss('ppo')(ppo)\n"
+    )
+    program = (
+        "from hybridflow.config.entries import POLICY_LOSSES as found\n"
+        f"own = found.get({str(tmp_path / 'mine.py')!r} + ':ppo')\n"
+        "print(own is not found.get('ppo'), found.get('ppo').options.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "True PpoOptions\n", done.stderr

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,7 +18,7 @@ from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
-from tests.unit.trainer.worlds import ROWS, World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import PROMPTS, ROWS, N, World, config_of, records, trainer_of
 
 
 def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Path) -> None:
@@ -27,6 +27,34 @@ def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Pat
     step = ["generate", "log_probs", "update"]
     assert world.calls == ["sync 0", "answer", *step, "sync 1", *step, "sync 2", "answer", "save"]
     assert len(set(world.seeds)) == 2  # mini-batches are drawn differently every step
+
+
+@pytest.mark.parametrize(("old", "mini_batch", "rows"), [("trainer", PROMPTS, PROMPTS * N), ("engine", 1, N)])
+def test_where_no_pass_comes_first_the_update_reports_the_log_probs(
+    tmp_path: Path, old: Literal["trainer", "engine"], mini_batch: int, rows: int
+) -> None:
+    """One update a step, or the engine's log-probs: the difference is that of the rows of the first mini-batch."""
+    config = config_of(tmp_path, total_steps=1)
+    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch, old_log_probs=old))
+    world = World(difference=0.005)
+    world.first_rows = rows
+    trainer = trainer_of(config, world)
+    trainer.fit()
+    assert world.calls == ["sync 0", "answer", "generate", "update", "update_log_probs", "sync 1", "answer", "save"]
+    [record] = records(trainer, "train")
+    assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
+    dumped = read_rollouts(trainer.session.folder / "rollouts" / "step_000001.parquet")
+    assert len(dumped) == PROMPTS * N and ("logprob_diff_mean" in dumped[0]) == (rows == PROMPTS * N)
+
+
+def test_engines_that_disagree_stop_a_run_whose_update_reports_it_before_anybody_gets_the_weights(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, save_every_steps=1)
+    world = World(difference=0.02)
+    with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
+        trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=PROMPTS)), world).fit()
+    assert world.calls == ["sync 0", "answer", "generate", "update", "update_log_probs"]
 
 
 def test_a_reference_is_asked_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class World:
         self.trained = self.engine_version = self.policy_version = -1
         self.seeds: list[int] = []
         self.fail_save = False
+        self.first_rows = PROMPTS * N
         self.stale: dict[str, str] = {}
 
     # the policy: its methods by the names of the worker's
@@ -69,10 +70,19 @@ class World:
         assert method is PolicyWorker.update_policy and seed is not None
         self.calls.append("update")
         self.seeds.append(seed)
-        assert {"advantages", "old_log_probs", "response_ids"} <= set(batch.columns)
+        assert {"advantages", "response_ids"} <= set(batch.columns)
+        assert "old_log_probs" in batch or "log_probs" not in self.calls
         return [
             Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
         ]
+
+    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        self.calls.append("update_log_probs")
+        assert seed == self.seeds[-1]
+        first = batch.rows(np.arange(len(batch)) < self.first_rows)
+        response = first.jagged("response_ids")
+        old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
+        return first.with_columns(old_log_probs=old, entropys=old)
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.calls.append("save")

@@ -1,0 +1,189 @@
+"""Steps of GRPO beside TRL's on the same cores: seconds a step, and from the start to the end of the first step.
+
+`make bench NAME=trl_steps ARGS="--peer /path/to/python --case tiny-8"`. The peer is a Python with TRL 1.16, in an
+environment of its own:
+
+    python3.11 -m venv FOLDER && FOLDER/bin/pip install trl==1.16.0
+
+Every case is 64 prompts x 8 samples and two updates a step in fp32 from the same weights, whose samples have the same
+lengths in distribution (`support/lengths_model.py`). The sides run in turns, each round in processes of its own; the
+first step of a round warms up and is only counted as the first. Rounds of several calls are gathered in
+`results/trl_steps.samples.json`, and the figures are the medians of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from support import lengths_model
+from support.report import RESULTS, Figure, faster, write
+
+NAME, PROMPTS, N, UPDATES = "trl_steps", 64, 8, 2
+SAMPLES = RESULTS / f"{NAME}.samples.json"
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 32, "intermediate_size": 512},
+    "wide": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+             "head_dim": 64, "intermediate_size": 1536},
+}  # fmt: skip
+LENGTHS: dict[str, tuple[int, float | None]] = {"8": (8, None), "128": (128, None), "varied": (512, 32.0)}
+CASES = [f"{size}-{length}{kind}" for size in SIZES for length in LENGTHS for kind in ("", "-reference")]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+# Layouts of two cores: the ranks' and the engines' numbers.
+LAYOUTS = {"1+1": (1, 1), "2+2": (2, 2)}
+
+
+def prepare(folder: Path, case: str) -> list[str]:
+    """Model, prompts and reward; returns the prompts."""
+    size, length, *_ = case.split("-")
+    (folder / "model").mkdir()
+    lengths_model.write(folder / "model", SIZES[size], LENGTHS[length][1])
+    numbers = np.random.default_rng(0).integers(10, 99, (2048, 2)).tolist()
+    texts = [f"{one}+{two}" for one, two in numbers]
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": text}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "0"},
+            "extra_info": {"index": number},
+        }
+        for number, text in enumerate(texts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    return [f"{text}=" for text in texts]
+
+
+def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
+    """One run of `hybridflow train`."""
+    (ranks, engines), most = LAYOUTS[layout], LENGTHS[case.split("-")[1]][0]
+    words = [
+        "--config-name", "tiny-moe-grpo", "model=folder", f"model.path={folder / 'model'}", "model.dtype=float32",
+        "data=files", f"data.train_files=[{folder / 'train.parquet'}]", f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=8", f"data.max_response_length={most}", "reward=custom",
+        f"reward.path={folder / 'reward.py'}", "sft=none", "actor=tiny", f"rollout.n={N}",
+        f"actor.ppo_mini_batch_size={PROMPTS // UPDATES}", "actor.optim.lr=1e-6", "actor.optim.lr_warmup_steps=0",
+        "actor.optim.lr_decay_style=constant", "actor.optim.min_lr=0", "actor.max_tokens_per_micro_batch=8192",
+        f"actor.kl_loss_coef={1e-3 if case.endswith('reference') else 0}",
+        "cluster=one-process", f"cluster.procs_per_node={ranks}", f"rollout.num_engines={engines}",
+        "rollout.max_running_requests=512", "rollout.max_total_tokens=81920", f"trainer.total_steps={steps}",
+        "trainer.val_before_train=false", "trainer.export=false", "trainer.report=false",
+        "trainer.dump_rollouts_every_steps=0", "trainer.loggers=[jsonl]", f"output_dir={folder}", "name=ours",
+        "trainer.resume=disable",
+    ]  # fmt: skip
+    environment = {**os.environ, "RAY_worker_niceness": "0"}
+    begun = time.time()
+    command = [str(Path(sys.executable).with_name("hybridflow")), "train", *words]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        raise SystemExit(f"hybridflow train failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    records = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if record["phase"] == "train"]
+    shutil.rmtree(folder / "ours")
+    return {
+        "seconds": [record["timing_s/step"] for record in records],
+        "first": records[0]["wall_time"] - begun,
+        "mean_length": statistics.mean(record["response_length/mean"] for record in records),
+    }
+
+
+def theirs(folder: Path, case: str, texts: list[str], python: Path, steps: int) -> dict[str, Any]:
+    """One run of TRL."""
+    settings = {
+        "model": str(folder / "model"), "texts": texts, "output": str(folder / "theirs"), "steps": steps,
+        "most": LENGTHS[case.split("-")[1]][0], "beta": 1e-3 if case.endswith("reference") else 0.0,
+        "prompts": PROMPTS, "n": N, "updates": UPDATES, "threads": os.cpu_count(),
+    }  # fmt: skip
+    script = Path(__file__).parent / "support" / "trl_side.py"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    environment["HF_HUB_OFFLINE"] = "1"
+    done = subprocess.run(
+        [str(python), str(script), json.dumps(settings)], env=environment, check=False, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    lengths = found.pop("lengths")
+    return {**found, "mean_length": statistics.mean(lengths), "percentiles": np.percentile(lengths, [50, 99]).tolist()}
+
+
+def gather(case: str, side: str, found: dict[str, Any]) -> None:
+    """Add a round to the samples of earlier ones."""
+    samples = json.loads(SAMPLES.read_text()) if SAMPLES.exists() else {}
+    samples.setdefault(case, {}).setdefault(side, []).append({"date": time.strftime("%Y-%m-%d"), **found})
+    SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
+
+
+def figures() -> list[Figure]:
+    """Our best layout against TRL in each case that both sides have run."""
+    found = []
+    for case, sides in json.loads(SAMPLES.read_text()).items():
+        steps = {side: [s for one in rounds for s in one["seconds"][1:]] for side, rounds in sides.items()}
+        first = {side: statistics.median(one["first"] for one in rounds) for side, rounds in sides.items()}
+        own = [side for side in sides if side != "trl" and steps[side]]
+        if not own or not steps.get("trl"):
+            continue
+        middle = {side: statistics.median(values) for side, values in steps.items() if values}
+        best = min(own, key=lambda side: middle[side])
+        count = f"{best}, {len(steps[best])} and {len(steps['trl'])} steps"
+        found.append(faster(f"{case} step ({count})", middle[best], middle["trl"], "TRL"))
+        found.append(faster(f"{case} start to end of first step ({best})", first[best], first["trl"], "TRL"))
+    return found
+
+
+def has_trl(python: Path) -> str | None:
+    """The version of TRL there."""
+    script = "from importlib.metadata import version; print(version('trl'))"
+    done = subprocess.run([str(python), "-c", script], check=False, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def main() -> None:
+    """Run the cases that were asked for, and write the figures of all rounds so far."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", type=Path, default=Path(os.environ.get("HYBRIDFLOW_TRL_PYTHON", "python-with-trl")))
+    parser.add_argument("--case", action="append", choices=CASES, help="may be given again; default: all")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="of a round; the first is not counted")
+    parser.add_argument("--side", action="append", choices=["trl", *LAYOUTS], help="default: trl and 2+2")
+    given = parser.parse_args()
+    sides = given.side or ["trl", "2+2"]
+    version = has_trl(given.peer) if shutil.which(given.peer) else None
+    if "trl" in sides and version is None:
+        print(f"no figure was taken: {given.peer} is no Python with TRL 1.16; give one with --peer")
+        return
+    for case in given.case or CASES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            texts = prepare(folder, case)
+            for turn in range(given.rounds):
+                for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
+                    run = theirs(folder, case, texts, given.peer, given.steps) if side == "trl" else None
+                    found = run or ours(folder, case, side, given.steps)
+                    gather(case, side, {**found, "load": round(os.getloadavg()[0], 1)})
+                    shown = ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])
+                    print(f"{case} {side}: {shown} s, first after {found['first']:.1f} s, "
+                          f"{found['mean_length']:.1f} tokens", flush=True)  # fmt: skip
+    write(NAME, figures(), {"OMP_NUM_THREADS": "as each side sets it", "trl": version, "prompts": PROMPTS, "n": N})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What a job in one process (`cluster.in_process`) cannot do, by key. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config import derived
+from hybridflow.config.keys import value_at
+from hybridflow.config.schema import RolloutConfig, RunConfig
+
+_ENGINE = "hf"  # the built-in kind that takes weights by reference
+# with one engine of one rank, and one rank of the policy
+_ONE = (
+    *("cluster.nodes", "cluster.procs_per_node", "rollout.num_engines", "rollout.tensor", "rollout.pipeline"),
+    *("rollout.expert", "rollout.data_parallel_attention", "rollout.nodes_per_engine"),
+)
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem as one line."""
+    if not config.cluster.in_process:
+        if config.rollout.engine == _ENGINE:
+            yield (
+                f"rollout.engine={_ENGINE} runs in the trainer's process alone; choose cluster=in-process, or another "
+                "engine"
+            )
+        return
+    here = "cluster.in_process=true"
+    if config.rollout.engine == RolloutConfig().engine:
+        yield f"rollout.engine={config.rollout.engine} is a server, and with {here} there is none; set it to {_ENGINE}"
+    for key in _ONE:
+        if (value := value_at(config, key)) != 1:
+            yield f"{key}={value}: with {here} the job has one process; set it to 1"
+    refused = {
+        "cluster.address": (config.cluster.address, None),
+        "rollout.quantization": (config.rollout.quantization, None),
+        "rollout.sleep_while_training": (config.rollout.sleep_while_training, False),
+    }
+    for key, (found, wanted) in refused.items():
+        if found != wanted:
+            yield f"{key}={found} has no use with {here}; set it to {str(wanted).lower().replace('none', 'null')}"
+    if derived.needs_engine_routes(config):
+        yield (
+            f"actor.router_replay={config.actor.router_replay} needs the experts that the engine used, which "
+            f"rollout.engine={_ENGINE} does not return; set it to none or r2"
+        )
+    wanted_roles = {
+        "critic": derived.has_critic(config),
+        "reward_model": derived.has_reward_model(config),
+        "reference": derived.needs_reference(config),
+        "teacher": derived.has_teacher(config),
+    }
+    for role, is_wanted in wanted_roles.items():
+        if is_wanted and not derived.is_colocated(config, role):
+            yield f"{role}.placement=own needs other processes, and with {here} there is one; set it to colocated"

@@ -1,0 +1,218 @@
+"""The engine `hf`: transformers' model and its `generate`, without a server or a process of its own.
+
+It is slow next to a server that batches continuously: a batch of prompts is answered until its longest response ends.
+It is there for debugging and for the smallest machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.device.platform import Platform
+from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.engines.spec import EngineSpec
+from hybridflow.errors import EngineError, ModelError
+from hybridflow.models import family_of
+from hybridflow.models.causal import allocate, causal_on_meta
+from hybridflow.sync.session import Order, Outcome, refuse
+
+if TYPE_CHECKING:
+    from hybridflow.sync.schedule import EngineLayout
+
+_WHY = (
+    "the engine hf takes weights in the trainer's process alone; choose cluster=in-process, or another rollout.engine"
+)
+
+
+class HfEngine:
+    """One engine. Its calls compute in the caller's thread."""
+
+    def __init__(self, spec: EngineSpec, log_path: Path, check: Callable[[], None]) -> None:
+        self.spec, self._check = spec, check
+        self._model: Any = None
+        self._version: str | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        """Build the model; its weights have no values yet.
+
+        Raises:
+            ModelError: transformers' model has other tensors than the family's map.
+        """
+        config = json.loads((Path(self.spec.model_path) / "config.json").read_text(encoding="utf-8"))
+        family = family_of(config)
+        model = causal_on_meta(family, getattr(torch, self.spec.dtype))
+        allocate(model, Platform.detect().device(0))
+        held = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model)}
+        if held != family.tensors():
+            wrong = sorted(held.items() ^ family.tensors().items())
+            raise ModelError(
+                f"transformers' {type(model).__name__} and the family's map differ: {wrong[:4]}; use another "
+                "rollout.engine"
+            )
+        self._model = model.eval().requires_grad_(False)
+
+    def wait_ready(self) -> None:
+        """It is ready when it has been started."""
+        self.check_alive()
+
+    def check_alive(self) -> None:
+        """EngineError when it was not started or has been stopped."""
+        self._check()
+        if self._model is None:
+            raise EngineError("is not running", engine=self.spec.name)
+
+    def log_tail(self) -> str:
+        """It has no log: it writes to this process's."""
+        return ""
+
+    def stop(self) -> None:
+        """Give the model up."""
+        self._model, self._version = None, None
+
+    # ---- tokens
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        with_routes: bool = False,
+    ) -> list[Completion]:
+        """One response for each prompt, in order; see `Engine.generate`.
+
+        What is sampled follows from seed, version of the weights and prompts alone, so that a resumed run samples what
+        an uninterrupted one does.
+        """
+        self.check_alive()
+        if self._version is None:
+            raise EngineError("holds no whole weights", engine=self.spec.name)
+        if with_routes:
+            raise EngineError("does not return the experts of tokens", engine=self.spec.name)
+        found: list[Completion] = []
+        longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
+        size = max(1, min(self.spec.max_running_requests, self.spec.max_total_tokens // longest))
+        for start in range(0, len(prompts), size):
+            found += self._answer(prompts[start : start + size], sampling, max_new_tokens, stop_token_ids)
+        return found
+
+    def _answer(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, most: int, stops: Sequence[int]
+    ) -> list[Completion]:
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        width, device = max(map(len, prompts)), self._model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        greedy = sampling.temperature == 0
+        config = GenerationConfig(
+            max_new_tokens=most,
+            do_sample=not greedy,
+            eos_token_id=list(stops) or None,
+            pad_token_id=stops[0] if stops else 0,
+            **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}),
+            **({} if greedy else {"top_k": max(0, sampling.top_k)}),
+        )
+        scores = _LogProbs(1.0 if greedy else sampling.temperature)
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
+            torch.manual_seed(self._seed(prompts))
+            sequences = self._model.generate(
+                ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([scores])
+            )
+        log_probs = scores.of(sequences).tolist()
+        rows = sequences[:, width:].tolist()
+        return [self._completion(tokens, values, stops) for tokens, values in zip(rows, log_probs, strict=True)]
+
+    def _completion(self, tokens: list[int], log_probs: list[float], stops: Sequence[int]) -> Completion:
+        ends = [number for number, token in enumerate(tokens) if token in stops]
+        length = ends[0] + 1 if ends else len(tokens)
+        span = (WeightSpan(str(self._version), 0, length),)
+        return Completion(tokens[:length], log_probs[:length], "stop" if ends else "length", span)
+
+    def _seed(self, prompts: Sequence[Sequence[int]]) -> int:
+        text = json.dumps([self.spec.seed, self._version, [list(prompt) for prompt in prompts]])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+    # ---- weights and memory
+
+    def take(self, version: str, fill: Callable[[Mapping[str, torch.Tensor]], int]) -> int:
+        """Take a version of the weights, which `fill` writes into this model's tensors; returns what it returns."""
+        self.check_alive()
+        self._version = None
+        written = fill(dict(checkpoint_tensors(self._model)))
+        self._version = version
+        return written
+
+    def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
+        """EngineError: its weights do not come over a wire."""
+        raise EngineError(_WHY, engine=self.spec.name)
+
+    def receive(self, order: Order, plan: str) -> Outcome:
+        """Refuses the order: its weights do not come over a wire."""
+        return refuse(order, _WHY)
+
+    def sleep(self) -> None:
+        """It keeps its memory."""
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """It has kept its memory."""
+
+
+class _LogProbs:
+    """Sees the logits of each step before the sampler cuts them, and keeps the log-prob of the token that was taken.
+
+    A `LogitsProcessor` of transformers: the token of a step is the last one of the ids in the next.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._last: torch.Tensor | None = None  # [b, v] of the newest step
+        self._taken: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._take(input_ids)
+        self._last = torch.log_softmax(scores.float() / self._temperature, dim=-1)
+        return scores
+
+    def of(self, sequences: torch.Tensor) -> torch.Tensor:
+        """[b, t] log-probs of all tokens that were generated; `sequences` is what `generate` returned."""
+        self._take(sequences)
+        return torch.stack(self._taken, dim=1)
+
+    def _take(self, input_ids: torch.Tensor) -> None:
+        if self._last is not None:
+            self._taken.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
+
+
+# transformers holds the experts of a layer as one tensor: gate above up, and down
+_EXPERTS = re.compile(r"(?P<layer>.*\.)mlp\.experts\.(?P<part>gate_up|down)_proj$")
+
+
+def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of transformers' model by their names in a checkpoint, as views of its memory."""
+    saved = model.state_dict().keys()
+    named = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in saved)]
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, tensor in named:
+        live, found = tensor.detach(), _EXPERTS.match(name)
+        if found is None:
+            yield name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, live
+            continue
+        experts = f"{found['layer']}{'block_sparse_moe' if mixtral else 'mlp'}.experts"
+        for number, one in enumerate(live):
+            parts = {down: one} if found["part"] == "down" else dict(zip((gate, up), one.chunk(2), strict=True))
+            for part, view in parts.items():
+                yield f"{experts}.{number}.{part}.weight", view

@@ -1,0 +1,37 @@
+"""transformers' own model of a family, for who runs that in place of Megatron's: the FSDP backend and the engine
+`hf`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridflow.errors import ModelError
+from hybridflow.models.family import Family
+
+
+def causal_on_meta(family: Family, dtype: torch.dtype = torch.float32) -> Any:
+    """The causal language model without memory for its weights.
+
+    Raises:
+        ModelError: transformers has no model of this `model_type`.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = str(family.hf["model_type"])
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(f"transformers has no model_type {model_type!r}; use another actor.backend or rollout.engine")
+    config = CONFIG_MAPPING[model_type].from_dict(dict(family.hf))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+
+
+def allocate(causal: Any, device: torch.device) -> None:
+    """Give it memory, its weights without values."""
+    causal.to_empty(device=device)
+    # the rotary frequencies are no part of a checkpoint, and were never computed on the meta device
+    causal.model.rotary_emb = type(causal.model.rotary_emb)(causal.config).to(device)
+    if causal.config.tie_word_embeddings:  # to_empty makes two tensors of one
+        causal.lm_head.weight = causal.model.embed_tokens.weight

@@ -1,0 +1,122 @@
+"""The engines' side of a job, from their start to their end: in processes of their own, or in the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.engines.base import ENGINES, LocalEngine
+from hybridflow.observe.progress import Progress
+from hybridflow.rollout.in_process import InProcessRollouts
+from hybridflow.rollout.protocols import RolloutService, WeightSync
+from hybridflow.rollout.recovery import RestartingRollouts
+from hybridflow.rollout.service import EngineGroup
+from hybridflow.rollout.weight_sync import SliceSync
+from hybridflow.single_controller import InProcessGroup, WorkerGroup
+from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.rollout import engine_spec
+
+
+class Generation(Protocol):
+    """Engines that have been told to start."""
+
+    def check_starting(self) -> None:
+        """Raise at once when an engine has failed to start; return when all is well so far."""
+        ...
+
+    def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
+        """What the loop calls, once the policy is there."""
+        ...
+
+    def wait_ready(self, progress: Progress) -> None:
+        """Return when the engines serve and can take weights."""
+        ...
+
+    def stop(self) -> None:
+        """Stop the engines."""
+        ...
+
+
+class EngineProcesses:
+    """Engines behind workers in processes of their own.
+
+    Args:
+        workers, others: see `EngineGroup`.
+        told: about each restart of all engines, in one line.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        others: WorkerGroup | None,
+        config: RunConfig,
+        stop_ids: Sequence[int],
+        told: Callable[[str], None],
+    ) -> None:
+        self.workers, self.config, self._told = workers, config, told
+        self.engines = EngineGroup(workers, config, stop_ids, others)
+        self._weights: SliceSync | None = None
+
+    def check_starting(self) -> None:
+        """Raise at once when an engine has failed to start."""
+        self.engines.check_starting()
+
+    def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
+        """Slices from the policy's ranks to the engines', and engines that start again when none is left."""
+        assert isinstance(policy, WorkerGroup)
+        self._weights = weights = SliceSync(policy, self.engines, self.config)
+        policy.on_restart(weights.reconnect)
+        self.workers.on_restart(self.engines.begin_again)
+        self.workers.on_restart(weights.reconnect)
+        rollouts = RestartingRollouts(self.engines, weights, self.config.trainer.max_restarts, self._told)
+        return rollouts, rollouts
+
+    def wait_ready(self, progress: Progress) -> None:
+        """Wait for the engines, then plan and prove the weight transfer."""
+        assert self._weights is not None
+        with progress.stage("wait for the engines"):
+            self.engines.wait_ready()
+        with progress.stage("plan the weight sync"):
+            plan = self._weights.prepare()
+        progress.message(plan)
+
+    def stop(self) -> None:
+        """Stop what was started."""
+        self.engines.stop()
+
+
+class EngineHere:
+    """One engine in this process, which takes the policy's weights by reference."""
+
+    def __init__(self, config: RunConfig, folder: Path, log_dir: Path, stop_ids: Sequence[int]) -> None:
+        """Start it.
+
+        Args:
+            folder: model and tokenizer that it starts from.
+        """
+        self.config, self.stop_ids = config, stop_ids
+        spec = engine_spec(config.rollout, 0, folder, config.model.dtype, config.seed, False)
+        made = ENGINES.get(config.rollout.engine)(spec, log_dir / f"{spec.name}.log", lambda: None)
+        self.engine = cast(LocalEngine, made)  # `config.check` lets no other kind through
+        self.engine.start()
+
+    def check_starting(self) -> None:
+        """It has started."""
+
+    def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
+        """Calls of the engine, and copies from the policy's tensors."""
+
+        def copy(target: object) -> int:
+            return int(policy.run(PolicyWorker.copy_weights, target))
+
+        rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
+        return rollouts, rollouts
+
+    def wait_ready(self, progress: Progress) -> None:
+        """It is."""
+
+    def stop(self) -> None:
+        """Stop what was started."""
+        self.engine.stop()

@@ -1,0 +1,88 @@
+"""Whole runs in one process: without Ray and without a server, through the same loop; checkpoint, resume, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.rollouts import read_rollouts
+from tests.e2e.runs import Run
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+# `hybridflow ...` that fails when a library of other processes was imported
+MAIN = """
+import sys
+from hybridflow.cli.main import main
+code = main(sys.argv[1:])
+assert not sys.modules.keys() & {"ray", "sglang"}
+sys.exit(code)
+"""
+# of the time and the machine, not of what is computed
+_CLOCKS = ("timing_s/", "perf/", "sync/seconds", "controller/", "wall_time")
+
+
+def train(output: Path, words: Sequence[str], name: str) -> tuple[str, Path]:
+    """One run with its output and its folder."""
+    command = (sys.executable, "-c", MAIN, "train")
+    with Run(output / f"output-{name}", *words, f"name={name}", f"output_dir={output}", command=command) as run:
+        exit_code = run.end(120)
+        assert exit_code == 0, run.out + run.err
+        assert run.left_behind(within_s=2) == [] and len(run.seen) == 1  # it is one process
+        return run.out, output / name
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """What was computed in each step."""
+    records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["phase"] == "train"]
+    return [{name: value for name, value in one.items() if not name.startswith(_CLOCKS)} for one in records]
+
+
+def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[str]) -> None:
+    """A run that goes on after step 2 ends as the uninterrupted one does, bit for bit, in weights and metrics."""
+    words = [*settings, "cluster=in-process", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1",
+             "trainer.max_checkpoints_to_keep=0", "actor.kl_loss_coef=1e-3"]  # fmt: skip
+    out, folder = train(tmp_path, words, "whole")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["restarts"] == 0
+    # the engine samples with the weights that are trained
+    assert 0 < summary["logprob_diff_max"] <= 1e-5 and summary["first_ppo_kl_max"] == 0
+    assert "held-out" in out and (folder / "export" / "config.json").exists()
+    for step in range(1, STEPS + 1):
+        rows = read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")
+        assert len(rows) == 16 and len({row["response_text"] for row in rows}) > 4
+        assert all(row["response_versions"] == [[step - 1, row["response_length"]]] for row in rows)
+    grown = numbers(folder)
+    assert all(one["actor/grad_norm"] > 0 and "actor/ref_kl" in one for one in grown)
+    half = tmp_path / "half"
+    shutil.copytree(folder, half, ignore=shutil.ignore_patterns("summary.json", "export", "global_step_3"))
+    (half / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_2"}))
+    out, _ = train(tmp_path, words, "half")
+    assert "resuming from" in out and "global_step_2" in out
+    assert numbers(half) == grown
+    [one], [two] = ([*(at / "export").glob("*.safetensors")] for at in (folder, half))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=tiny-dense", "~model.hf_config.moe_intermediate_size", "actor.backend=fsdp",
+         "actor.parallel.distributed_optimizer=true"),
+        ("algorithm=ppo", "+critic=tiny", "actor.ppo_epochs=2", "actor.old_log_probs=engine"),
+    ],
+    ids=["fsdp", "ppo"],
+)  # fmt: skip
+def test_other_backends_and_roles_in_one_process(tmp_path: Path, settings: list[str], words: Sequence[str]) -> None:
+    _, folder = train(tmp_path, [*settings, *words, "cluster=in-process"], "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2 and 0 < summary["logprob_diff_max"] <= 1e-5

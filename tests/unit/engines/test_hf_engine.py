@@ -1,0 +1,129 @@
+"""The engine `hf` against transformers' plain forward pass: log-probs, stop tokens, versions, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hybridflow.config.schema import SamplingConfig, ValSamplingConfig
+from hybridflow.engines.base import ENGINES
+from hybridflow.engines.spec import EngineSpec
+from hybridflow.errors import EngineError
+from tests.models import DENSE, FAMILIES, HfConfig
+
+PROMPTS = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
+
+
+def engine_of(hf: HfConfig, folder: Path, **spec: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(hf))
+    made = ENGINES.get("hf")(EngineSpec("engine-0", str(folder), **spec), folder / "log", lambda: None)
+    made.start()
+    made.wait_ready()
+    return made
+
+
+def fill(engine: Any, scale: float = 0.3, version: str = "7") -> None:
+    """Random weights, as if from a trainer."""
+
+    def values(places: Mapping[str, torch.Tensor]) -> int:
+        generator = torch.Generator().manual_seed(0)
+        for name, tensor in places.items():
+            tensor.copy_(torch.empty(tensor.shape).normal_(1.0 if "norm" in name else 0.0, scale, generator=generator))
+        return len(places)
+
+    assert engine.take(version, values) > 0
+
+
+def checked(engine: Any, sampling: SamplingConfig, most: int, stops: list[int]) -> list[Any]:
+    """Answers whose log-probs are those of one forward pass over each whole sequence."""
+    completions = engine.generate(PROMPTS, sampling, most, stops)
+    for prompt, done in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([prompt + done.token_ids])
+        logits = engine._model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
+        found = expected.gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.log_probs), found, atol=1e-5, rtol=0)
+        assert [(span.version, span.start, span.end) for span in done.weight_versions] == [
+            ("7", 0, len(done.token_ids))
+        ]
+        if sampling.temperature == 0:
+            assert done.token_ids == logits.argmax(-1).tolist()
+    return completions
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_loaded_by_the_names_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """The tensors that the engine asks for are the family's (else it would not start), and they are the live ones."""
+    engine = engine_of(FAMILIES[name], tmp_path)
+    fill(engine, 0.1)
+    checked(engine, SamplingConfig(), 3, [])
+
+
+def test_samples_stop_where_they_should(tmp_path: Path) -> None:
+    engine = engine_of(DENSE, tmp_path, max_running_requests=2)  # two batches, of prompts of different lengths
+    fill(engine)
+    free = checked(engine, ValSamplingConfig(temperature=0.0), 12, [])
+    assert [done.finish_reason for done in free] == ["length"] * 3 and {len(done.token_ids) for done in free} == {12}
+    stop = free[0].token_ids[4]
+    stopped = checked(engine, ValSamplingConfig(temperature=0.0), 12, [stop])
+    assert stopped[0].finish_reason == "stop" and stopped[0].token_ids[-1] == stop not in stopped[0].token_ids[:-1]
+    for done, whole in zip(stopped, free, strict=True):
+        assert whole.token_ids[: len(done.token_ids)] == done.token_ids
+
+
+def test_samples_follow_from_seed_version_and_prompts(tmp_path: Path) -> None:
+    engine = engine_of(DENSE, tmp_path)
+    fill(engine, 0.05)
+    hot, before = SamplingConfig(temperature=1.3), torch.get_rng_state()
+    one, two = (checked(engine, hot, 20, []) for _ in range(2))
+    assert one == two and torch.equal(before, torch.get_rng_state())
+    narrow = checked(engine, SamplingConfig(temperature=1.3, top_k=1), 20, [])
+    assert [done.token_ids for done in narrow] != [done.token_ids for done in one]
+    greedy = engine.generate(PROMPTS, ValSamplingConfig(temperature=0.0), 20, [])
+    assert [done.token_ids for done in narrow] == [done.token_ids for done in greedy]
+    fill(engine, 0.05, version="8")
+    assert engine.generate(PROMPTS, hot, 20, []) != one
+
+
+def test_an_engine_without_whole_weights_does_not_answer(tmp_path: Path) -> None:
+    engine = engine_of(DENSE, tmp_path)
+
+    def broken(places: Mapping[str, torch.Tensor]) -> int:
+        raise ValueError("torn")
+
+    for attempt in range(2):
+        with pytest.raises(EngineError, match="holds no whole weights"):
+            engine.generate(PROMPTS, SamplingConfig(), 2, [])
+        if not attempt:
+            fill(engine)
+            with pytest.raises(ValueError, match="torn"):
+                engine.take("8", broken)
+    with pytest.raises(EngineError, match="cluster=in-process"):
+        engine.describe("127.0.0.1", 1, 1.0)
+    engine.stop()
+    with pytest.raises(EngineError, match="is not running"):
+        engine.check_alive()
+
+
+def test_the_views_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    """transformers' own loading of a checkpoint with these tensors gives the same model."""
+    from safetensors.torch import save_file
+
+    from hybridflow.engines.hf.engine import checkpoint_tensors
+
+    hf = FAMILIES["qwen3_moe"]
+    engine = engine_of(hf, tmp_path)
+    fill(engine)
+    config = CONFIG_MAPPING[hf["model_type"]].from_dict(hf)
+    tensors = {name: view.clone() for name, view in checkpoint_tensors(engine._model)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(loaded(ids).logits, engine._model(ids).logits)
