@@ -17,7 +17,8 @@ one small run with greedy sampling on a shared two-core machine, which is distur
 at its end, at moments drawn by a seed; whatever becomes of it, the same command is given until it has finished. A
 trial is one disturbance. A campaign passes when metrics, samples and final weights are bit-identical to those of an
 undisturbed run, each step is recorded once, no process, shared memory or temporary folder is left, no output has a
-traceback, and every message names a remedy.
+traceback, and every message names a remedy. A fault stays in the list below when it has been fixed since. Seconds run
+to the end of the next whole step, on a machine that several jobs shared.
 """
 
 
@@ -33,7 +34,7 @@ def page(trials: Sequence[Trial]) -> str:
     if bad:
         lines += ["## Faults found", ""]
         for trial in bad:
-            text = f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0][:200]!r}"
+            text = f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0].split(chr(58))[0]}"
             lines.append(textwrap.fill(text, 118, subsequent_indent="  "))
         lines.append("")
     return "\n".join(lines)
