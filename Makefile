@@ -1,10 +1,12 @@
 # One command each; `make help` lists them. LANE=gpu selects the GPU lock.
-LANE ?= cpu
+# the lane that .venv has, so that a bare `make test` on a GPU machine does not replace it
+LANE ?= $(shell cat .venv/.hybridflow-lane 2>/dev/null || echo cpu)
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo check test test-fast test-full faults lint type arch schema hooks bench clean distclean
+.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full faults lint type arch schema hooks bench clean \
+  distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -15,19 +17,22 @@ setup: ## create .venv and install the lane's lock; does nothing when it is up t
 setup-dev: ## setup, and the tools for tests and lint
 	@requirements/setup.sh $(LANE) dev
 
+setup-slurm: ## Debian's Slurm for tests/slurm, where root can install it; SLURM=no leaves it out
+	@SLURM=$(SLURM) requirements/slurm.sh
+
 demo: setup ## train the tiny mixture of experts with GRPO; ARGS="key=value ..." overrides settings
 	@.venv/bin/hybridflow train --config-name tiny-moe-grpo $(ARGS)
 
-check: setup-dev ## lint, types and the tests of `make test`, with one summary at the end
+check: setup-dev setup-slurm ## lint, types and the tests of `make test`, with one summary at the end
 	@$(TESTS) --check -m "not full" $(ARGS)
 
-test: setup-dev ## all tests but those marked full, units on every core; ARGS="..." goes to pytest
+test: setup-dev setup-slurm ## all tests but those marked full, units on every core; ARGS="..." goes to pytest
 	@$(TESTS) -m "not full" $(ARGS)
 
 test-fast: setup-dev ## tests that start no engine and no cluster (under 2 minutes)
 	@$(PYTEST) tests/arch tests/unit -n auto --dist loadfile -m "not slow and not full" $(ARGS)
 
-test-full: setup-dev ## every test
+test-full: setup-dev setup-slurm ## every test
 	@$(TESTS) $(ARGS)
 
 faults: setup-dev ## disturb whole runs at seeded moments; ARGS="--campaigns 15 --seed 1", then ARGS="--table"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-configs = Path(__file__).parent / "configs"
+root = Path(__file__).parent
+shipped = [root / "configs", root / "launch"]
 setup(
     name="hybridflow",
     version="0.1.0",
@@ -18,11 +19,10 @@ setup(
     packages=[*find_packages(include=["hybridflow", "hybridflow.*"])],
     package_data={"hybridflow": ["**/*.html", "**/*.j2"]},
     data_files=[
-        (f"share/hybridflow/{folder.relative_to(configs.parent)}", [str(f) for f in sorted(folder.glob("*.*"))])
-        for folder in [configs, *sorted(p for p in configs.rglob("*") if p.is_dir())]
-    ]
-    if configs.exists()
-    else [],
+        (f"share/hybridflow/{folder.relative_to(root)}", [str(f) for f in sorted(folder.glob("*.*"))])
+        for top in shipped
+        for folder in [top, *sorted(p for p in top.rglob("*") if p.is_dir())]
+    ],
     entry_points={
         "console_scripts": ["hybridflow = hybridflow.cli.main:main"],
         "sglang.srt.platforms": ["hybridflow_cpu = hybridflow.engines.sglang.cpu_plugin:activate"],

@@ -172,8 +172,10 @@ def main() -> None:
     # the actors import both
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *paths])
     with tempfile.TemporaryDirectory() as folder:
-        config = ClusterConfig(nodes=1, procs_per_node=4, start_timeout_s=120, call_timeout_s=120)
-        with Cluster.start(config, folder, object_store_bytes=STORE, num_cpus=32) as cluster:
+        config = ClusterConfig(
+            nodes=1, procs_per_node=4, start_timeout_s=120, call_timeout_s=120, object_store_bytes=STORE
+        )
+        with Cluster.start(config, folder, num_cpus=32) as cluster:
             figures = round_trip(cluster, Path(folder)) + no_op(cluster, Path(folder))
     note = {
         "bytes": TOTAL,

@@ -54,7 +54,8 @@ class MeshPosition:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives its stdout and stderr."""
+    """First argument of a worker's constructor: `cls(context, *args)`. `log_path` receives its stdout and stderr, and
+    what the worker starts listens on `ports`."""
 
     rank: int
     world_size: int
@@ -63,6 +64,7 @@ class WorkerContext:
     master_port: int
     node: str
     log_path: Path
+    ports: range = range(20000, 32500)
 
 
 @dataclass(frozen=True)

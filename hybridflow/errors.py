@@ -152,6 +152,12 @@ class RunInterrupted(HybridFlowError):
     exit_code = 130
 
 
+class RunStopped(HybridFlowError):
+    """The run was asked to stop (SIGUSR1) and did so after a checkpoint. `hybridflow slurm` requeues such a job."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on later
+
+
 def to_json(error: HybridFlowError) -> str:
     """The error as JSON (type, message, attributes), which crosses processes without a pickle. `from_json` reads it."""
     state = {key: value for key, value in error.__dict__.items() if isinstance(value, str | int | float | bool | None)}

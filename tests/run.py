@@ -1,14 +1,15 @@
 """Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
 
 `python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on every core, then tests/dist,
-tests/e2e and tests/faults, which start several processes themselves, one after another. `--check` runs lint and types
-before; a check that fails counts as an error of the summary. Arguments that name files or folders run alone, in one
-part.
+tests/e2e and tests/faults, which start several processes themselves, one after another, and tests/slurm, left out where
+no Slurm is installed: the closing line says so. `--check` runs lint and types before; a check that fails counts as an
+error of the summary. Arguments that name files or folders run alone, in one part.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
 SERIAL = ("tests/dist", "tests/e2e", "tests/faults")
+SLURM, SLURMCTLD = "tests/slurm", "slurmctld"
 CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow")
 NOTHING_SELECTED = 5  # pytest's exit status
 Outcome = tuple[int, Counter[str], list[str]]  # exit status, counts, what failed
@@ -76,23 +78,31 @@ def closing_line(counts: Counter[str], seconds: float) -> str:
     return f"{', '.join(words) or 'no tests ran'} in {seconds:.2f}s"
 
 
+def has_slurm() -> bool:
+    """Whether the daemons that tests/slurm starts are installed; requirements/slurm.sh installs them."""
+    return shutil.which(SLURMCTLD, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is not None
+
+
 def main(words: Sequence[str]) -> int:
     """The exit status of the whole: 0 only if every part and every check passed."""
     started = time.monotonic()
     outcomes = [check(command) for command in CHECKS] if "--check" in words else []
     rest = [word for word in words if word != "--check"]
+    left_out = ""
     if any((ROOT / word.split("::")[0]).exists() for word in rest if not word.startswith("-")):
         parts = [part(rest)]
     else:
         cores = str(len(os.sched_getaffinity(0)))
-        parts = [part([*PARALLEL, "-n", cores, "--dist", "loadfile", *rest]), part([*SERIAL, *rest])]
+        serial = [*SERIAL, SLURM] if has_slurm() else SERIAL
+        left_out = "" if has_slurm() else f"; {SLURM} left out, Slurm is not installed (make setup-slurm)"
+        parts = [part([*PARALLEL, "-n", cores, "--dist", "loadfile", *rest]), part([*serial, *rest])]
     outcomes += parts
     statuses = [status for status, _, _ in outcomes]
     if any(status != NOTHING_SELECTED for status, _, _ in parts):  # one part may hold none of what -k selects
         statuses = [0 if status == NOTHING_SELECTED else status for status in statuses]
     counts = sum((counts for _, counts, _ in outcomes), Counter[str]())
     print("=" * 40, *(line for _, _, failed in outcomes for line in failed), sep="\n")
-    print(closing_line(counts, time.monotonic() - started))
+    print(closing_line(counts, time.monotonic() - started) + left_out)
     return max(abs(status) for status in statuses)  # a signal's status is negative
 
 

@@ -1,4 +1,5 @@
-"""`hybridflow train | sft | train-reward | prepare | report | reshard | checkpoint | config | version`.
+"""`hybridflow train | sft | train-reward | prepare | report | plan | reshard | checkpoint | slurm | doctor |
+config | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
 broken.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import checkpoint, config
+from hybridflow.cli import checkpoint, config, doctor, plan, slurm
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     *("--config-name", "--config-dir", "--print-config", "--explain", "--source", "--out"),
-    *("--model", "--trainer", "--engines", "--staging-mib", "--link-gbps", "--json", "--write"),
+    "--json",
+    *plan.OPTIONS,
     *checkpoint.OPTIONS,
+    *doctor.OPTIONS,
+    *slurm.OPTIONS,
 )
 
 TOP = """\
@@ -39,6 +43,7 @@ examples:
   hybridflow train --config-name tiny-moe-grpo                 run the demo
   hybridflow train --config-name tiny-moe-grpo --print-config  show every setting, start nothing
   hybridflow train --config-name tiny-moe-grpo --explain       what the batch sizes mean, and who set them
+  hybridflow plan --config-name grpo-qwen3-8b-1x8              memory and seconds of a step, before a GPU is held
   hybridflow report runs/tiny-moe-grpo                         write report.html again
 """
 
@@ -61,18 +66,6 @@ tasks:
 examples:
   hybridflow prepare arithmetic --out data/arithmetic num_train=4000
   hybridflow prepare gsm8k --source downloads/gsm8k --out data/gsm8k
-"""
-
-RESHARD = """\
-example:
-  hybridflow reshard plan --model kimi-k2 --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2 --engines 32xtp=32,ep=32
-
-Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json,
-such a file, or one of kimi-k2, deepseek-v3, qwen3-235b-a22b, qwen3-30b-a3b, llama-3.1-70b. Sizes of the trainer:
-ranks, tp, pp, vpp, cp, ep, etp, first and last (layers of the first and last pipeline stage). Sizes of an engine: tp,
-ep, dpa (data-parallel attention), pp, and dense=1 where dense MLPs and shared experts are whole on every rank
-(--moe-dense-tp-size 1 and an --moe-a2a-backend); NUMBERx before them is the number of such engines, and --engines may
-be given several times.
 """
 
 
@@ -155,9 +148,10 @@ def build_parser() -> argparse.ArgumentParser:
         run_report,
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
-    reshard = _add(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_reshard_plan)
-    _add_reshard_plan(reshard)
+    plan.add(commands, _add)
     checkpoint.add(commands, _add)
+    slurm.add(commands, _add)
+    doctor.add(commands, _add)
     config.add(commands, _add)
     _add(commands, "version", "print the version", "", run_version)
     return parser
@@ -226,27 +220,6 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_reshard_plan(args: argparse.Namespace) -> int:
-    """`hybridflow reshard plan`."""
-    from hybridflow.models.fp8 import FP8
-    from hybridflow.reshard import report
-    from hybridflow.reshard.engine_layouts import EngineShape
-    from hybridflow.reshard.layout import ParallelShape
-    from hybridflow.reshard.simulate import Fabric
-
-    trainer, engines = (
-        report.build(ParallelShape, args.trainer),
-        [report.build(EngineShape, text) for text in args.engines],
-    )
-    fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
-    engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
-    run = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
-    if args.write is not None:
-        args.write.write_text(json.dumps(run.plan.to_dict()), encoding="utf-8")
-    print(json.dumps(run.figures(), indent=2) if args.json else report.table(run))
-    return 0
-
-
 def run_version(args: argparse.Namespace) -> int:
     """`hybridflow version`."""
     print(f"hybridflow {hybridflow.__version__}")
@@ -286,6 +259,8 @@ def _configured(args: argparse.Namespace, job: str) -> RunConfig | None:
 def _placement(run: RunConfig, job: str) -> str:
     from hybridflow.placement import preview
 
+    if run.cluster.in_process:
+        return "Placement: everything in this process (cluster.in_process)"
     found = preview(run, job)
     if found is None:
         return (
@@ -330,49 +305,6 @@ def _add(
     parser: argparse.ArgumentParser = commands.add_parser(name, **kwargs)
     parser.set_defaults(handler=handler)
     return parser
-
-
-def _add_reshard_plan(reshard: argparse.ArgumentParser) -> None:
-    plan = _add(
-        reshard.add_subparsers(metavar="ACTION", required=True),
-        "plan",
-        "plan, prove and simulate one weight sync",
-        RESHARD,
-        run_reshard_plan,
-    )
-    plan.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="a published model's name, or the path of a config.json or its folder",
-    )
-    plan.add_argument("--trainer", required=True, metavar="SIZES", help="for example ranks=256,tp=8,pp=8,ep=32")
-    plan.add_argument(
-        "--engines", required=True, action="append", metavar="SIZES", help="for example 2xtp=16,ep=16; may be repeated"
-    )
-    plan.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float16", "float32"),
-        help="of the weights (default: bfloat16)",
-    )
-    plan.add_argument(
-        "--engine-dtype",
-        choices=("bfloat16", "float16", "float32", "fp8"),
-        help="of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along",
-    )
-    plan.add_argument(
-        "--staging-mib",
-        type=int,
-        default=1024,
-        metavar="MIB",
-        help="memory for messages under way, a rank (default: 1024)",
-    )
-    plan.add_argument(
-        "--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)"
-    )
-    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
-    plan.add_argument("--write", type=Path, metavar="FILE", help="write the plan itself as JSON")
 
 
 def _add_job(commands: Any, name: str, summary: str, handler: Callable[[argparse.Namespace], int]) -> None:

@@ -36,8 +36,12 @@ def check(config: RunConfig, job: str = "train") -> None:
         raise ConfigError(f"{len(found)} problems in the configuration:\n" + "\n".join(f"  - {line}" for line in found))
 
 
-def problems(config: RunConfig, job: str = "train") -> list[str]:
-    """Every problem as one line; empty when the configuration can run."""
+def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[str]:
+    """Every problem as one line; empty when the configuration can run.
+
+    Args:
+        files: whether the files and folders that a run reads must be there; a plan is made without them.
+    """
     found = [*out_of_range(config), *_names(config), *check_entries.problems(config)]
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
@@ -46,10 +50,10 @@ def problems(config: RunConfig, job: str = "train") -> list[str]:
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
-    found += [*roles.problems(config, job), *check_pools.problems(config, job)]
+    found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim)
-    found += check_files.problems(config, job)
+    found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
     if not any(line.startswith("model.") for line in found):
         found += [*_model_sizes(config), *_router_replay(config), *check_lora.target_problems(config)]
     return found
@@ -192,19 +196,44 @@ def _model_source(config: RunConfig) -> Iterator[str]:
             "model.path and model.hf_config are both empty; give model.path=FOLDER for weights, or model.hf_config for "
             "random ones"
         )
-    if model.path is not None and model.hf_config:
-        yield (
-            f"model.path={model.path} and model.hf_config are both given; remove one (on the command line: "
-            "~model.hf_config)"
-        )
+    if model.path is None and model.hf_config and "model_type" not in model.hf_config:
+        yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
+
+
+def _model_folder(config: RunConfig) -> Iterator[str]:
+    """The policy's folder, which must be of the model whose sizes the recipe gives, and the tokenizer's."""
+    model = config.model
     if model.path is not None and not Path(model.path).is_dir():
         yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
-    if model.hf_config and "model_type" not in model.hf_config:
-        yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
+    elif model.path is not None:
+        yield from _other_sizes(config)
     if model.tokenizer is None and model.path is None:
-        yield "model.tokenizer is empty and there is no model.path to take it from; give model.tokenizer=FOLDER"
+        yield (
+            "model.tokenizer is empty and there is no model.path to take it from; give model.path=FOLDER with weights, "
+            "or model.tokenizer=FOLDER for random ones"
+        )
     if model.tokenizer is not None and not check_files.available(config, model.tokenizer):
         yield f"model.tokenizer={model.tokenizer}: no such folder"
+
+
+def _other_sizes(config: RunConfig) -> Iterator[str]:
+    """Sizes that both `model.hf_config` and the folder's config.json give, and that differ. Lengths may differ: they
+    say how far positions reach."""
+    model = config.model
+    try:
+        found = derived.hf_config(model)
+    except ConfigError:
+        return  # reported by the sizes
+    for name, value in model.hf_config.items():
+        other = found.get(name, value)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and name != "max_position_embeddings"
+        if (is_size or name == "model_type") and other is not None and other != value:
+            yield (
+                f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config says {value}: it "
+                f"is another model than the recipe's; give the folder of that model, or remove the recipe's sizes "
+                f"(~model.hf_config)"
+            )
+            return
 
 
 def _model_sizes(config: RunConfig) -> list[str]:

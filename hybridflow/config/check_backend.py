@@ -46,7 +46,14 @@ def _layout(parallel: ParallelConfig) -> Iterator[str]:
     for key in ("virtual_pipeline", "expert_tensor"):
         if (size := getattr(parallel, key)) not in (None, 1):
             yield f"actor.parallel.{key}={size}: {_FSDP} has no such cut; set it to null, or {_MEGATRON}"
-    for key in ("sequence", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+    for key in (
+        "first_stage_layers",
+        "last_stage_layers",
+        "sequence",
+        "distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+    ):
         if (value := getattr(parallel, key)) != (default := getattr(plain, key)):
             yield (
                 f"actor.parallel.{key}={str(value).lower()} is Megatron's; with {_FSDP} leave it at "

@@ -13,24 +13,24 @@ from hybridflow.config.schema import ModelConfig, OffloadConfig, ParallelConfig,
 from hybridflow.errors import ConfigError
 
 
-def problems(config: RunConfig, job: str) -> list[str]:
-    """Every problem as one line, for `hybridflow train` or `train-reward`."""
+def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
+    """Every problem as one line, for `hybridflow train` or `train-reward`; without `files` folders may be missing."""
     found: list[str] = []
     if job == "train":
         found += [*_steering(config), *check_entries.sample_problems(config)]
         if derived.has_critic(config):
-            found += [*_role(config, "critic"), *_critic_batches(config)]
+            found += [*_role(config, "critic", files), *_critic_batches(config)]
         elif config.trainer.critic_warmup:
             found.append(
                 f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic; set "
                 "algorithm.adv_estimator=gae or critic_warmup=0"
             )
         if derived.needs_reference(config):
-            found += [*_role(config, "reference"), *_other_model(config)]
+            found += [*_role(config, "reference", files), *_other_model(config)]
         if derived.has_reward_model(config):
-            found += [*_role(config, "reward_model"), *_score_of_last_token(config)]
+            found += [*_role(config, "reward_model", files), *_score_of_last_token(config)]
         if derived.has_teacher(config):
-            found += [*_role(config, "teacher"), *_top_k(config)]
+            found += [*_role(config, "teacher", files), *(_top_k(config) if files else ())]
     if job == "train-reward" and config.reward_training.steps:
         found += [*_role(config, "reward_model", with_path=False), *_pairs(config)]
     return found

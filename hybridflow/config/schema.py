@@ -92,10 +92,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The policy. Either `path` (a Hugging Face folder with weights) or `hf_config` (random initialisation)."""
+    """The policy: `path` (a Hugging Face folder with weights), or without it `hf_config` (random initialisation)."""
 
     path: str | None = None
-    hf_config: dict[str, Any] = field(default_factory=dict)  # fields of a HF config.json; model_type decides the family
+    # fields of a HF config.json; model_type decides the family. With `path`: the sizes that its config.json must have
+    hf_config: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None  # HF tokenizer folder; null: `path`
     family: str | None = None  # a parameter map of your own, path/to/file.py:MODEL_TYPE; null: a built-in one
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -107,6 +108,9 @@ class ParallelConfig:
 
     tensor: PositiveInt = 1  # [tensor_model_parallel_size]
     pipeline: PositiveInt = 1  # [pipeline_model_parallel_size]
+    # layers of the first and of the last stage, where these have another number than the others; 0: an even share
+    first_stage_layers: NonNegativeInt = 0
+    last_stage_layers: NonNegativeInt = 0
     virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline rank holds, interleaved; null: 1
     # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     context: PositiveInt = 1
@@ -308,8 +312,10 @@ class SyncConfig:
     transaction an engine."""
 
     transport: Annotated[str, TRANSPORT] = "auto"  # auto: p2p with GPUs, else tcp
-    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes
-    commit: Literal["staged", "in_place"] = "staged"
+    # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes, and
+    # an engine whose transfer fails is left out until the next; null: in_place on GPUs, where memory is short, else
+    # staged
+    commit: Literal["staged", "in_place"] | None = None
     # what happens to requests in flight; retract: they wait and their KV cache is made anew; abort: they end; in_place:
     # they wait and keep the old KV cache
     pause: Literal["retract", "abort", "in_place"] = "retract"
@@ -390,8 +396,12 @@ class ClusterConfig:
     procs_per_node: PositiveInt = 1  # Megatron ranks a node (GPUs a node on the cuda lane)
     # GPUs that a node must have; null: GPUs are used where the cluster has any, however many
     devices_per_node: PositiveInt | None = None
+    # kind of device that `hybridflow plan` counts with, as in docs/planning.md; a run asks the machines
+    device: str = "H100"
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
+    # shared memory for batches in a local cluster; what does not fit is spilled to the disk
+    object_store_bytes: PositiveInt = 256 << 20
 
 
 @dataclass(frozen=True)

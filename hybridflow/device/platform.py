@@ -76,6 +76,14 @@ class Platform:
 
         return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
 
+    def device_count(self) -> int:
+        """Devices that this process sees; 0 on cpu."""
+        if self.kind == "cpu":
+            return 0
+        import torch
+
+        return torch.cuda.device_count()
+
     def capability(self) -> tuple[int, int]:
         """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
         if self.kind == "cpu":

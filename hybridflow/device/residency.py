@@ -62,6 +62,11 @@ class Residency:
         """Bytes that are off the device now."""
         return sum(size for storages in self._asleep.values() for _, size in storages)
 
+    def part_bytes(self) -> dict[Part, int]:
+        """Bytes of each part, wherever they are."""
+        asleep = {part: sum(size for _, size in storages) for part, storages in self._asleep.items()}
+        return {part: size + asleep.get(part, 0) for part, size in self.resident_bytes().items()}
+
     def sleep(self, *parts: Part) -> int:
         """Offload these parts, unless they are offloaded already; returns the bytes freed.
 

@@ -21,6 +21,8 @@ class EngineSpec:
         nnodes, node_rank, dist_init_addr: an engine over several nodes is one server a node, equal but for `node_rank`;
             the ranks meet at `dist_init_addr` ("host:port"), where the server with node_rank 0 listens; port 0 takes a
             free one, which `Engine.spec` names after the start. Only that server answers requests.
+        host: the address at which other nodes reach this one; loopback where all peers are on this machine.
+        ports: the server takes one of these.
         dtype: float32 | bfloat16.
         max_running_requests: sequences decoded together.
         max_total_tokens: size of the KV cache.
@@ -46,6 +48,8 @@ class EngineSpec:
     nnodes: int = 1
     node_rank: int = 0
     dist_init_addr: str = ""
+    host: str = "127.0.0.1"
+    ports: range = range(20000, 32500)
     dtype: str = "float32"
     max_running_requests: int = 64
     max_total_tokens: int = 16384

@@ -6,7 +6,6 @@ unconditionally.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import warnings
@@ -25,9 +24,11 @@ if Platform.detect().kind == "cpu":
 # five modules of megatron warn that these are absent; `backend_name` says once what is used instead
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
 import megatron.core  # noqa: E402
+from megatron.core.extensions import transformer_engine  # noqa: E402
 
 MEGATRON_VERSION: str = megatron.core.__version__
-HAVE_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+# Megatron's own flag, which says whether its import went well, not only whether there is such a package
+HAVE_TRANSFORMER_ENGINE: bool = transformer_engine.HAVE_TE and Platform.detect().kind == "cuda"
 
 
 def backend_name() -> str:

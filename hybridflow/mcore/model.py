@@ -67,6 +67,8 @@ def transformer_config(
         "bf16": params_dtype is torch.bfloat16,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline
         if virtual_pipeline_size(parallel) > 1
         else None,
@@ -105,6 +107,12 @@ def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute:
         from hybridflow.mcore import cpu_modules
 
         cpu_modules.install()
+    elif dtype == "float32":
+        # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): nothing is left for packed fp32
+        raise ModelError(
+            "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; set "
+            "model.dtype=bfloat16, or take Transformer Engine out of this environment"
+        )
     config = transformer_config(family, parallel, dtype, recompute)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import OptimConfig, ParallelConfig
+from hybridflow.device.platform import Platform
 
 
 class Optimizer:
@@ -37,6 +38,7 @@ class Optimizer:
                 params_dtype=dtype,
             ),
             list(chunks),
+            use_gloo_process_groups=Platform.detect().kind == "cpu",
         )
         decay_steps = config.lr_decay_steps or max(config.lr_warmup_steps + 1, 1_000_000_000)
         self.scheduler = OptimizerParamScheduler(
@@ -88,31 +90,27 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def prime_adam_state(optimizer: Any) -> None:
-    """Allocate torch AdamW's state before the first step, so that a fresh optimizer can be saved and loaded into (and
+    """Allocate Adam's state before the first step, so that a fresh optimizer can be saved and loaded into (and
     distrib_optimizer.py:641 finds the 'step' that it asserts).
     """
     for inner in inner_optimizers(optimizer):
+        counts_in_state = _counts_in_state(inner.optimizer)
         for group in inner.optimizer.param_groups:
+            if not counts_in_state:
+                group.setdefault("step", 0)
             for parameter in group["params"]:
                 if not inner.optimizer.state.get(parameter):
                     zeros = torch.zeros_like(parameter)
-                    inner.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": zeros,
-                        "exp_avg_sq": zeros.clone(),
-                    }
+                    step = {"step": torch.tensor(0.0)} if counts_in_state else {}
+                    inner.optimizer.state[parameter] = step | {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def adam_step(optimizer: Any) -> int:
-    """Updates so far. torch's AdamW counts in the state of each parameter, Transformer Engine's and Apex's in the
-    group."""
+    """Updates so far."""
     for inner in inner_optimizers(optimizer):
-        counts = [
-            holder["step"]
-            for holder in (*inner.optimizer.state.values(), *inner.optimizer.param_groups)
-            if "step" in holder
-        ]
-        if counts:
+        counts_in_state = _counts_in_state(inner.optimizer)
+        holders = inner.optimizer.state.values() if counts_in_state else inner.optimizer.param_groups
+        if counts := [holder["step"] for holder in holders if "step" in holder]:
             return int(counts[0])
     return 0
 
@@ -123,9 +121,15 @@ def set_adam_step(optimizer: Any, step: int) -> None:
     a resume).
     """
     for inner in inner_optimizers(optimizer):
-        for state in inner.optimizer.state.values():
-            if "step" in state:
+        if _counts_in_state(inner.optimizer):
+            for state in inner.optimizer.state.values():
                 state["step"] = torch.tensor(float(step))
-        for group in inner.optimizer.param_groups:
-            if "step" in group:
+        else:
+            for group in inner.optimizer.param_groups:
                 group["step"] = step
+
+
+def _counts_in_state(adam: Any) -> bool:
+    """Whether an Adam counts its steps in the state of each parameter, as torch's does. Transformer Engine's and Apex's
+    count in the group, and take a `step` in the state for a moment of their own."""
+    return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))

@@ -15,12 +15,16 @@ from hybridflow.device.platform import Platform
 from hybridflow.models.layout import Coordinates
 from hybridflow.process.rendezvous import join_world
 
+_stage_layers = (0, 0)  # of the first and last stage; Megatron's groups do not know it
+
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
     """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name and create Megatron's groups.
 
     `timeout_s` bounds every collective: when a rank dies, the others fail instead of waiting for ever.
     """
+    global _stage_layers
+    _stage_layers = (config.first_stage_layers, config.last_stage_layers)
     join_world(backend, timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
@@ -32,6 +36,7 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=expert_tensor_size(config),
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=Platform.detect().kind == "cpu",  # nothing of ours uses them beside NCCL's
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -58,6 +63,8 @@ def coordinates() -> Coordinates:
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         vpp_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        first_stage_layers=_stage_layers[0],
+        last_stage_layers=_stage_layers[1],
     )
 
 

@@ -36,6 +36,10 @@ class Block(Protocol):
         """What must divide for this cut."""
         ...
 
+    def __hash__(self) -> int:
+        """Blocks are values: equal ones are counted once."""
+        ...
+
 
 @dataclass(frozen=True)
 class GroupedAttention:

@@ -41,6 +41,8 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
             ep_size=parallel.expert,
             etp_size=derived.expert_tensor_size(parallel),
             vpp_size=derived.virtual_pipeline_size(parallel),
+            first_stage_layers=parallel.first_stage_layers,
+            last_stage_layers=parallel.last_stage_layers,
         )
     )
 

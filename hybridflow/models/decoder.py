@@ -146,20 +146,29 @@ class Decoder:
             ModelError: a size does not divide; names the field and the configuration key.
         """
         self.check(at)
-        tensors: list[LocalTensor] = []
-        if at.is_first_stage or (self.num_mtp and at.is_last_stage):
-            # an MTP head looks tokens up again: Megatron keeps a copy of the embedding on its stage
-            tensors.append(self._vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", at))
+        tensors = self.first_tensors(at)
         for local, layer in enumerate(at.layers(self.num_layers)):
             tensors += self._layer(f"model.layers.{layer}.", f"decoder.layers.{local}.", layer, at)
-        if at.is_last_stage:
-            tensors.append(whole("decoder.final_layernorm.weight", "model.norm.weight", (self.hidden,)))
-            if not self.tied:
-                tensors.append(self._vocab("output_layer.weight", "lm_head.weight", at))
-            elif not at.is_first_stage:
-                tensors.append(self._vocab("output_layer.weight", "model.embed_tokens.weight", at))
-            for head in range(self.num_mtp):
-                tensors += self._mtp_head(head, at)
+        return tensors + self.last_tensors(at)
+
+    def first_tensors(self, at: Coordinates) -> list[LocalTensor]:
+        """What the (virtual) stage at `at` holds in front of its layers."""
+        if not (at.is_first_stage or (self.num_mtp and at.is_last_stage)):
+            return []
+        # an MTP head looks tokens up again: Megatron keeps a copy of the embedding on its stage
+        return [self._vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", at)]
+
+    def last_tensors(self, at: Coordinates) -> list[LocalTensor]:
+        """What the (virtual) stage at `at` holds behind its layers."""
+        if not at.is_last_stage:
+            return []
+        tensors = [whole("decoder.final_layernorm.weight", "model.norm.weight", (self.hidden,))]
+        if not self.tied:
+            tensors.append(self._vocab("output_layer.weight", "lm_head.weight", at))
+        elif not at.is_first_stage:
+            tensors.append(self._vocab("output_layer.weight", "model.embed_tokens.weight", at))
+        for head in range(self.num_mtp):
+            tensors += self._mtp_head(head, at)
         return tensors
 
     def check(self, at: Coordinates) -> None:
@@ -179,8 +188,8 @@ class Decoder:
             field = f"num_hidden_layers without the {first} of the first and the {last} of the last stage"
             if at.pp_size == 1 or first + last >= self.num_layers:
                 raise ModelError(
-                    f"first_stage_layers {first} and last_stage_layers {last} leave no layer for another stage; set "
-                    "them to 0"
+                    f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} leave no layer for "
+                    "another stage; set them to 0"
                 )
             rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
         else:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridflow.config.registry import Registry
 from hybridflow.errors import ModelError
 from hybridflow.models.layout import Coordinates, LocalTensor
 from hybridflow.models.rotary import Rotary
+
+if TYPE_CHECKING:
+    import torch  # imported at first use: a plan is made without it
 
 
 class Family(Protocol):
@@ -98,5 +99,7 @@ def num_parameters(family: Family) -> int:
 
 def kept_dtypes(family: Family) -> dict[str, torch.dtype]:
     """{HF tensor: dtype} of those that keep a precision of their own whatever the model runs in (expert biases)."""
+    import torch
+
     local = family.local_tensors(Coordinates())
     return {piece.source: getattr(torch, one.dtype) for one in local if one.dtype is not None for piece in one.pieces}

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch  # imported at first use: a plan is made without it
 
 FP8 = "float8_e4m3fn"
 SCALE_SUFFIX = "_scale_inv"
@@ -75,6 +76,8 @@ class BlockQuantisation:
             values: [o, i] fp8 of the region that begins at row and column `start` of the tensor.
             scales: of the blocks that the region touches (`blocks_of`).
         """
+        import torch
+
         for dim, (size, first) in enumerate(zip(self.block, start, strict=True)):
             at = (torch.arange(first, first + values.shape[dim]) // size) - first // size
             scales = scales.index_select(dim, at)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch  # imported at first use: a plan is made without it
 
 # the settings that each rope_type needs
 _NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -80,6 +81,8 @@ class Rotary:
 
     def frequencies(self) -> torch.Tensor:
         """[dim / 2] fp32 radians a position."""
+        import torch
+
         exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim
         if self.kind == "yarn":
             return self._yarn(self.theta**exponents)
@@ -103,6 +106,8 @@ class Rotary:
 
     def _yarn(self, wavelengths: torch.Tensor) -> torch.Tensor:
         """Fast rotations stay, slow ones are interpolated, with a linear ramp over the dimensions between."""
+        import torch
+
         low, high = (self._dimension_of(self.settings.get(name) or rotations) for name, rotations in _BETAS)
         if self.settings.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
@@ -116,6 +121,8 @@ class Rotary:
         return self.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
+        import torch
+
         factor, slow, fast = (self.settings[name] for name in _NEEDS["llama3"])
         wavelengths = 2 * math.pi / plain
         mixed = (self.original / wavelengths - slow) / (fast - slow)

@@ -9,10 +9,11 @@ from functools import cached_property
 
 from hybridflow.errors import ResourceError
 from hybridflow.placement.pools import Group, Packing, Pool
-from hybridflow.placement.shape import ClusterShape
+from hybridflow.placement.shape import ClusterShape, Node
 
-# below the ephemeral range, where no outgoing connection can take a port before it is bound
-PORTS = range(20000, 32768)
+# Below the ephemeral range, where no outgoing connection can take a port before it is bound; so are the few that SGLang
+# derives by adding 233.
+PORTS = range(20000, 32500)
 _ORDER: dict[Packing, int] = {"whole_nodes": 0, "pack": 1, "spread": 2}
 _SHOWN_NODES = 16
 Room = tuple[int, tuple[int, ...]]  # a node's number, and devices of it
@@ -28,6 +29,8 @@ class Process:
         part: which of the member's nodes this is (an engine's node rank); 0 for all but engines over several nodes.
         node: number of the node in `ClusterShape.nodes`.
         devices: the devices of the node that the process uses, by their position among the node's free ones.
+        visible: the devices that it sees, in the order in which it numbers them: a rank of a model those of all ranks
+            of its role on the node, where its own has the number `local_rank`; an engine its own.
         local_rank: position among the role's processes on the node.
         ports: the process opens listening ports among these; no other process of its node does.
     """
@@ -37,6 +40,7 @@ class Process:
     part: int
     node: int
     devices: tuple[int, ...]
+    visible: tuple[int, ...]
     local_rank: int
     ports: range
 
@@ -100,7 +104,7 @@ def _rooms(cluster: ClusterShape, pool: Pool, free: Sequence[Sequence[int]]) -> 
     allowed = [
         (node, tuple(devices))
         for node, devices in enumerate(free)
-        if devices and (pool.packing != "whole_nodes" or len(devices) == cluster.nodes[node].devices)
+        if devices and (pool.packing != "whole_nodes" or len(devices) == _total(cluster.nodes[node]))
     ]
     if pool.shape is not None:
         nodes, each = pool.shape
@@ -165,17 +169,29 @@ def _evenly(capacity: Sequence[int], count: int) -> list[int]:
     return counts
 
 
-def _processes(found: Iterable[tuple[Group, int, int, Room]]) -> Iterable[Process]:
-    found = list(found)
+def _processes(found: Sequence[tuple[Group, int, int, Room]]) -> Iterable[Process]:
     on_node = Counter(node for _, _, _, (node, _) in found)
-    seen: Counter[tuple[str, int]] = Counter()
+    seen: dict[tuple[str, int], tuple[int, ...]] = {}
+    for group, _, _, (node, devices) in found:
+        seen[group.role, node] = (*seen.get((group.role, node), ()), *devices)
+    local_ranks: Counter[tuple[str, int]] = Counter()
     opened: Counter[int] = Counter()
     for group, rank, part, (node, devices) in found:
         share = len(PORTS) // on_node[node]
         first = PORTS.start + opened[node] * share
-        yield Process(group.role, rank, part, node, devices, seen[group.role, node], range(first, first + share))
-        seen[group.role, node] += 1
+        visible, local_rank = seen[group.role, node], local_ranks[group.role, node]
+        yield Process(
+            *(group.role, rank, part, node, devices),
+            visible=devices if group.role == "rollout" else visible,
+            local_rank=local_rank,
+            ports=range(first, first + share),
+        )
+        local_ranks[group.role, node] += 1
         opened[node] += 1
+
+
+def _total(node: Node) -> int:
+    return node.devices + node.taken
 
 
 # ---- texts
@@ -185,7 +201,10 @@ def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms:
     """What the pool needs, and what is left for it on each node."""
     if group is None:
         assert pool.shape is not None
-        need = f"{pool.shape[0]} nodes with {pool.shape[1]} {cluster.unit} each (cluster.nodes x procs_per_node)"
+        keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
+        wanted, on_each = pool.shape
+        unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if on_each == 1 else cluster.unit
+        need = f"{wanted} node{'s' * (wanted > 1)} with {on_each} {unit} each{keys}"
     else:
         name = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
         nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
@@ -193,7 +212,7 @@ def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms:
         need = f"{group.count} {name}{each}"
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
     free = {node: len(devices) for node, devices in rooms}
-    there = [f"{node.address}: {free.get(n, 0)} of {node.devices}" for n, node in enumerate(cluster.nodes)]
+    there = [f"{node.address}: {free.get(n, 0)} of {_total(node)}" for n, node in enumerate(cluster.nodes)]
     more = [f"{len(there) - _SHOWN_NODES} more nodes"] if len(there) > _SHOWN_NODES else []
     return (
         f"{pool.name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from hybridflow.config import derived
 from hybridflow.config.schema import Packing, RunConfig
+from hybridflow.device.platform import Kind
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Pool:
     shape: tuple[int, int] | None = None
 
 
-def pools_of(config: RunConfig, job: str = "train", kind: Literal["cpu", "cuda"] = "cuda") -> tuple[Pool, ...]:
+def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tuple[Pool, ...]:
     """The pools of a job of a checked configuration, the actor's first.
 
     With `kind` cuda an engine takes a GPU for each of its ranks; with cpu it counts as one process a node.

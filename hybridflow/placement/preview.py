@@ -25,7 +25,7 @@ def preview(config: RunConfig, job: str = "train") -> Placement | None:
     if config.cluster.address is not None:
         return None
     pools = pools_of(config, job, "cpu")
-    here = Node("127.0.0.1", sum(_devices(pool) for pool in pools), "lo")
+    here = Node("127.0.0.1", sum(_devices(pool) for pool in pools))
     return place(ClusterShape((here,), "cpu", is_local=True), pools)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+
+from hybridflow.device.platform import Kind
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,12 @@ class Node:
     Args:
         address: where its peers reach it; unique.
         devices: how many GPUs of it are free, or on a CPU cluster how many processes it takes.
-        interface: network interface of the address; empty: the process on the node finds it.
+        taken: how many more it has, which somebody else uses.
     """
 
     address: str
     devices: int
-    interface: str = ""
+    taken: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ClusterShape:
     """
 
     nodes: tuple[Node, ...]
-    kind: Literal["cpu", "cuda"] = "cuda"
+    kind: Kind = "cuda"
     is_local: bool = False
 
     @classmethod

@@ -19,14 +19,30 @@ class Exchange:
 
     def gather(self, text: str) -> list[str]:
         """Every rank's text, by rank. RuntimeError when a rank has died or is late."""
+        data, sizes = self._padded(text)
+        texts = [torch.empty_like(data) for _ in sizes]
+        dist.all_gather(texts, data, group=self.group)
+        return _decoded(texts, sizes)
+
+    def gather_on_first(self, text: str) -> list[str]:
+        """`gather` for texts of megabytes: rank 0 alone gets them, the others an empty list."""
+        data, sizes = self._padded(text)
+        texts = [torch.empty_like(data) for _ in sizes] if dist.get_rank() == 0 else None
+        dist.gather(data, texts, dst=0, group=self.group)
+        return _decoded(texts, sizes) if texts is not None else []
+
+    def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
+        """The text's bytes, as many as the longest has, and every rank's number of bytes."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
         padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
-        texts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(texts, padded, group=self.group)
-        return [bytes(found[: int(size)].numpy()).decode() for found, size in zip(texts, sizes, strict=True)]
+        return padded, [int(size) for size in sizes]
+
+
+def _decoded(texts: list[torch.Tensor], sizes: list[int]) -> list[str]:
+    return [bytes(found[:size].numpy()).decode() for found, size in zip(texts, sizes, strict=True)]
 
 
 _shared: Exchange | None = None

@@ -103,7 +103,7 @@ def engine_layout(
         shape.check(decoder)
         first, ranks = len(classes), shape.tensor * shape.pipeline
         for rank in range(ranks):
-            tensors = _Rank(decoder, shape, rank).tensors()
+            tensors = EngineRank(decoder, shape, rank).tensors()
             classes.append(
                 RankLayout.of(tensors if quantisation is None else in_fp8(tensors, quantisation, covered), index, dtype)
             )
@@ -148,7 +148,7 @@ def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, ful
     return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, quantisation.scale_shape(piece.shape))
 
 
-class _Rank:
+class EngineRank:
     """One rank of an engine; pipeline stages are the outer index."""
 
     def __init__(self, decoder: Decoder, shape: EngineShape, rank: int) -> None:
@@ -161,20 +161,29 @@ class _Rank:
 
     def tensors(self) -> list[LocalTensor]:
         """Every buffer with its pieces."""
-        decoder, last = self.decoder, self.stage == self.shape.pipeline - 1
-        share = decoder.num_layers // self.shape.pipeline
-        tensors: list[LocalTensor] = []
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        if self.stage == 0:
-            tensors.append(self._vocab(embedding, embedding, self.attention_rank, self.attention_size))
-        for layer in range(self.stage * share, (self.stage + 1) * share):
-            prefix = f"model.layers.{layer}."
-            tensors += self._attention(prefix, layer) + self._mlp(prefix, layer)
-        if last:
-            tensors.append(whole("model.norm.weight", "model.norm.weight", (decoder.hidden,)))
-            if not decoder.tied or self.stage > 0:
-                # data-parallel attention leaves the output head cut over all tensor ranks (unless --enable-dp-lm-head)
-                tensors.append(self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor))
+        share = self.decoder.num_layers // self.shape.pipeline
+        layers = range(self.stage * share, (self.stage + 1) * share)
+        return [*self.first(), *(local for layer in layers for local in self.layer(layer)), *self.last()]
+
+    def first(self) -> list[LocalTensor]:
+        """Buffers in front of the layers."""
+        embedding = "model.embed_tokens.weight"
+        return [self._vocab(embedding, embedding, self.attention_rank, self.attention_size)] if self.stage == 0 else []
+
+    def layer(self, layer: int) -> list[LocalTensor]:
+        """Buffers of a layer."""
+        prefix = f"model.layers.{layer}."
+        return self._attention(prefix, layer) + self._mlp(prefix, layer)
+
+    def last(self) -> list[LocalTensor]:
+        """Buffers behind the layers."""
+        decoder, embedding, head = self.decoder, "model.embed_tokens.weight", "lm_head.weight"
+        if self.stage != self.shape.pipeline - 1:
+            return []
+        tensors = [whole("model.norm.weight", "model.norm.weight", (decoder.hidden,))]
+        if not decoder.tied or self.stage > 0:
+            # data-parallel attention leaves the output head cut over all tensor ranks (unless --enable-dp-lm-head)
+            tensors.append(self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor))
         return tensors
 
     def _vocab(self, name: str, source: str, rank: int, size: int) -> LocalTensor:

@@ -40,7 +40,8 @@ class SliceSync:
         self._sessions = [0] * config.rollout.num_engines
         self._restarts = [0] * config.rollout.num_engines
         self._folder = (derived.run_dir(config) / "sync").resolve()
-        self._transport = chosen(self.sync_config.transport, Platform.detect())
+        self._transport = ""  # follows from the devices of the policy's ranks; the driver's machine may have none
+        self._staged = True
         self._attempts = 0
         self._at = ("", 0)
         self._plan: PlanFacts | None = None
@@ -52,6 +53,9 @@ class SliceSync:
             WeightSyncError: no proven plan exists; nothing can be synced then.
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
+        platform = Platform(self.policy.run(PolicyWorker.device_kind))
+        self._transport = chosen(self.sync_config.transport, platform)
+        self._staged = (self.sync_config.commit or ("in_place" if platform.kind == "cuda" else "staged")) == "staged"
         if TRANSPORTS.get(self._transport).needs_folder:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)
@@ -149,13 +153,13 @@ class SliceSync:
             folder=str(self._folder),
             slots=self._slots(number),
         )
-        return Order(name, number, endpoint, self._attempts, version, plan.digest, sync.commit == "staged", sync.pause)
+        return Order(name, number, endpoint, self._attempts, version, plan.digest, self._staged, sync.pause)
 
     def _slots(self, number: int) -> int:
         """Messages in flight: as many as the staging memory takes; all of them where an engine's rank stages in shared
         memory."""
         assert self._plan is not None
-        if TRANSPORTS.get(self._transport).keeps_messages and self.sync_config.commit == "staged":
+        if TRANSPORTS.get(self._transport).keeps_messages and self._staged:
             return max(2, self._plan.messages[number])
         share = self.sync_config.staging_bytes // len(self._sessions)
         return max(2, min(_MOST_SLOTS, share // self._plan.message_bytes[number]))

@@ -72,7 +72,10 @@ def export_held(
     exchange.gather("")
     written = _write_files(held, partial, files, exchange)
     checksums = dict(
-        line.split(" ") for text in exchange.gather("\n".join(written)) for line in text.split("\n") if line.strip()
+        line.split(" ")
+        for text in exchange.gather_on_first("\n".join(written))
+        for line in text.split("\n")
+        if line.strip()
     )
     if dist.get_rank() == 0:
         write_surroundings(partial, shards, checksums, hf_config, held.dtype)

@@ -210,7 +210,7 @@ class Job:
         """All of the work, in step with the other ranks. CheckpointError on every rank when it failed on any."""
         try:
             self._raise_if(self._on_first(self._make_room))
-            reports = self.exchange.gather(self._write_own(tensors))
+            reports = self.exchange.gather_on_first(self._write_own(tensors))
             self._raise_if(self._on_first(lambda: self._complete(reports)))
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]

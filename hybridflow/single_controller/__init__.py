@@ -4,7 +4,7 @@ from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import colocated
 from hybridflow.single_controller.future import Future, waited_seconds, waiting
 from hybridflow.single_controller.in_process import InProcessGroup
-from hybridflow.single_controller.resource_pool import ResourcePool
+from hybridflow.single_controller.resource_pool import ResourcePool, reserve
 from hybridflow.single_controller.stored import keep_in_store
 from hybridflow.single_controller.worker_group import WorkerGroup
 
@@ -16,6 +16,7 @@ __all__ = [
     "WorkerGroup",
     "colocated",
     "keep_in_store",
+    "reserve",
     "waited_seconds",
     "waiting",
 ]

@@ -13,8 +13,8 @@ from hybridflow.errors import ResourceError
 from hybridflow.process.children import state_of
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
-from hybridflow.single_controller.host import Host, Identity
-from hybridflow.single_controller.resource_pool import ResourcePool
+from hybridflow.single_controller.host import Host, HostInfo, Identity
+from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 
 NAMESPACE = "hybridflow"  # detached groups share it; otherwise every driver has a namespace of its own
 _KILL_WAIT_S = 5.0
@@ -33,8 +33,7 @@ def start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path,
         known = {"name": f"{name}:{r}", "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
         options = remote.options(
             **known,
-            num_cpus=share,
-            num_gpus=share if pool.gpus else 0,
+            num_cpus=share,  # and no GPU: the bundle has them, and each process gets a list of its own
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 slot.placement_group, placement_group_bundle_index=slot.bundle_index
@@ -73,6 +72,15 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
         for actor, one in zip(actors, found, strict=True)
     ]
     return ranks, known.role
+
+
+def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]:
+    """The variables by which a process keeps to its slot: the kind of device, the devices that it sees, and the
+    interface of its node's address, without which gloo would listen at the address of the host's name."""
+    env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
+    return env | ({"GLOO_SOCKET_IFNAME": info.interface} if info.interface else {})
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,23 @@ from types import TracebackType
 from typing import Any
 
 from hybridflow.config.schema import ClusterConfig
+from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
 from hybridflow.single_controller import guard, watch
 
 LOOPBACK = "127.0.0.1"
+SYSTEM_CONFIG = {  # of every cluster that this project starts
+    # Otherwise Ray starts a process for every logical CPU in advance.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
+    "kill_child_processes_on_worker_exit": False,
+}
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
 _MAX_TEMP_DIR = 40  # Ray appends 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,6 @@ class Cluster:
         config: ClusterConfig,
         run_dir: str | Path,
         *,
-        object_store_bytes: int = 256 << 20,
         num_cpus: int | None = None,
     ) -> Cluster:
         """Start a local cluster (`config.address` None) or join the one at `config.address`.
@@ -103,23 +112,16 @@ class Cluster:
         Args:
             config: address, sizes and deadlines.
             run_dir: Ray's own logs are copied to `run_dir/logs/ray` when it fails to start.
-            object_store_bytes: shared memory for batches, local cluster only.
             num_cpus: logical CPUs of a local cluster. They only count slots and may exceed the number of cores.
 
         Raises:
             ResourceError: Ray cannot be started or reached, or is already running in this process.
         """
         run_dir = Path(run_dir)
-        return (
-            cls._join(config, run_dir)
-            if config.address
-            else cls._start_local(config, run_dir, object_store_bytes, num_cpus)
-        )
+        return cls._join(config, run_dir) if config.address else cls._start_local(config, run_dir, num_cpus)
 
     @classmethod
-    def _start_local(
-        cls, config: ClusterConfig, run_dir: Path, object_store_bytes: int, num_cpus: int | None
-    ) -> Cluster:
+    def _start_local(cls, config: ClusterConfig, run_dir: Path, num_cpus: int | None) -> Cluster:
         _set_environment()
         import ray
 
@@ -134,16 +136,10 @@ class Cluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
-                object_store_memory=object_store_bytes,
+                object_store_memory=config.object_store_bytes,
                 _temp_dir=str(local.temp_dir),
                 _node_ip_address=LOOPBACK,
-                _system_config={
-                    # Otherwise Ray starts a process for every logical CPU in advance.
-                    "enable_worker_prestart": False,
-                    "prestart_worker_first_driver": False,
-                    # Children of a killed worker (the engines' guards) clear up and end. Killed by Ray they could not.
-                    "kill_child_processes_on_worker_exit": False,
-                },
+                _system_config=dict(SYSTEM_CONFIG),
             )
         except BaseException as error:
             _copy_ray_logs(local.temp_dir, run_dir)
@@ -180,6 +176,17 @@ class Cluster:
     def is_local(self) -> bool:
         """Whether this process started the cluster (one node, on loopback)."""
         return self.temp_dir is not None
+
+    def device_kind(self) -> Kind:
+        """The kind of device that the nodes have: in a local cluster this machine's, in a joined one cuda where a node
+        has GPUs or `cluster.devices_per_node` says that nodes must. `HYBRIDFLOW_PLATFORM` overrides it."""
+        if self.is_local and self.config.devices_per_node is None:
+            return Platform.detect().kind
+        wish = os.environ.get("HYBRIDFLOW_PLATFORM")
+        if wish in ("cpu", "cuda"):
+            return "cpu" if wish == "cpu" else "cuda"
+        has_gpus = any(node.total.get("GPU") for node in self.nodes())
+        return "cuda" if has_gpus or self.config.devices_per_node is not None else "cpu"
 
     @property
     def address(self) -> str:
@@ -241,6 +248,41 @@ class Cluster:
         if lost:  # whatever was raised where the main thread happened to be
             logs = f" (its logs are in {self.run_dir / 'logs' / 'ray'})" if self.is_local else ""
             raise ClusterLostError(f"{lost}{logs}") from error
+
+
+def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until the cluster at HOST:PORT is healthy and `nodes` nodes have joined it; no driver is connected.
+
+    Args:
+        address: of the cluster's head; the Ray token is taken from the environment.
+        nodes: how many must be alive.
+        timeout_s: for all of it.
+        check: called between questions; raises to give up early.
+
+    Raises:
+        ResourceError: the head does not answer, or nodes are missing, by the deadline. Names those that joined.
+    """
+    from ray._private.services import GcsClient  # what `ray health-check` asks with
+
+    deadline = time.monotonic() + timeout_s
+    joined: list[str] = []
+    why = "it does not answer"
+    while True:
+        check()
+        try:
+            found = GcsClient(address=address).get_all_node_info(timeout=5.0).values()
+            joined = sorted(info.node_manager_address for info in found if info.state == 0)  # GcsNodeInfo.ALIVE
+            if len(joined) >= nodes:
+                return
+            why = f"joined: {', '.join(joined) or 'none'}"
+        except Exception as error:  # Ray raises RpcError, RaySystemError and others
+            why = f"{type(error).__name__}: {error}"
+        if time.monotonic() >= deadline:
+            raise ResourceError(
+                f"{len(joined)} of {nodes} nodes have joined Ray at {address} after {timeout_s:.0f} s ({why}); look at "
+                "the logs of the missing nodes, and whether all have the same token"
+            )
+        time.sleep(_POLL_S)
 
 
 def _set_environment() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import fcntl
 import inspect
 import os
 import random
 import signal
 import socket
+import struct
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,8 +25,7 @@ from hybridflow.errors import HybridFlowError, StorageError, to_json
 from hybridflow.process.children import die_with_parent
 from hybridflow.single_controller.pieces import Header, Request
 
-# below the ephemeral range, where no outgoing connection can take the port before it is bound
-_PORTS = range(20000, 32768)
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Which process a rank is, and a port that was free on its node."""
+    """Which process a rank is, a port that was free on its node, and the interface of the node's address (empty: not
+    found, or set by the user)."""
 
     pid: int
     hostname: str
     free_port: int
+    interface: str
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,10 @@ class Host:
         self._log: Any = None
         self._identity: Identity | None = None
 
-    def describe(self, address: str) -> HostInfo:
-        """Process id, host name and a free TCP port at `address`."""
-        return HostInfo(os.getpid(), socket.gethostname(), free_port(address))
+    def describe(self, address: str, ports: range) -> HostInfo:
+        """Process id, host name, a free TCP port at `address`, and its interface."""
+        interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
+        return HostInfo(os.getpid(), socket.gethostname(), free_port(address, ports), interface)
 
     def identity(self) -> Identity | None:
         """What `set_up` was given; None before it."""
@@ -142,13 +146,28 @@ def failure(error: Exception) -> Failure:
     return Failure(type(error).__qualname__, str(error), to_json(ours) if ours else None)
 
 
-def free_port(address: str) -> int:
-    """A TCP port below the ephemeral range that is free at `address` now."""
-    for port in random.SystemRandom().sample(_PORTS, 200):
+def free_port(address: str, ports: range) -> int:
+    """One of the TCP `ports` that is free at `address` now."""
+    for port in random.SystemRandom().sample(ports, min(len(ports), 200)):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             try:
                 probe.bind((address, port))
             except OSError:
                 continue  # taken: try another
             return port
-    raise OSError(f"no free port between {_PORTS.start} and {_PORTS.stop} on {address}")
+    raise OSError(f"no free port between {ports.start} and {ports.stop} on {address}")
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address; empty where none has."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.dispatch import Mesh, WorkerContext, method_spec, plan_call
+from hybridflow.placement.place import PORTS
 from hybridflow.single_controller.actors import environment
 from hybridflow.single_controller.cluster import LOOPBACK
 from hybridflow.single_controller.colocate import address_of
@@ -26,7 +27,7 @@ class InProcessGroup:
         """Construct the worker; a process has one group, whose worker may have several roles (`colocated`)."""
         self.worker_class = worker_class
         log_path = Path(log_dir).resolve() / f"{role}-rank0.log"
-        context = WorkerContext(0, 1, 0, LOOPBACK, free_port(LOOPBACK), LOOPBACK, log_path)
+        context = WorkerContext(0, 1, 0, LOOPBACK, free_port(LOOPBACK, PORTS), LOOPBACK, log_path)
         # its threads are those that the process has already
         os.environ.update({name: value for name, value in environment(context, {}).items() if "THREADS" not in name})
         self._worker = worker_class(context, *args)

@@ -1,4 +1,8 @@
-"""Slots for worker processes in Ray placement groups: N nodes x M processes, ranks ordered by node address."""
+"""Slots for worker processes: the nodes and devices of a placement, reserved in a Ray placement group.
+
+Ray reserves the devices of all pools at once, a bundle a node. Which numbers they have there is asked afterwards; the
+processes take no share of them from Ray, but get explicit lists.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.device.platform import Kind
 from hybridflow.errors import ResourceError
+from hybridflow.placement import ClusterShape, Group, Node, Placement, Pool, Process, place
 from hybridflow.single_controller.cluster import Cluster, NodeState
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 _POLL_S = 0.3
-_SHOWN = ("CPU", "GPU")
+_PATIENCE_S = 10.0  # for Ray to grant what was free a moment ago
+_NODE_ID = "ray.io/node-id"
+# Ray settings under which processes would see other devices than their lists say
+_REFUSED = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A slot for one process of each colocated group."""
+    """A slot for one process, and the names of the devices that it sees; without GPUs there are none."""
 
     node: str
     local_rank: int  # position among the slots of its node
     placement_group: Any
     bundle_index: int
+    devices: tuple[str, ...] = ()
+    ports: range = range(20000, 32500)
 
 
 @dataclass(frozen=True)
 class ResourcePool:
     """An ordered list of slots; rank r of a group runs in slot r.
 
-    Several groups may share a pool and its devices: each process takes 1/`max_colocate` of a slot.
+    Several groups may share a pool and its devices: each process takes 1/`max_colocate` of a slot's CPU.
     """
 
     slots: tuple[Slot, ...]
@@ -66,23 +77,13 @@ class ResourcePool:
         if nodes < 1 or procs_per_node < 1 or max_colocate < 1:
             raise ResourceError(
                 f"a pool needs at least one node, process and group, got {nodes} x {procs_per_node}, {max_colocate} "
-                "colocated"
+                f"colocated"
             )
-        need = {"CPU": float(procs_per_node)} | ({"GPU": float(procs_per_node)} if gpus else {})
-        wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + wait
-        while True:
-            states = cluster.nodes()
-            chosen = [state for state in states if _fits(need, state.free)][:nodes]
-            if len(chosen) == nodes:
-                groups = _reserve(chosen, procs_per_node, gpus, deadline, detached)
-                if groups is not None:
-                    return cls(_slots(chosen, groups, procs_per_node), gpus, max_colocate)
-            # A local cluster has all its nodes; those of a joined cluster may still be starting.
-            hopeless = cluster.is_local and sum(_fits(need, state.total) for state in states) < nodes
-            if hopeless or time.monotonic() >= deadline:
-                raise ResourceError(_explain(states, nodes, need, None if hopeless else wait))
-            time.sleep(_POLL_S)
+        slots = Pool("the pool", (Group("slots", nodes * procs_per_node),), "pack", (nodes, procs_per_node))
+        kind: Kind = "cuda" if gpus else "cpu"
+        return reserve(cluster, [slots], kind, max_colocate=max_colocate, timeout_s=timeout_s, detached=detached)[1][
+            "slots"
+        ]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -106,7 +107,7 @@ class ResourcePool:
     def merge(pools: Sequence[ResourcePool]) -> ResourcePool:
         """One pool with the slots of all, in order. ResourceError when pools overlap or are of different kinds."""
         slots = [slot for pool in pools for slot in pool.slots]
-        keys = {(slot.placement_group.id, slot.bundle_index) for slot in slots}
+        keys = {(slot.placement_group.id, slot.bundle_index, slot.local_rank) for slot in slots}
         if len(keys) != len(slots):
             raise ResourceError("merged pools overlap: a slot would hold two ranks")
         if len({(pool.gpus, pool.max_colocate) for pool in pools}) != 1:
@@ -114,56 +115,177 @@ class ResourcePool:
         return ResourcePool(tuple(slots), pools[0].gpus, pools[0].max_colocate)
 
     def release(self) -> None:
-        """Give the reservations back, also those of pools that this one was split from or merged with. Kill the groups
-        first."""
+        """Give the reservation back, also for the pools that were reserved, split or merged with this one. Kill the
+        groups first."""
         from ray.util.placement_group import remove_placement_group
 
         for group in {slot.placement_group.id: slot.placement_group for slot in self.slots}.values():
             remove_placement_group(group)
 
 
-def _fits(need: dict[str, float], have: dict[str, float]) -> bool:
-    return all(have.get(name, 0.0) >= amount for name, amount in need.items())
+def reserve(
+    cluster: Cluster,
+    pools: Sequence[Pool],
+    kind: Kind,
+    *,
+    max_colocate: int = 4,
+    timeout_s: float | None = None,
+    detached: bool = False,
+) -> tuple[Placement, dict[str, ResourcePool]]:
+    """Place `pools` on what is free and reserve it, all or nothing. Returns the map, and the slots of each role.
+
+    The arguments are those of `ResourcePool.allocate`; `max_colocate` is raised to the number of roles on a pool.
+
+    Raises:
+        ResourceError: they do not fit in time, or never can (at once); a node has fewer GPUs than
+            `cluster.devices_per_node`; a node's Ray has a setting that puts several processes on one device.
+    """
+    wait = cluster.config.start_timeout_s if timeout_s is None else timeout_s
+    deadline = time.monotonic() + wait
+    while True:
+        states = _usable(cluster, kind)
+        try:
+            if cluster.is_local:  # it has all its nodes; those of a joined cluster may still be starting
+                place(_shape(cluster, states, kind, everything=True), pools)
+        except ResourceError as error:
+            raise ResourceError(f"{error}{_processors(states, kind)}") from None
+        try:
+            placement = place(_shape(cluster, states, kind), pools)
+            group = _reserve(placement, states, deadline, detached)
+            if group is not None:
+                return placement, _slots(placement, group, max(max_colocate, *(len(pool.groups) for pool in pools)))
+            reason = "Ray did not grant nodes that were free a moment before"
+        except ResourceError as error:
+            reason = str(error)
+        if time.monotonic() >= deadline:
+            raise ResourceError(f"after waiting {wait:.0f} s: {reason}{_processors(states, kind)}")
+        time.sleep(_POLL_S)
+
+
+def _usable(cluster: Cluster, kind: str) -> list[NodeState]:
+    """The nodes that processes can run on, in rank order: with `kind` cuda those with GPUs.
+
+    Raises:
+        ResourceError: one of them has fewer GPUs than `cluster.devices_per_node`.
+    """
+    states = cluster.nodes()
+    if kind == "cpu":
+        return states
+    states, said = [state for state in states if state.total.get("GPU", 0)], cluster.config.devices_per_node
+    for state in states:
+        if said is not None and state.total["GPU"] < said:
+            raise ResourceError(
+                f"node {state.address} offers {state.total['GPU']:g} GPUs, and cluster.devices_per_node={said}: look "
+                f"at nvidia-smi there and at the --num-gpus of its ray start, or lower cluster.devices_per_node"
+            )
+    return states
+
+
+def _shape(cluster: Cluster, states: Sequence[NodeState], kind: Kind, everything: bool = False) -> ClusterShape:
+    """What is free on each node, or all that it has. A process on a GPU also needs a CPU."""
+    names = ("CPU", "GPU") if kind == "cuda" else ("CPU",)
+    total = [int(min(state.total.get(name, 0) for name in names)) for state in states]
+    free = total if everything else [int(min(state.free.get(name, 0) for name in names)) for state in states]
+    nodes = zip(states, free, total, strict=True)
+    return ClusterShape(tuple(Node(s.address, now, all_ - now) for s, now, all_ in nodes), kind, cluster.is_local)
 
 
 def _reserve(
-    chosen: Sequence[NodeState], procs: int, gpus: bool, deadline: float, detached: bool
-) -> list[PlacementGroup] | None:
-    """One placement group for each node, or None when somebody else took the slots; then nothing stays reserved."""
+    placement: Placement, states: Sequence[NodeState], deadline: float, detached: bool
+) -> PlacementGroup | None:
+    """A bundle for each node that is used; None when somebody else took some of it, and then nothing stays reserved."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})
-    groups = [
-        placement_group(
-            [{**bundle, f"node:{state.address}": 0.001} for _ in range(procs)],
-            strategy="STRICT_PACK",
-            lifetime="detached" if detached else None,
-        )
-        for state in chosen
-    ]
-    patience = max(1.0, min(10.0, deadline - time.monotonic()))
-    if all(group.wait(timeout_seconds=patience) for group in groups):
-        return groups
-    for group in groups:
-        remove_placement_group(group)
+    gpus = placement.cluster.kind == "cuda"
+    bundles, selectors = [], []
+    for node, devices in _used(placement).items():
+        count = float(len(devices))
+        bundles.append({"CPU": count} | ({"GPU": count} if gpus else {}))
+        selectors.append({_NODE_ID: states[node].node_id})
+    group = placement_group(
+        bundles, strategy="PACK", lifetime="detached" if detached else None, bundle_label_selector=selectors
+    )
+    if group.wait(timeout_seconds=max(1.0, min(_PATIENCE_S, deadline - time.monotonic()))):
+        return group
+    remove_placement_group(group)
     return None
 
 
-def _slots(chosen: Sequence[NodeState], groups: Sequence[PlacementGroup], procs: int) -> tuple[Slot, ...]:
-    return tuple(
-        Slot(state.address, i, group, i) for state, group in zip(chosen, groups, strict=True) for i in range(procs)
-    )
+def _used(placement: Placement) -> dict[int, list[int]]:
+    """The devices that some process uses, by node."""
+    found: dict[int, set[int]] = {}
+    for process in placement.processes:
+        found.setdefault(process.node, set()).update(process.devices)
+    return {node: sorted(found[node]) for node in sorted(found)}
 
 
-def _explain(states: Sequence[NodeState], nodes: int, need: dict[str, float], waited_s: float | None) -> str:
-    want = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
-    free = "; ".join(
-        f"{state.address}: "
-        + ", ".join(f"{state.free.get(n, 0.0):g} of {state.total[n]:g} {n} free" for n in _SHOWN if n in state.total)
-        for state in states
-    )
-    after = f" after waiting {waited_s:.0f} s" if waited_s is not None else ""
-    return (
-        f"needs {nodes} node(s) with {want} each, which the cluster does not have{after}. There: "
-        f"{free or 'no live node'}"
-    )
+def _slots(placement: Placement, group: PlacementGroup, max_colocate: int) -> dict[str, ResourcePool]:
+    """The slots of each role, with the names of their devices."""
+    gpus, used = placement.cluster.kind == "cuda", _used(placement)
+    bundle_of = {node: index for index, node in enumerate(used)}
+    names = _device_names(placement, group, used) if gpus else {}
+
+    def slot(one: Process) -> Slot:
+        devices = tuple(names[one.node][device] for device in one.visible) if gpus else ()
+        address = placement.cluster.nodes[one.node].address
+        return Slot(address, one.local_rank, group, bundle_of[one.node], devices, one.ports)
+
+    roles = dict.fromkeys(one.role for one in placement.processes)
+    return {role: ResourcePool(tuple(map(slot, placement.of(role))), gpus, max_colocate) for role in roles}
+
+
+def _device_names(placement: Placement, group: PlacementGroup, used: dict[int, list[int]]) -> dict[int, dict[int, str]]:
+    """{node: {device of the map: its name there}}: the numbers that Ray has reserved, as CUDA_VISIBLE_DEVICES takes
+    them.
+
+    Raises:
+        ResourceError: a node has a setting of Ray under which lists of devices do not hold, or does not answer.
+    """
+    import ray
+    from ray.util.placement_group import remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ask = ray.remote(_reserved_devices)
+    answers = [
+        ask.options(
+            num_cpus=0,
+            num_gpus=len(devices),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        ).remote()
+        for index, devices in enumerate(used.values())
+    ]
+    try:
+        found = ray.get(answers, timeout=60 + len(answers))
+    except ray.exceptions.RayError as error:
+        remove_placement_group(group)
+        raise ResourceError(f"the nodes do not say which devices they have reserved: {error}") from error
+    for node, (_, settings) in zip(used, found, strict=True):
+        if settings:
+            remove_placement_group(group)
+            raise ResourceError(
+                f"node {placement.cluster.nodes[node].address} runs Ray with {', '.join(settings)}: several ranks "
+                f"would be put on one device; unset it where `ray start` runs"
+            )
+    return {
+        node: dict(zip(devices, names, strict=True))
+        for (node, devices), (names, _) in zip(used.items(), found, strict=True)
+    }
+
+
+def _reserved_devices() -> tuple[list[str], list[str]]:
+    """On a node: the devices that Ray gives this task, and which of `_REFUSED` are set."""
+    import os
+
+    import ray
+
+    names = [str(one) for one in ray.get_gpu_ids()]
+    settings = [name for name in _REFUSED if os.environ.get(name, "").lower() in ("1", "true")]
+    return sorted(names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)), settings
+
+
+def _processors(states: Sequence[NodeState], kind: str) -> str:
+    """The CPUs of nodes with GPUs, as a process needs both."""
+    if kind == "cpu" or all(state.total.get("CPU", 0) >= state.total.get("GPU", 0) for state in states):
+        return ""
+    each = ", ".join(f"{state.address}: {state.total.get('CPU', 0):g} CPUs" for state in states)
+    return f" (a process on a GPU also needs a CPU; there are {each})"

@@ -21,7 +21,14 @@ from hybridflow.dispatch import (
     plan_call,
 )
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
-from hybridflow.single_controller.actors import end_processes, environment, is_running, join_actors, start_actors
+from hybridflow.single_controller.actors import (
+    end_processes,
+    environment,
+    is_running,
+    join_actors,
+    placed_environment,
+    start_actors,
+)
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.future import Future, Rank
@@ -225,25 +232,29 @@ class WorkerGroup:
     def _bring_up(self, pool: ResourcePool) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
         slots = pool.slots
-        infos: list[HostInfo] = self._everywhere("describe", [(slot.node,) for slot in slots], deadline)
+        infos: list[HostInfo] = self._everywhere("describe", [(slot.node, slot.ports) for slot in slots], deadline)
         for rank, info in zip(self._ranks, infos, strict=True):
             rank.pid = info.pid
         contexts = [self._context(pool, r, infos) for r in range(self.world_size)]
-        self._everywhere("set_up", [(self.role, c, environment(c, self._env), sys.path) for c in contexts], deadline)
+        placed = [placed_environment(s, i, pool.gpus) for s, i in zip(slots, infos, strict=True)]
+        settings = [
+            (self.role, c, environment(c, {**given, **self._env}), sys.path)
+            for c, given in zip(contexts, placed, strict=True)
+        ]
+        self._everywhere("set_up", settings, deadline)
         self._everywhere("construct", [(self.worker_class, c, self._args) for c in contexts], deadline)
 
     def _context(self, pool: ResourcePool, rank: int, infos: Sequence[HostInfo]) -> WorkerContext:
         slot = pool.slots[rank]
-        # With a GPU in its bundle, Ray shows the process that one device alone (CUDA_VISIBLE_DEVICES), as number 0.
-        local_rank = 0 if pool.gpus else slot.local_rank
         return WorkerContext(
             rank,
             self.world_size,
-            local_rank,
+            slot.local_rank,
             pool.slots[0].node,
             infos[0].free_port,
             slot.node,
             self._ranks[rank].log_path,
+            slot.ports,
         )
 
     def _everywhere(self, step: str, arguments: Sequence[tuple[Any, ...]], deadline: float) -> list[Any]:

@@ -190,12 +190,13 @@ class Peers:
         """Peers on this machine whose process has ended. It closes its connections a moment before it counts as
         ended."""
         deadline = time.monotonic() + _SETTLE_S
-        while (
-            not (ended := [rank for rank, watch in self._watches.items() if watch.has_ended()])
-            and time.monotonic() < deadline
-        ):
+        while not (ended := self.ended_now()) and time.monotonic() < deadline:
             time.sleep(_SETTLE_S / 20)
         return ended
+
+    def ended_now(self) -> list[int]:
+        """`ended`, as far as it shows at this moment."""
+        return [rank for rank, watch in self._watches.items() if watch.has_ended()]
 
     def forget(self) -> None:
         """Let go of all processes."""

@@ -4,7 +4,9 @@ of them with the job."""
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +34,7 @@ from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
+from hybridflow.placement import pools_of
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
@@ -44,11 +47,13 @@ from hybridflow.single_controller import (
     WorkerGroup,
     colocated,
     keep_in_store,
+    reserve,
 )
-from hybridflow.trainer import assets
+from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
+from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
@@ -60,12 +65,13 @@ from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+_log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> None:
     """The main job: warm start when configured, reinforcement learning, checkpoint, export, report."""
-    check_devices(config, Platform.detect())
+    if config.cluster.address is None:  # the devices of a cluster to be joined are asked once it is there
+        check_devices(config, Platform.detect().kind)
     _run_job(config, _train, config.trainer.total_steps)
 
 
@@ -110,12 +116,19 @@ class _Job:
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
 
-    def start_cluster(self) -> Cluster | None:
-        """Start Ray, or join the configured cluster; None where the job has one process."""
+    def start_cluster(self, job: str = "train") -> Cluster | None:
+        """Start Ray, or join the configured cluster, and reserve the devices of the whole job; None where it has one
+        process."""
         if self.config.cluster.in_process:
             return None
         with self.progress.stage("start Ray"):
-            return self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
+            cluster = self.stack.enter_context(Cluster.start(self.config.cluster, self.session.folder))
+            kind = cluster.device_kind()
+            if job == "train":
+                check_devices(self.config, kind)
+            placement, self.pools = reserve(cluster, pools_of(self.config, job, kind), kind)
+        _log.info(placement.describe())
+        return cluster
 
     def start_roles(
         self, cluster: Cluster | None, roles: Sequence[str], trained: Sequence[str]
@@ -141,17 +154,13 @@ class _Job:
         if cluster is None:
             with self.progress.stage(f"build the model in this process ({backend})"):
                 return InProcessGroup(worker, role="actor", args=args, log_dir=self.session.folder / "logs")
-        with self.progress.stage(f"start {procs} {backend} ranks ({_layout(config)})"):
-            pool = ResourcePool.allocate(
-                cluster, config.cluster.nodes, config.cluster.procs_per_node, gpus=_uses_gpus()
-            )
-            return self._group(cluster, pool, worker, "actor", args)
+        with self.progress.stage(f"start {procs} {backend} ranks ({layout_text(config)})"):
+            return self._group(cluster, self.pools["actor"], worker, "actor", args)
 
     def _start_own(self, cluster: Cluster, spec: RoleSpec) -> WorkerGroup:
         procs = derived.role_world_size(self.config, spec.role)
         with self.progress.stage(f"start {procs} Megatron ranks of the {spec.role.replace('_', ' ')}"):
-            pool = ResourcePool.allocate(cluster, 1, procs, gpus=_uses_gpus())
-            return self._group(cluster, pool, ModelWorker, spec.role, (spec,))
+            return self._group(cluster, self.pools[spec.role], ModelWorker, spec.role, (spec,))
 
     def _role_spec(self, role: str, trains: bool) -> RoleSpec:
         path = self.config.model.path if role == "actor" else getattr(self.config, role).path
@@ -183,10 +192,8 @@ class _Job:
         with self.progress.stage(f"start {config.num_engines} engine workers"):
             args = (config, folder.resolve(), dtype, self.config.seed, derived.needs_engine_routes(self.config))
             if config.nodes_per_engine == 1:
-                return self._group(
-                    cluster, ResourcePool.allocate(cluster, 1, config.num_engines), RolloutWorker, "rollout", args
-                ), None
-            first, others = _engine_nodes(cluster, config.num_engines, config.nodes_per_engine)
+                return self._group(cluster, self.pools["rollout"], RolloutWorker, "rollout", args), None
+            first, others = _first_nodes(self.pools["rollout"], config.nodes_per_engine)
             leading = self._group(cluster, first, RolloutWorker, "rollout", args)
             following = self._group(cluster, others, RolloutNodeWorker, "rollout-node", args)
 
@@ -198,7 +205,7 @@ class _Job:
             return leading, following
 
     def _group(self, cluster: Cluster, pool: ResourcePool, worker: type, role: str, args: Sequence[Any]) -> WorkerGroup:
-        env = {"OMP_NUM_THREADS": "1", **(_LOOPBACK if cluster.is_local else {})}
+        env = {"OMP_NUM_THREADS": "1"}
         group = WorkerGroup(cluster, pool, worker, role=role, args=args, env=env, log_dir=self.session.folder / "logs")
         self.stack.callback(group.kill)
         return group
@@ -272,14 +279,14 @@ def _train(job: _Job) -> dict[str, Any]:
         "logprob_diff_max": totals.get("logprob_diff_max", 0.0),
         "first_ppo_kl_max": totals.get("first_ppo_kl_max"),
         "steps": trainer.step,
-        "restarts": int(totals.get("restarts", 0)),
-        "engine_restarts": int(totals.get("engine_restarts", 0)),
+        **{name: int(totals.get(name, 0)) for name in ("restarts", "engine_restarts")},
         "exported_to": exported,
+        "planned": planned.compare(config, job.hf_config, session, {"actor": policy, **others}),
     }
 
 
 def _sft(job: _Job) -> dict[str, Any]:
-    cluster = job.start_cluster()
+    cluster = job.start_cluster("sft")
     policy = PolicyGroup(job.start_roles(cluster, ["actor"], ["actor"])["actor"], job.config)
     trainer = job.warm_start(policy, lambda: None)
     if trainer is None:
@@ -298,7 +305,7 @@ def _train_reward(job: _Job) -> dict[str, Any]:
     dataset = PreferenceDataset(settings.train_files, job.tokenizer, config.data, *names)
     held_out = PreferenceDataset(settings.val_files, job.tokenizer, config.data, *names) if settings.val_files else None
     roles = derived.roles_in_use(config, "train-reward")
-    workers = job.start_roles(job.start_cluster(), roles, roles)
+    workers = job.start_roles(job.start_cluster("train-reward"), roles, roles)
     model = ModelGroup(workers["reward_model"], "reward_model", config)
     trainer = RewardTrainer(settings, job.session, model, dataset, config.seed)
     if job.checkpoint is not None and job.checkpoint.phase == "reward":
@@ -357,7 +364,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with terminate_as_interrupt():
+            with terminate_as_interrupt(), _stop_when_asked(session):
                 summary = _with_clusters(config, job, session, progress)
             session.close()
         except KeyboardInterrupt as interrupt:
@@ -377,7 +384,7 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
             stop_logging()
         summary = {
             "seed": config.seed,
-            "layout": _layout(config),
+            "layout": layout_text(config),
             **summary,
             "seconds_total": session.totals_now()["seconds_total"],
         }
@@ -441,6 +448,21 @@ def _exclusive(folder: Path) -> Iterator[None]:
         handle.close()
 
 
+@contextmanager
+def _stop_when_asked(session: Session) -> Iterator[None]:
+    """Treat SIGUSR1, which a job's script sends before Slurm takes the nodes, as a request: the run ends after the
+    present step and a checkpoint."""
+
+    def ask(number: int, frame: Any) -> None:
+        session.stop_asked = True
+
+    before = signal.signal(signal.SIGUSR1, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """Optimizer settings in which a resumed run differs from the checkpoint, a line each."""
     if checkpoint.phase == "sft":
@@ -460,40 +482,7 @@ def _how_to_resume(store: CheckpointStore) -> str:
     return f"stopped; the same command resumes from {latest.folder}"
 
 
-def _layout(config: RunConfig) -> str:
-    parallel = config.actor.parallel
-    parts = [
-        f"TP{parallel.tensor}",
-        f"PP{parallel.pipeline}",
-        f"EP{parallel.expert}",
-        f"DP{derived.data_parallel_size(config)}",
-    ]
-    if config.actor.backend == "fsdp":
-        parts = [f"FSDP{derived.world_size(config)}"]
-    if parallel.sequence:
-        parts.append("SP")
-    rollout = config.rollout
-    engine = [f"TP{rollout.tensor}"]
-    sizes = (("PP", rollout.pipeline), ("EP", rollout.expert), ("DPA", rollout.data_parallel_attention))
-    engine += [f"{short}{size}" for short, size in sizes if size > 1]
-    if rollout.nodes_per_engine > 1:
-        engine.append(f"{rollout.nodes_per_engine} nodes")
-    return "·".join(parts) + f" → {rollout.num_engines}×" + "·".join(engine)
-
-
-def _engine_nodes(cluster: Cluster, engines: int, nodes: int) -> tuple[ResourcePool, ResourcePool]:
-    """Slots of the engines' first nodes and of their others; an engine has its nodes to itself, but in a local cluster
-    all are one.
-
-    Raises:
-        ResourceError: the cluster has fewer nodes.
-    """
-    everything = engines * nodes
-    pool = ResourcePool.allocate(cluster, *((1, everything) if cluster.is_local else (everything, 1)))
-    slots = pool.split([1] * everything)
-    others = [slot for number, slot in enumerate(slots) if number % nodes]
-    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge(others)
-
-
-def _uses_gpus() -> bool:
-    return Platform.detect().kind == "cuda"
+def _first_nodes(engines: ResourcePool, nodes: int) -> tuple[ResourcePool, ResourcePool]:
+    """The slots of the engines' first nodes, and of their others."""
+    slots = engines.split([1] * len(engines))
+    return ResourcePool.merge(slots[::nodes]), ResourcePool.merge([s for n, s in enumerate(slots) if n % nodes])

@@ -109,9 +109,7 @@ class RLTrainer:
                             self.validate(progress)
                 self.record(batch, scored, updates, synced, progress)
                 self.session.store.check()
-                if self.session.is_due(trainer.save_every_steps, self.step) or self.step == trainer.total_steps:
-                    with phase("save_checkpoint", self.step):
-                        self.save()
+                self.save_if_due()
 
     # ---- parts of a step
 
@@ -263,6 +261,15 @@ class RLTrainer:
                 )
 
     # ---- checkpoints
+
+    def save_if_due(self) -> None:
+        """Checkpoint where one is due, after the last step, and where the run was asked to stop, which it then does."""
+        last, every = self.step == self.config.trainer.total_steps, self.config.trainer.save_every_steps
+        if self.session.is_due(every, self.step) or last or self.session.stop_asked:
+            with self.session.timeline.phase("save_checkpoint", self.step):
+                self.save()
+            if not last:
+                self.session.stop_if_asked()
 
     def save(self) -> Path:
         """Checkpoint after `self.step`."""

@@ -69,8 +69,11 @@ class RewardTrainer:
                 shown = {"loss": means["reward/loss"], "accuracy": means["reward/accuracy"]}
                 progress.update(self.step, shown, seconds)
                 session.store.check()
-                if session.is_due(every, self.step) or self.step == self.config.steps:
+                last = self.step == self.config.steps
+                if session.is_due(every, self.step) or last or session.stop_asked:
                     self.save()
+                    if not last:
+                        session.stop_if_asked()
 
     def save(self) -> Path:
         """Checkpoint this phase."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
+from hybridflow.errors import RunStopped
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
@@ -31,6 +32,7 @@ class Session:
         totals: numbers that accumulate over the run and are kept in checkpoints: seconds of each phase, accuracies,
             extremes.
         controller_share: see `controlled`.
+        stop_asked: whether the run is to stop after the present step and a checkpoint (SIGUSR1).
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -47,6 +49,7 @@ class Session:
         self.totals: dict[str, float] = {}
         self._opened, self._seconds_before = time.perf_counter(), 0.0
         self.controller_share = 0.0
+        self.stop_asked = False
 
     @contextmanager
     def timed(self, total: str) -> Iterator[None]:
@@ -127,6 +130,18 @@ class Session:
     def is_due(self, every: int, step: int) -> bool:
         """Whether something that happens every so many steps happens now (0: never)."""
         return every > 0 and step % every == 0
+
+    def stop_if_asked(self) -> None:
+        """Call it after a step and its checkpoint.
+
+        Raises:
+            RunStopped: `stop_asked`; the checkpoint is on the disk.
+        """
+        if self.stop_asked:
+            self.store.wait()
+            latest = self.store.latest()
+            where = latest.folder if latest else self.folder
+            raise RunStopped(f"stopped as asked; the same command resumes from {where}")
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Write a small file of the run folder atomically; a number that is not finite becomes null."""

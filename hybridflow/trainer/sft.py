@@ -56,8 +56,9 @@ class SftTrainer:
                 progress.update(self.step, {"loss": loss}, {"step": seconds})
                 on_step()
                 session.store.check()
-                if session.is_due(every, self.step) and self.step < self.config.steps:
+                if (session.is_due(every, self.step) or session.stop_asked) and self.step < self.config.steps:
                     self.save()
+                    session.stop_if_asked()
 
     def save(self) -> Path:
         """Checkpoint this phase."""

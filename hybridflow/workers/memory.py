@@ -70,8 +70,9 @@ class RoleMemory:
 
     def take(self) -> dict[str, Any]:
         """Since the last call: {memory: peak bytes by method, reserved: peak bytes of the allocator, offloaded: most
-        bytes off the device at once}."""
-        taken = {"memory": self._peaks, "reserved": self._reserved, "offloaded": self._offloaded}
+        bytes off the device at once}; and parts: the present bytes of each part, wherever they are."""
+        taken: dict[str, Any] = {"memory": self._peaks, "reserved": self._reserved, "offloaded": self._offloaded}
+        taken["parts"] = self.residency.part_bytes()
         self._peaks, self._reserved, self._offloaded = {}, 0, self.residency.asleep_bytes()
         return taken
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.batch import ROUTES, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
-from hybridflow.device.platform import Platform
+from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.residency import PARTS
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models.fp8 import BlockQuantisation
@@ -173,6 +173,11 @@ class PolicyWorker(RoleWorker):
         self._store = master_store(self.host, 0, self.sync.timeout_s)
         post_catalog(self._store, self.model.family.tensors(), self.spec.config.model.dtype, self._quantisation)
         return self.host, self._store.port
+
+    @register(Dispatch.RANK_ZERO)
+    def device_kind(self) -> Kind:
+        """The kind of device that the weights lie on."""
+        return self.platform.kind
 
     @register(Dispatch.ONE_TO_ALL)
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> PlanFacts | None:

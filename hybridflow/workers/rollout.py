@@ -18,10 +18,11 @@ from hybridflow.engines.base import Completion, Engine
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
-from hybridflow.errors import EngineError, WeightSyncError
+from hybridflow.errors import ConfigError, EngineError, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
 
+FP8_CAPABILITY = (8, 9)
 WRITES = (
     "response_ids",
     "response_mask",
@@ -60,6 +61,32 @@ def engine_spec(
     )
 
 
+def placed(spec: EngineSpec, config: RolloutConfig, context: WorkerContext) -> EngineSpec:
+    """The spec at the address and with the ports of its worker. ConfigError where the node cannot run it."""
+    check_node(config, Platform.detect(), context.node)
+    return replace(spec, host=context.node, ports=context.ports)
+
+
+def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
+    """Raise ConfigError where the devices of `node`, which this process sees, cannot run an engine."""
+    if platform.kind == "cpu":
+        return
+    ranks, found = config.tensor * config.pipeline // config.nodes_per_engine, platform.device_count()
+    if found < ranks:
+        raise ConfigError(
+            f"node {node} shows {found} GPUs to an engine with {ranks} ranks on it; look at nvidia-smi there, and at "
+            f"the GPUs that its ray start offers"
+        )
+    if config.quantization == "fp8" and platform.capability() < FP8_CAPABILITY:
+        # sglang/srt/layers/quantization/fp8_utils.py:2798
+        raise ConfigError(
+            f"rollout.quantization=fp8 needs GPUs of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+            f"later, and those of node {node} have {'.'.join(map(str, platform.capability()))}: there the engine "
+            f"rearranges fp8 weights for Marlin after each load, and slices would land in the wrong form; set "
+            f"rollout.quantization=null"
+        )
+
+
 class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
@@ -75,6 +102,7 @@ class RolloutWorker:
         """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
         spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes)
+        spec = placed(spec, config, context)
         nodes = None
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")

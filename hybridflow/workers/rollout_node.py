@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridflow.config.schema import RolloutConfig
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.engines.nodes import OtherNode
-from hybridflow.workers.rollout import engine_spec
+from hybridflow.workers.rollout import engine_spec, placed
 
 
 class RolloutNodeWorker:
@@ -28,9 +28,8 @@ class RolloutNodeWorker:
         """Nothing starts before `follow`. The arguments are `RolloutWorker`'s."""
         self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
-        self._spec = replace(
-            engine_spec(config, self.engine, model_folder, dtype, seed, with_routes), node_rank=node + 1
-        )
+        spec = engine_spec(config, self.engine, model_folder, dtype, seed, with_routes)
+        self._spec = replace(placed(spec, config, context), node_rank=node + 1)
         self._log_path = context.log_path.with_name(f"{self._spec.name}.node{node + 1}.log")
         self._node: OtherNode | None = None
 

@@ -20,7 +20,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.setattr(run, "CHECKS", ("compileall -q good", "compileall -q bad"))
     (tmp_path / "good").mkdir()
     (tmp_path / "bad").mkdir()
-    for folder in (*run.PARALLEL, *run.SERIAL):
+    for folder in (*run.PARALLEL, *run.SERIAL, run.SLURM):
         (tmp_path / folder).mkdir(parents=True)
 
     def ran(unit: str, dist: str, *words: str) -> tuple[int, list[str]]:
@@ -63,3 +63,16 @@ def test_a_check_that_fails_is_an_error_of_the_summary(tree: Tree, tmp_path: Pat
     status, lines = tree(PASSES, PASSES, "--check")
     assert status == 1 and lines[-1].startswith("2 passed, 1 error in ")
     assert "ERROR compileall -q bad" in lines
+
+
+def test_tests_of_slurm_are_left_out_where_it_is_missing_and_the_last_line_says_so(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / run.SLURM / "test_s.py").write_text(PASSES)
+    monkeypatch.setattr(run, "SLURMCTLD", "sh")
+    status, lines = tree(PASSES, PASSES)
+    assert status == 0 and lines[-1].startswith("3 passed in ") and "left out" not in lines[-1]
+    monkeypatch.setattr(run, "SLURMCTLD", "no-such-program")
+    status, lines = tree(PASSES, PASSES)
+    assert status == 0 and lines[-1].startswith("2 passed in ")
+    assert lines[-1].endswith("tests/slurm left out, Slurm is not installed (make setup-slurm)")

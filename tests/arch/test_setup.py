@@ -138,3 +138,21 @@ def test_verify_sees_nvidia_packages_and_cuda_torch(
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda = None\n")
     shutil.rmtree(tmp_path / "NVIDIA_nccl-1.0.dist-info")
     assert verify.cuda_problems() == []
+
+
+@pytest.mark.parametrize(
+    ("holds", "words", "lane"), [(None, (), "cpu"), ("gpu", (), "gpu"), ("gpu", ("LANE=cpu",), "cpu")]
+)
+def test_make_keeps_to_the_lane_that_the_environment_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: str | None, words: tuple[str, ...], lane: str
+) -> None:
+    monkeypatch.delenv("LANE", raising=False)
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    if holds is not None:
+        (tmp_path / ".venv").mkdir()
+        (tmp_path / ".venv" / ".hybridflow-lane").write_text(f"{holds}\n")
+    said = subprocess.run(
+        ["make", "-n", "setup-dev", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines()[0] == f"requirements/setup.sh {lane} dev"

@@ -34,7 +34,7 @@ COLUMNS = (
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster.start(
-        ClusterConfig(start_timeout_s=90), tmp_path_factory.mktemp("run"), object_store_bytes=512 << 20
+        ClusterConfig(start_timeout_s=90, object_store_bytes=512 << 20), tmp_path_factory.mktemp("run")
     ) as started:
         yield started
 

@@ -166,7 +166,7 @@ def test_memory_calls_are_answered(pair: Pair) -> None:
     """On CPU nothing is freed; the engine must go on answering."""
     client = pair.clients[0]
     client.flush_cache()
-    client.release_memory()
+    client.release_memory(["kv_cache", "weights"])
     client.resume_memory(["weights"])
     client.resume_memory(["kv_cache"])
     assert len(client.generate([[1, 2]], SamplingConfig(), 2)[0].token_ids) == 2

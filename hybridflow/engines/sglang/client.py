@@ -27,6 +27,7 @@ from hybridflow.errors import EngineError, EngineSilent
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _ABORT_S = 5.0
+_SETTLE_S = 30  # for the scheduler to let go of a batch that has been answered
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -131,14 +132,14 @@ class EngineClient:
 
     # ---- memory
 
-    def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+    def release_memory(self, tags: Sequence[str]) -> None:
         """Give the device memory of these parts back; their contents are lost. No request may be running.
 
         On CPU SGLang answers well and frees nothing: its memory saver needs CUDA's virtual memory calls.
         """
         self._request("/release_memory_occupation", {"tags": list(tags)})
 
-    def resume_memory(self, tags: Sequence[str] = ("kv_cache", "weights")) -> None:
+    def resume_memory(self, tags: Sequence[str]) -> None:
         """Take the memory of these parts again; weights must then be sent before the next request."""
         self._request("/resume_memory_occupation", {"tags": list(tags)})
 
@@ -191,8 +192,9 @@ class EngineClient:
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes. Refused while requests are running."""
-        self._request("/flush_cache", {})
+        """Forget cached prefixes. Refused while requests are running; the last batch of those that have been answered
+        may take a moment."""
+        self._request(f"/flush_cache?timeout={_SETTLE_S}", {})
 
     def weights_checksum(self) -> str:
         """One checksum over all parameters of all ranks: equal exactly when the loaded weights are equal bit for

@@ -47,8 +47,12 @@ class SglangEngine(EngineServer):
     def sleep(self) -> None:
         """On CPU the server agrees and frees nothing."""
         self.client.flush_cache()
-        self.client.release_memory()
+        self.client.release_memory(("kv_cache", "weights", *self._graphs))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Weights are empty until the next sync."""
-        self.client.resume_memory(tags)
+        """Weights are empty until the next sync. Graphs come back with the cache that they read."""
+        self.client.resume_memory((*tags, *(self._graphs if "kv_cache" in tags else ())))
+
+    @property
+    def _graphs(self) -> tuple[str, ...]:
+        return ("cuda_graph",) if self.spec.memory_saver and self.spec.device == "cuda" else ()

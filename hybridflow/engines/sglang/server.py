@@ -28,9 +28,6 @@ from hybridflow.errors import EngineError
 from hybridflow.process.rendezvous import master_store
 
 HOST = "127.0.0.1"
-# below the kernel's ephemeral range: no connect() of anybody is handed one of these, nor of the few that SGLang derives
-# by adding 233
-FIRST_PORT, LAST_PORT = 20000, 32500
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
@@ -44,6 +41,7 @@ MODEL_FILES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 INHERITED_BY_RANKS = (
     "RANK",
     "WORLD_SIZE",
@@ -161,7 +159,16 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         # /health would sleep a second and generate a token each time (sglang/srt/entrypoints/http_server.py:721).
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
-    if spec.nnodes == 1 or spec.dist_init_addr.startswith("127."):
+    for name in ALLOCATOR_SETTINGS:  # torch_memory_saver refuses expandable segments, which trainers want
+        env.pop(name, None)
+    # it permutes expert weights after each load without undoing it first: orders that describe or fail permute twice
+    # (sglang/srt/layers/quantization/unquant.py:936)
+    env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
+    # torch's default lies in TMPDIR, which ends with the engine, and what is compiled would be compiled anew
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    if spec.memory_saver and spec.device == "cuda":
+        env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs hold gigabytes, and go with `Engine.sleep`
+    if spec.host.startswith("127."):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if Path(spec.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
@@ -206,8 +213,8 @@ def _address(spec: EngineSpec) -> tuple[str, int]:
     return host, int(port)
 
 
-def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
-    """A port nobody listens on, and a lock on it that lasts as long as the returned socket.
+def reserve_port(ports: range) -> tuple[int, socket.socket]:
+    """One of `ports` that nobody listens on, and a lock on it that lasts as long as the returned socket.
 
     The lock is an abstract unix socket: it keeps two engines of this machine from choosing the same port before either
     listens.
@@ -215,7 +222,7 @@ def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
     Raises:
         EngineError: none found.
     """
-    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), attempts):
+    for port in random.SystemRandom().sample(ports, min(len(ports), 200)):
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             lock.bind(f"\0hybridflow-engine-port-{port}")
@@ -225,7 +232,7 @@ def reserve_port(attempts: int = 200) -> tuple[int, socket.socket]:
             lock.close()
             continue
         return port, lock
-    raise EngineError(f"no free port between {FIRST_PORT} and {LAST_PORT} in {attempts} attempts")
+    raise EngineError(f"no free port between {ports.start} and {ports.stop}; end what listens there")
 
 
 class EngineServer:
@@ -265,7 +272,7 @@ class EngineServer:
             host, port = _address(self.spec)
             self._store = master_store(host, port, self.spec.start_timeout_s)
             self.spec = replace(self.spec, dist_init_addr=f"{host}:{self._store.port}")
-        self.port, self._lock = reserve_port()
+        self.port, self._lock = reserve_port(self.spec.ports)
         self._folder = tempfile.mkdtemp(prefix="hf-engine-")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "sglang.launch_server", "--config", self._write_key_file()]

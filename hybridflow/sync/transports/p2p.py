@@ -8,6 +8,8 @@ through messages in one order anyway.
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,9 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.sync.meeting import Meeting, Member, Peers, meet
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
+
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_POLL_S = 0.001
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
@@ -45,11 +50,16 @@ class PeerToPeer:
             if member.side == "trainer"
             else len(endpoint.senders) + endpoint.receivers.index(member.rank)
         )
-        self.peers = Peers(member, meeting)
+        self.peers, self.is_nccl = Peers(member, meeting), _is_nccl(device)
         try:
             self._group = _group(endpoint, meeting, mine, device)
         except RuntimeError as error:
             raise self._unopened(error) from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session was neither ended nor given up."""
+        return self._group is not None
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """Start sending; the payload stays untouched until `wait`."""
@@ -100,12 +110,29 @@ class _Transfer:
     def wait(self) -> None:
         member = self._channel.member
         try:
-            self._work.wait(timedelta(seconds=member.endpoint.timeout_s))
+            if self._channel.is_nccl:
+                self._wait_for_the_device()
+                self._work.wait()  # the current stream goes on after the transfer
+            else:
+                self._work.wait(timedelta(seconds=member.endpoint.timeout_s))
         except RuntimeError as error:
             reason = _first_line(error).lower()
             if "timed out" in reason or "timeout" in reason:
                 raise member.late(self._peer, self._tag) from error
             raise self._channel.peers.lost(self._peer, self._tag, _first_line(error)) from error
+
+    def _wait_for_the_device(self) -> None:
+        """Poll: NCCL's own deadline would end this process, a dead peer leaves its kernels spinning, and a transfer
+        that `abort` ended looks like one that went well."""
+        channel, deadline = self._channel, time.monotonic() + self._channel.member.endpoint.timeout_s
+        while not (done := self._work.is_completed()) and channel.is_open and time.monotonic() < deadline:
+            if ended := channel.peers.ended_now():
+                raise channel.member.lost(ended[0], self._tag)
+            time.sleep(_POLL_S)
+        if not channel.is_open:
+            raise channel.member.failure(self._peer, self._tag, "the session was given up before")
+        if not done:
+            raise channel.member.late(self._peer, self._tag)
 
 
 def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device) -> Any:
@@ -113,10 +140,16 @@ def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device
 
     store = dist.PrefixStore("group", meeting.store)
     size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
-    if Platform(device.type).collective_backend == "nccl":  # type: ignore[arg-type]
+    if _is_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout = timedelta(days=30)  # a watchdog that finds a transfer overdue ends the process
+        before = os.environ.get(_NCCL_ERRORS)
+        os.environ[_NCCL_ERRORS] = "0"  # read by the constructor: errors are reported to whoever waits, and end nothing
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            os.environ.pop(_NCCL_ERRORS)
+            os.environ |= {} if before is None else {_NCCL_ERRORS: before}
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     # by default gloo listens at the address of the host's name
@@ -127,6 +160,10 @@ def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device
         else dist.ProcessGroupGloo.create_default_device()
     ]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def _is_nccl(device: torch.device) -> bool:
+    return Platform(device.type).collective_backend == "nccl"  # type: ignore[arg-type]
 
 
 def _first_line(error: Exception) -> str:

@@ -56,6 +56,8 @@ def _cases() -> Iterator[Case]:
     yield Case("dense TP4 SP (2 KV heads)", "dense", {"tensor": 4, "sequence": True})
     yield Case("dense PP2", "dense", pp2)
     yield Case("dense PP4", "dense", {"pipeline": 4}, quick=True)
+    yield Case("dense PP3, 1 + 2 + 1 layers", "dense", {"pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 1})
+    yield Case("dense PP2, 3 + 1 layers", "dense", {"pipeline": 2, "first_stage_layers": 3})
     yield Case("dense PP2 VPP2", "dense", vpp, quick=True)
     yield Case("dense CP2", "dense", cp2)
     yield Case("dense CP4", "dense", {"context": 4}, quick=True)
@@ -182,6 +184,7 @@ def _check_coordinates(case: Case) -> None:
     shape = ParallelShape(
         ranks=case.world, tensor=config.tensor, pipeline=config.pipeline, virtual_pipeline=config.virtual_pipeline or 1,
         context=config.context, expert=config.expert, expert_tensor=expert_tensor_size(config),
+        first_stage_layers=config.first_stage_layers, last_stage_layers=config.last_stage_layers,
     )  # fmt: skip
     assert all_coordinates() == shape.coordinates()
 

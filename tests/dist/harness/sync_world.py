@@ -111,6 +111,9 @@ class Senders:
     # ---- `PolicyWorker`'s methods
     # -----------------------------------------------------------------------------------------------------
 
+    def device_kind(self) -> str:
+        return "cpu"
+
     def open_sync_store(self) -> tuple[str, int]:
         post_catalog(
             self.store,

@@ -194,7 +194,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("name=a/b",), ("name='a/b'", "output_dir")),
         (("~model.hf_config",), ("model.path", "model.hf_config", "both empty")),
         (("model.path=nowhere", "~model.hf_config"), ("model.path=nowhere", "no such folder")),
-        (("model.path=nowhere",), ("both given", "~model.hf_config")),
+        (("model.path=nowhere",), ("model.path=nowhere", "no such folder")),
         (("model.tokenizer=null",), ("model.tokenizer", "FOLDER")),
         (("model.tokenizer=nowhere",), ("model.tokenizer=nowhere", "no such folder")),
         (("data.train_files=[]",), ("data.train_files is empty",)),
@@ -319,6 +319,24 @@ def test_a_pass_computes_old_log_probs_where_something_reads_them_before_the_fir
     assert derived.old_log_probs_column(config) == column and derived.scores_before_update(config) is first
     [line] = [line for line in explain(config, Origins(frozenset(), {})).splitlines() if "old log-probs" in line]
     assert shown in line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("cluster=in-process",), None),
+        (("rollout.engine=hf",), "rollout.engine=hf runs in the trainer's process alone; choose cluster=in-process"),
+        (("cluster.in_process=true",), "rollout.engine=sglang is a server"),
+        (("cluster=in-process", "rollout.num_engines=2"), "rollout.num_engines=2: with cluster.in_process=true"),
+        (("cluster=in-process", "cluster.procs_per_node=2"), "cluster.procs_per_node=2: with cluster.in_process=true"),
+        (("cluster=in-process", "actor.router_replay=r3"), "actor.router_replay=r3 needs the experts"),
+        (("cluster=in-process", "cluster.address=auto"), "cluster.address=auto has no use"),
+        (("cluster=in-process", "reference.placement=own"), "reference.placement=own needs other processes"),
+    ],
+)
+def test_a_job_in_one_process_has_one_of_everything(words: tuple[str, ...], expected: str | None) -> None:
+    lines = found(*words, name="tiny-moe-grpo")
+    assert lines == [] if expected is None else any(expected in line for line in lines), lines
 
 
 def test_derived_numbers_of_the_demo_layout() -> None:

@@ -32,7 +32,7 @@ class Policy:
     """Trainer ranks that hold a plan and send nothing."""
 
     def run(self, method: Any, *args: Any, timeout: float | None = None) -> Any:
-        return {"open_sync_store": ("127.0.0.1", 1), "plan_weights": [PLAN]}[method.__name__]
+        return {"device_kind": "cpu", "open_sync_store": ("127.0.0.1", 1), "plan_weights": [PLAN]}[method.__name__]
 
     def submit(self, method: Any, orders: list[Order], *args: Any, timeout: float) -> Any:
         class Sent:

@@ -26,6 +26,7 @@ from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, post_catalog
 from hybridflow.trainer import app, assets
 from hybridflow.trainer.check_devices import check_devices
+from hybridflow.workers.rollout import check_node
 from tests.unit.engines.bench import FAMILY, HOST, SHAPE, WAIT_S, Bench
 from tests.unit.reshard.fp8_cases import forms_of
 
@@ -42,6 +43,9 @@ class Gpu(Platform):
 
     def capability(self) -> tuple[int, int]:
         return self.found  # type: ignore[attr-defined,no-any-return]
+
+    def device_count(self) -> int:
+        return 2
 
 
 # ---- refusals
@@ -64,27 +68,34 @@ def test_a_cpu_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: p
 def test_what_a_gpu_must_be_capable_of(capability: tuple[int, int], refused: bool) -> None:
     config = load_config("tiny-moe-grpo", WORDS)
     if refused:
-        with pytest.raises(ConfigError, match=rf"these have {capability[0]}\.{capability[1]}.*Marlin"):
-            check_devices(config, Gpu(*capability))
+        with pytest.raises(ConfigError, match=rf"node n7 have {capability[0]}\.{capability[1]}.*Marlin"):
+            check_node(config.rollout, Gpu(*capability), "n7")
     else:
-        check_devices(config, Gpu(*capability))
-    check_devices(load_config("tiny-moe-grpo"), Gpu(*capability))
+        check_node(config.rollout, Gpu(*capability), "n7")
+    check_node(load_config("tiny-moe-grpo").rollout, Gpu(*capability), "n7")
+    check_node(config.rollout, Platform("cpu"), "n7")
 
 
-def test_the_nodes_of_an_engine_do_not_share_gpus() -> None:
-    words = ["rollout.tensor=2", "rollout.nodes_per_engine=2"]
-    with pytest.raises(ConfigError, match=r"nodes_per_engine=2 with cluster\.address=null .* same GPUs"):
-        check_devices(load_config("tiny-moe-grpo", words), Gpu(9, 0))
-    check_devices(load_config("tiny-moe-grpo", words), Platform("cpu"))
-    check_devices(load_config("tiny-moe-grpo", [*words, "cluster.address=auto"]), Gpu(9, 0))
+def test_a_node_that_shows_fewer_gpus_than_an_engine_has_ranks_is_named() -> None:
+    words = ["rollout.tensor=4", "rollout.nodes_per_engine=2"]
+    check_node(load_config("tiny-moe-grpo", words).rollout, Gpu(9, 0), "n7")
+    with pytest.raises(ConfigError, match=r"node n7 shows 2 GPUs to an engine with 4 ranks on it"):
+        check_node(load_config("tiny-moe-grpo", words[:1]).rollout, Gpu(9, 0), "n7")
+
+
+def test_engines_on_the_trainers_gpus_are_refused_as_no_transport_goes_there() -> None:
+    config = load_config("tiny-moe-grpo", ["rollout.pool=actor"])
+    check_devices(config, "cpu")
+    with pytest.raises(ConfigError, match=r"rollout\.pool=actor .* NCCL takes each GPU once; set rollout\.pool=null"):
+        check_devices(config, "cuda")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory", "disk"])
 def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
     config = load_config("tiny-moe-grpo", [f"rollout.sync.transport={transport}"])
-    check_devices(config, Platform("cpu"))
+    check_devices(config, "cpu")
     with pytest.raises(ConfigError, match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or p2p"):
-        check_devices(config, Gpu(9, 0))
+        check_devices(config, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +108,7 @@ def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
 def test_shared_memory_needs_one_machine(words: tuple[str, ...], why: str) -> None:
     config = load_config("tiny-moe-grpo", ["rollout.sync.transport=shared_memory", *words])
     with pytest.raises(ConfigError, match=f"shared_memory needs trainer and engines on one machine, but {why}.*disk"):
-        check_devices(config, Platform("cpu"))
+        check_devices(config, "cpu")
 
 
 # ---- what an engine is told

@@ -85,6 +85,44 @@ def test_the_trainers_rank_does_not_reach_the_engine(tmp_path: Path, monkeypatch
     assert env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
 
 
+def test_an_engine_keeps_to_loopback_only_where_its_peers_are_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "bond0")  # what its worker was given
+
+    def interfaces(host: str, nodes: int) -> tuple[str | None, str | None]:
+        spec = EngineSpec(name="e", model_path=str(tmp_path), host=host, nnodes=nodes, dist_init_addr=f"{host}:1")
+        env = environment(spec, "/folder")
+        return env.get("GLOO_SOCKET_IFNAME"), env.get("NCCL_SOCKET_IFNAME")
+
+    assert interfaces("127.0.0.1", 1) == interfaces("127.0.0.1", 2) == ("lo", "lo")
+    assert interfaces("10.0.0.7", 1) == interfaces("10.0.0.7", 2) == ("bond0", None)
+
+
+def test_settings_that_an_engine_on_a_gpu_cannot_take_do_not_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    env = environment(EngineSpec(name="e", model_path=str(tmp_path), device="cuda", memory_saver=True), "/folder")
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env)
+    assert env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] == "0"
+    assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert env["CUDA_VISIBLE_DEVICES"] == "4,5"  # the worker's list is the engine's
+    assert not env["TORCHINDUCTOR_CACHE_DIR"].startswith("/folder")  # kept when the engine's folder goes
+
+
+def test_an_engine_takes_a_port_of_its_own_range() -> None:
+    port, lock = reserve_port(range(21000, 21040))
+    assert 21000 <= port < 21040
+    lock.close()
+    with pytest.raises(EngineError, match="no free port between 21000 and 21000"):
+        reserve_port(range(21000, 21000))
+
+
 @pytest.mark.parametrize(
     ("ranks", "cores", "binding"),
     [(1, [0, 1], "0,1"), (2, [0, 1], "0|1"), (2, [4, 5, 6, 7], "4,5|6,7"), (3, [0, 1], "0|1|0")],
@@ -94,7 +132,7 @@ def test_cores_of_ranks(ranks: int, cores: list[int], binding: str) -> None:
 
 
 def test_a_reserved_port_is_not_given_twice() -> None:
-    held = [reserve_port() for _ in range(50)]
+    held = [reserve_port(range(20000, 32500)) for _ in range(50)]
     assert len({port for port, _ in held}) == 50
     assert all(20000 <= port < 32768 - 240 for port, _ in held)
     for _, lock in held:

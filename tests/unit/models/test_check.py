@@ -20,6 +20,8 @@ from hybridflow.models.check import check_cut, problems
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import family_of
 from hybridflow.models.layout import Coordinates
+from hybridflow.models.published import published
+from hybridflow.reshard.layout import ParallelShape
 from tests.models import FAMILIES
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -31,7 +33,8 @@ def ranks(parallel: ParallelConfig) -> Iterator[Coordinates]:
     etp, vpp = derived.expert_tensor_size(parallel), derived.virtual_pipeline_size(parallel)
     sizes = (parallel.tensor, parallel.pipeline, parallel.expert, etp, vpp)
     for tp, pp, ep, etp_rank, chunk in itertools.product(*map(range, sizes)):
-        yield Coordinates(tp, sizes[0], pp, sizes[1], ep, sizes[2], etp_rank, etp, chunk, vpp)
+        uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
+        yield Coordinates(tp, sizes[0], pp, sizes[1], ep, sizes[2], etp_rank, etp, chunk, vpp, *uneven)
 
 
 def is_whole(hf: Any, parallel: ParallelConfig) -> bool:
@@ -65,6 +68,8 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
     return hf, ParallelConfig(
         tensor=draw(SIZES),
         pipeline=draw(st.sampled_from([1, 2, 3, 4])),
+        first_stage_layers=draw(st.sampled_from([0, 0, 1, 2])),
+        last_stage_layers=draw(st.sampled_from([0, 0, 1])),
         virtual_pipeline=draw(st.sampled_from([None, 2])),
         expert=draw(SIZES) if experts else 1,
         expert_tensor=draw(st.sampled_from([None, 1, 2, 3])) if experts else None,
@@ -82,6 +87,31 @@ def test_what_passes_can_be_cut_and_what_is_refused_cannot(case: tuple[dict[str,
         assert "heads" in str(error) or "q, k and v" in str(error) or not is_whole(hf, parallel), str(error)
     else:
         assert is_whole(hf, parallel), "passes, and the ranks do not hold the whole model"
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline", "first", "last", "layers"),
+    [
+        ("deepseek-v3", 16, 3, 2, [3, *[4] * 14, 2]),
+        ("deepseek-v3", 8, 5, 0, [5, *[8] * 7]),
+        ("kimi-k2", 8, 7, 6, [7, *[8] * 6, 6]),
+        ("qwen3-235b-a22b", 8, 11, 11, [11, *[12] * 6, 11]),
+        ("qwen3-235b-a22b", 16, 5, 5, [5, *[6] * 14, 5]),
+    ],
+)
+def test_layers_that_no_number_of_stages_divides_are_cut_unevenly(
+    model: str, pipeline: int, first: int, last: int, layers: list[int]
+) -> None:
+    hf = published(model)
+    parallel = ParallelConfig(pipeline=pipeline, first_stage_layers=first, last_stage_layers=last)
+    check_cut(hf, parallel)
+    at = Coordinates(pp_size=pipeline, first_stage_layers=first, last_stage_layers=last)
+    assert at.stage_layers(hf["num_hidden_layers"]) == layers
+    # the planner of weight transfers takes the same sizes
+    shape = ParallelShape(ranks=pipeline, pipeline=pipeline, first_stage_layers=first, last_stage_layers=last)
+    assert {one.stage_layers(hf["num_hidden_layers"])[one.pp_rank] for one in shape.coordinates()} == set(layers)
+    with pytest.raises(ModelError, match="num_hidden_layers is"):
+        check_cut(hf, ParallelConfig(pipeline=pipeline))
 
 
 @pytest.mark.parametrize(

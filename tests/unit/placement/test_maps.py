@@ -123,3 +123,18 @@ def test_nodes_that_differ_are_said_each() -> None:
     shape = ClusterShape((Node("10.0.0.1", 8), Node("10.0.0.2", 4)))
     assert shape.describe() == "2 nodes (GPUs: 10.0.0.1: 8, 10.0.0.2: 4)"
     assert ClusterShape(()).describe() == "no node"
+
+
+def test_a_rank_sees_the_devices_of_its_role_and_an_engine_its_own() -> None:
+    found = place(ClusterShape.uniform(1, 8), pools_of(run(1, 4, {"num_engines": 2, "tensor": 2})))
+    assert [(one.visible[one.local_rank],) for one in found.of("actor")] == [one.devices for one in found.of("actor")]
+    assert [one.visible for one in found.of("actor")] == [(0, 1, 2, 3)] * 4
+    assert [one.visible for one in found.of("rollout")] == [(4, 5), (6, 7)]
+
+
+def test_a_node_that_somebody_else_uses_is_no_whole_node() -> None:
+    shape = ClusterShape((Node("10.0.0.1", 4, taken=4), Node("10.0.0.2", 8)))
+    whole = Pool("rollout", (Group("rollout", 1),), "whole_nodes")
+    assert place(shape, [whole]).of("rollout")[0].node == 1
+    with pytest.raises(ResourceError, match=r"10\.0\.0\.1: 0 of 8, 10\.0\.0\.2: 8 of 8"):
+        place(shape, [Pool("rollout", (Group("rollout", 2, 8),), "whole_nodes")])

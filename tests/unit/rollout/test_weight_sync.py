@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hybridflow.config.schema import RolloutConfig, RunConfig, SyncConfig
-from hybridflow.device.platform import Platform
 from hybridflow.engines.supervisor import EngineState
 from hybridflow.errors import WeightSyncError, WorkerError
 from hybridflow.rollout.weight_sync import SliceSync
@@ -31,6 +30,7 @@ class Ends:
     def __init__(
         self, statuses: Sequence[dict[int, str]], states: Sequence[str] = ("up", "up"), sender_dies: bool = False
     ) -> None:
+        self.kind = "cpu"
         self.statuses, self.state_names, self.sender_dies = list(statuses), list(states), sender_dies
         self.orders: list[list[Order]] = []
         self.stale: dict[int, str] = {}
@@ -65,6 +65,8 @@ class Ends:
         return Answer(senders)
 
     def run(self, method: Any, *args: Any, timeout: float | None = None, only: Any = None) -> Any:
+        if method.__name__ == "device_kind":
+            return self.kind
         if method.__name__ == "open_sync_store":
             return "127.0.0.1", 5
         if method.__name__ == "describe_weights":
@@ -110,7 +112,7 @@ def test_all_well() -> None:
     assert [order.endpoint.receivers for order in first] == [(0,), (1, 2)]
     assert [order.endpoint.message_bytes for order in first] == [50, 60]
     assert [order.endpoint.slots for order in first] == [8, 8]
-    assert [order.endpoint.transport for order in first] == [Platform.detect().weight_transport] * 2
+    assert [order.endpoint.transport for order in first] == ["tcp"] * 2
     assert [order.endpoint.session for order in first] == [order.endpoint.session for order in second]  # sessions last
     assert first[0].attempt != second[0].attempt and second[0].version == 4 and first[0].plan == FACTS.digest
 
@@ -205,3 +207,16 @@ def test_a_dead_trainer_rank_is_its_own_error_and_its_victims_get_no_requests() 
     with pytest.raises(WorkerError, match="actor rank 1"):
         sync_of(ends).sync(1)
     assert set(ends.stale) == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "commit", "transport", "staged"),
+    [("cpu", None, "tcp", True), ("cuda", None, "p2p", False), ("cuda", "staged", "p2p", True)],
+)
+def test_what_carries_weights_and_where_they_wait_follows_from_the_ranks_devices(
+    kind: str, commit: str | None, transport: str, staged: bool
+) -> None:
+    ends = Ends([{0: "served", 1: "served"}])
+    ends.kind = kind
+    sync_of(ends, commit=commit).sync(1)
+    assert {(order.endpoint.transport, order.staged) for order in ends.orders[0]} == {(transport, staged)}

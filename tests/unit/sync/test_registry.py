@@ -130,11 +130,11 @@ def test_the_contract_within_one_process(name: str, mine: str, store: Any, tmp_p
 def test_what_it_declares_is_what_checks_and_sizes_follow(mine: str) -> None:
     assert part_bytes(mine, Platform("cpu")) == 2 * Platform("cpu").cache_bytes
     words = [f"rollout.sync.transport={mine}"]
-    check_devices(load_config("tiny-moe-grpo", words), Platform("cpu"))
+    check_devices(load_config("tiny-moe-grpo", words), "cpu")
     with pytest.raises(ConfigError, match=r"keys needs trainer and engines on one machine, but cluster\.nodes=2"):
-        check_devices(load_config("tiny-moe-grpo", [*words, "cluster.nodes=2"]), Platform("cpu"))
+        check_devices(load_config("tiny-moe-grpo", [*words, "cluster.nodes=2"]), "cpu")
     with pytest.raises(ConfigError, match=r"keys carries CPU buffers"):
-        check_devices(load_config("tiny-moe-grpo", words), Platform("cuda"))
+        check_devices(load_config("tiny-moe-grpo", words), "cuda")
 
 
 def test_an_unknown_transport_is_refused_with_the_nearest_name() -> None:

@@ -1,0 +1,253 @@
+"""`hybridflow plan`: memory, time and placement of a recipe before a device is held; and `hybridflow reshard plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import RunConfig
+    from hybridflow.planning.devices import Machines
+    from hybridflow.planning.job import Assumed
+    from hybridflow.reshard.report import DryRun
+
+OPTIONS = (
+    *("--cluster", "--device", "--mean-prompt", "--mean-response", "--transfer", "--published", "--recipes"),
+    *("--auto", "--overlap"),
+    *("--model", "--trainer", "--engines", "--dtype", "--engine-dtype", "--staging-mib", "--link-gbps", "--write"),
+)
+PLAN = """\
+examples:
+  hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8
+  hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8 actor.parallel.expert=4 --mean-response 3000
+  hybridflow plan --config-name grpo-kimi-k2-256x8 --transfer     with the plan of the weight sync itself
+  hybridflow plan --config-name my-recipe --cluster cluster.yaml  device, nodes, devices_per_node, devices of your own
+  hybridflow plan --config-name ppo-qwen3-8b-1x8 --cluster cluster.yaml --auto --write my-configs/mapped.yaml
+  hybridflow plan --published                                     published runs beside what the planner says of them
+
+Neither a GPU nor weights are needed. docs/planning.md says what is modelled and how well it agrees with published runs.
+"""
+RESHARD = """\
+example:
+  hybridflow reshard plan --model kimi-k2 --trainer ranks=2048,tp=8,pp=16,ep=32,first=3,last=2 --engines 32xtp=32,ep=32
+
+Plans the transfer on this machine: no GPU, no engine and no weights are needed. MODEL is a folder with a config.json,
+such a file, or a published model's name, as configs/model/ has them. Sizes of the trainer: ranks, tp, pp, vpp, cp, ep,
+etp, first and last (layers of the first and last pipeline stage). Sizes of an engine: tp, ep, dpa (data-parallel
+attention), pp, and dense=1 where dense MLPs and shared experts are whole on every rank (--moe-dense-tp-size 1 and an
+--moe-a2a-backend); NUMBERx before them is the number of such engines, and --engines may be given several times.
+"""
+Adder = Callable[..., argparse.ArgumentParser]
+
+
+def add(commands: Any, adder: Adder) -> None:
+    """Add `plan`, and `reshard plan` with the same flags for a transfer without a recipe."""
+    plan = adder(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
+    plan.add_argument("--config-name", metavar="NAME", help="a recipe; `hybridflow train` lists them")
+    plan.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
+    plan.add_argument("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
+    plan.add_argument("--device", metavar="NAME", help="kind of device, in place of cluster.device")
+    plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
+    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
+    plan.add_argument("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
+    plan.add_argument("--auto", action="store_true", help="find the placement and layouts with the shortest step")
+    plan.add_argument("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
+    plan.add_argument("--published", action="store_true", help="how the planner agrees with published runs")
+    plan.add_argument("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
+    _add_transfer(plan, is_required=False)
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+    reshard = adder(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_transfer)
+    actions = reshard.add_subparsers(metavar="ACTION", required=True)
+    transfer = adder(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
+    _add_transfer(transfer, is_required=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """`hybridflow plan`."""
+    if args.published or args.recipes:
+        from hybridflow.planning import accuracy, recipes
+
+        print(accuracy.table() if args.published else recipes.document())
+        return 0
+    if args.model or args.trainer or args.engines:
+        if not (args.model and args.trainer and args.engines):
+            raise ConfigError("a transfer without a recipe needs --model, --trainer and --engines")
+        return run_transfer(args)
+    if args.config_name is None:
+        raise ConfigError("--config-name is missing; `hybridflow train` alone lists the recipes")
+    return _run_recipe(args)
+
+
+def _run_recipe(args: argparse.Namespace) -> int:
+    from hybridflow.config.load import load_config
+    from hybridflow.planning import advice
+    from hybridflow.planning.devices import read_cluster
+    from hybridflow.planning.job import Assumed, job_of
+    from hybridflow.planning.plan import make_plan
+    from hybridflow.planning.table import table
+
+    config: RunConfig = load_config(args.config_name, args.overrides, args.config_dir)
+    if found := advice.refused(config):
+        raise ConfigError("\n".join(found))
+    cluster = config.cluster
+    each = cluster.devices_per_node or cluster.procs_per_node
+    machines: Machines = read_cluster(args.cluster, cluster.nodes, each, args.device or cluster.device)
+    for option, value in (("--mean-prompt", args.mean_prompt), ("--mean-response", args.mean_response)):
+        if value is not None and not 0 < value < 1e9:
+            raise ConfigError(f"{option} {value:g} must be a number of tokens above 0")
+    assumed = Assumed(args.mean_prompt, args.mean_response)
+    hf = _sizes(config)
+    if args.auto:
+        return _run_auto(args, config, machines, assumed, hf)
+    plan = make_plan(job_of(config, machines, assumed, hf))
+    transfer = _transfer_of(config, args) if args.transfer else None
+    if args.json:
+        figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})
+        print(json.dumps(figures, indent=2))
+        return 0
+    change = None if plan.fits else advice.nearest_change(config, machines, assumed, hf)
+    print(table(plan, args.config_name.removesuffix(".yaml"), change))
+    if transfer is not None:
+        from hybridflow.reshard.report import table as transfer_table
+
+        print(f"\nThe weight sync\n{transfer_table(transfer)}")
+    return 0
+
+
+def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> int:
+    from hybridflow.planning import advice, autoplan
+    from hybridflow.planning.job import job_of
+    from hybridflow.planning.plan import make_plan
+    from hybridflow.planning.table import table
+
+    change, mapped = autoplan.auto(config, machines, assumed, hf, args.overlap)
+    chosen: RunConfig = advice.with_values(config, change)
+    recipe = autoplan.recipe(args.config_name.removesuffix(".yaml"), change)
+    if args.write is not None:
+        args.write.write_text(recipe, encoding="utf-8")
+    pools = " | ".join(
+        f"{', '.join(name for name, _ in pool)} on {size}"
+        for pool, size in zip(mapped.pools, mapped.devices, strict=True)
+    )
+    plan = make_plan(job_of(chosen, machines, assumed, hf))
+    if args.json:
+        print(json.dumps(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}, indent=2))
+        return 0
+    print(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{table(plan, args.config_name)}")
+    return 0
+
+
+def _sizes(config: RunConfig) -> dict[str, Any]:
+    """The policy's config; its vocabulary from the tokenizer's folder where the recipe leaves it open."""
+    from hybridflow.config import derived
+
+    sizes = dict(derived.hf_config(config.model))
+    if "vocab_size" not in sizes and config.model.tokenizer is not None:
+        try:
+            folder = Path(config.model.tokenizer)
+            values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+            sizes["vocab_size"] = len(values["model"]["vocab"]) + len(values.get("added_tokens", ()))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # `job_of` says what is missing
+    return sizes
+
+
+def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
+    from hybridflow.config import derived
+    from hybridflow.models.fp8 import FP8
+    from hybridflow.reshard import report
+    from hybridflow.reshard.engine_layouts import EngineShape
+    from hybridflow.reshard.layout import ParallelShape
+    from hybridflow.reshard.simulate import Fabric
+
+    parallel, rollout = config.actor.parallel, config.rollout
+    trainer = ParallelShape(
+        derived.world_size(config),
+        parallel.tensor,
+        parallel.pipeline,
+        derived.virtual_pipeline_size(parallel),
+        parallel.context,
+        parallel.expert,
+        derived.expert_tensor_size(parallel),
+    )
+    engines = [
+        EngineShape(
+            rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
+        )
+    ]
+    return report.dry_run(
+        _sizes(config),
+        trainer,
+        engines,
+        config.model.dtype,
+        rollout.sync.staging_bytes,
+        Fabric(link_gbps=args.link_gbps),
+        FP8 if rollout.quantization == "fp8" else None,
+    )
+
+
+def run_transfer(args: argparse.Namespace) -> int:
+    """`hybridflow reshard plan`, and `hybridflow plan` with the same flags."""
+    from hybridflow.models.fp8 import FP8
+    from hybridflow.reshard import report
+    from hybridflow.reshard.engine_layouts import EngineShape
+    from hybridflow.reshard.layout import ParallelShape
+    from hybridflow.reshard.simulate import Fabric
+
+    trainer, engines = (
+        report.build(ParallelShape, args.trainer),
+        [report.build(EngineShape, text) for text in args.engines],
+    )
+    fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
+    engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
+    made = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
+    if args.write is not None:
+        args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
+    print(json.dumps(made.figures(), indent=2) if args.json else report.table(made))
+    return 0
+
+
+def _add_transfer(plan: argparse.ArgumentParser, is_required: bool) -> None:
+    dtypes = ("bfloat16", "float16", "float32")
+    without = "" if is_required else "without a recipe: "
+    plan.add_argument(
+        "--model",
+        required=is_required,
+        metavar="MODEL",
+        help=f"{without}a published model's name, or the path of a config.json or its folder",
+    )
+    plan.add_argument(
+        "--trainer", required=is_required, metavar="SIZES", help=f"{without}for example ranks=256,tp=8,pp=8,ep=32"
+    )
+    plan.add_argument(
+        "--engines",
+        required=is_required,
+        action="append",
+        metavar="SIZES",
+        help=f"{without}for example 2xtp=16,ep=16; may be repeated",
+    )
+    plan.add_argument(
+        "--dtype", default="bfloat16", choices=dtypes, help=f"{without}of the weights (default: bfloat16)"
+    )
+    plan.add_argument(
+        "--engine-dtype",
+        choices=(*dtypes, "fp8"),
+        help=f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along",
+    )
+    plan.add_argument(
+        "--staging-mib",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help=f"{without}memory for messages under way, a rank (default: 1024)",
+    )
+    plan.add_argument(
+        "--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)"
+    )
+    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")

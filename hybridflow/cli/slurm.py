@@ -1,0 +1,174 @@
+"""`hybridflow slurm submit | render | status | logs | cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.launch.job import Job
+    from hybridflow.launch.site import Site
+
+SLURM = """\
+examples:
+  hybridflow slurm submit --config-name tiny-moe-grpo cluster.nodes=2 cluster.procs_per_node=2
+  hybridflow slurm render --config-name tiny-moe-grpo > job.sbatch    the same file, to read or to edit
+  hybridflow slurm submit --config-name NAME --spares 1 --max-restarts 5 --sbatch=--constraint=h200
+  hybridflow slurm submit --config-name NAME --array 1-3 seed=%a name=sweep-%a
+  hybridflow slurm status 1234
+  hybridflow slurm logs 1234 --follow
+  hybridflow slurm cancel 1234
+
+A job whose time runs out or that is preempted writes a checkpoint, is requeued, and goes on from there. A site's
+defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml shows every key). docs/cluster.md
+"""
+OPTIONS = (
+    *("--job", "--nodes", "--other-nodes", "--other-sbatch", "--spares", "--gpus-per-node", "--partition"),
+    *("--account", "--time", "--array", "--dependency", "--max-restarts", "--grace", "--site", "--sbatch"),
+    *("--output-dir", "--follow"),
+)
+
+
+def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put the command and its five actions into the parser."""
+    group = add_command(commands, "slurm", "submit jobs to Slurm and look after them", SLURM, lambda args: 0)
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    submit = add_command(actions, "submit", "submit a job that starts Ray on its nodes and trains", SLURM, run_submit)
+    render = add_command(actions, "render", "print the sbatch file that submit would hand in", SLURM, run_render)
+    for parser in (submit, render):
+        _add_job_options(parser)
+    for name, summary, handler in (
+        ("status", "how a job stands, and how its starts ended", run_status),
+        ("logs", "the logs of all nodes and starts of a job", run_logs),
+        ("cancel", "cancel jobs", run_cancel),
+    ):
+        parser = add_command(actions, name, summary, SLURM, handler)
+        parser.add_argument("jobs", nargs="+" if name == "cancel" else 1, metavar="JOB", help="Slurm's job number")
+        if name != "cancel":
+            parser.add_argument("--output-dir", type=Path, default=Path("runs"), metavar="DIR", help="default: runs")
+        if name == "logs":
+            parser.add_argument("--follow", action="store_true", help="go on printing what is added")
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config-name", required=True, metavar="NAME", help="a recipe")
+    add("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
+    add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
+    add("--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need")
+    add("--other-nodes", type=int, default=0, metavar="M", help="of the N, as the second part of a heterogeneous job")
+    add("--other-sbatch", action="append", default=[], metavar="OPTION", help="option of the second part's nodes")
+    add("--spares", type=int, default=0, metavar="N", help="further nodes that take the place of bad ones")
+    add("--gpus-per-node", type=int, metavar="N")
+    add("--partition", metavar="NAME")
+    add("--account", metavar="NAME")
+    add("--time", metavar="TIME", help="time limit, as sbatch takes it")
+    add("--array", metavar="SPEC", help="a job array; %%a in settings is the task's number")
+    add("--dependency", metavar="SPEC", help="as sbatch takes it")
+    add("--max-restarts", type=int, default=3, metavar="N", help="after failures (default: 3)")
+    add("--grace", type=int, default=180, metavar="S", help="seconds for a checkpoint before the end (default: 180)")
+    add("--site", type=Path, metavar="FILE", help="the site file (default: $HYBRIDFLOW_SITE)")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="a further option, as --sbatch=--nice=10")
+    add("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+
+
+def run_submit(args: argparse.Namespace) -> int:
+    """`hybridflow slurm submit`."""
+    from hybridflow.launch import slurm
+    from hybridflow.launch.job import render
+
+    job, site = _job(args)
+    number = slurm.submit(job, render(job, site))
+    spares = f" and {job.spares} spare" if job.spares else ""
+    print(f"submitted job {number}: {job.name} on {job.nodes} node(s){spares}")
+    print(f"output: {job.out / f'{number}.out'}")
+    print(
+        f"hybridflow slurm status {number}; hybridflow slurm logs {number} --follow; hybridflow slurm cancel {number}"
+    )
+    return 0
+
+
+def run_render(args: argparse.Namespace) -> int:
+    """`hybridflow slurm render`."""
+    from hybridflow.launch.job import render
+
+    print(render(*_job(args)), end="")
+    return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """`hybridflow slurm status`."""
+    from hybridflow.launch import slurm
+
+    print(slurm.status(args.jobs[0], args.output_dir / "slurm"))
+    return 0
+
+
+def run_logs(args: argparse.Namespace) -> int:
+    """`hybridflow slurm logs`."""
+    from hybridflow.launch import slurm
+
+    files = slurm.log_files(args.jobs[0], args.output_dir / "slurm")
+    if args.follow:
+        os.execvp("tail", ["tail", "-n", "+1", "-F", *(str(path) for _, path in files)])
+    print(slurm.joined(files))
+    return 0
+
+
+def run_cancel(args: argparse.Namespace) -> int:
+    """`hybridflow slurm cancel`."""
+    from hybridflow.launch import slurm
+
+    slurm.cancel(args.jobs)
+    return 0
+
+
+def _job(args: argparse.Namespace) -> tuple[Job, Site]:
+    """The job that the options ask for, its recipe checked as `train` checks it."""
+    from dataclasses import replace
+
+    from hybridflow.config import derived
+    from hybridflow.config.check import check
+    from hybridflow.config.load import load_config
+    from hybridflow.launch.job import Job, nodes_of
+    from hybridflow.launch.site import read_site
+
+    # The number of an array's task stands in for %a, so that the recipe is checked as the first task reads it.
+    run = load_config(args.config_name, [word.replace("%a", "1") for word in args.overrides], args.config_dir)
+    check(run, args.job)
+    if run.cluster.address is not None:
+        raise ConfigError("cluster.address is set: a Slurm job starts its own Ray cluster; remove the key")
+    if run.trainer.resume == "disable":
+        raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
+    site = read_site(args.site)
+    site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    words = [args.job, "--config-name", args.config_name]
+    words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
+    here = Path.cwd()
+    per_task = [word.partition("=")[2] for word in args.overrides if word.startswith("name=") and "%a" in word]
+    folder = Path(derived.run_dir(run))
+    folder = folder.with_name(per_task[-1]) if args.array and per_task else folder
+    job = Job(
+        name=run.name,
+        words=(*words, *args.overrides),
+        workdir=here,
+        out=here / run.output_dir / "slurm",
+        run_dir=here / folder,
+        nodes=args.nodes or nodes_of(run),
+        other_nodes=args.other_nodes,
+        other_options=tuple(args.other_sbatch),
+        spares=args.spares,
+        gpus_per_node=site.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node,
+        time=args.time,
+        array=args.array,
+        dependency=args.dependency,
+        max_restarts=args.max_restarts,
+        grace_s=args.grace,
+        options=tuple(args.sbatch),
+    )
+    return job, site

@@ -1,0 +1,136 @@
+"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from hybridflow.errors import HybridFlowError
+from hybridflow.launch import driver, node, preflight, records, verdict
+
+
+def main(words: list[str]) -> int:
+    """Run one step; returns its exit status."""
+    args = _parser().parse_args(words)
+    try:
+        return int(args.handler(args))
+    except HybridFlowError as error:
+        print(f"hybridflow: {error}", flush=True)
+        if hasattr(args, "dir"):  # the verdict repeats it
+            (args.dir / f"{args.step}-error").write_text(str(error), encoding="utf-8")
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hybridflow.launch", description=__doc__)
+    steps = parser.add_subparsers(dest="step", required=True)
+
+    check = steps.add_parser("preflight", help="check this node and the way to the others")
+    check.add_argument("--gpus", type=int, default=0)
+    check.add_argument("--min-free-gib", type=float, default=5.0)
+    check.add_argument("--min-shm-gib", type=float, default=1.0)
+    check.add_argument("--min-open-files", type=int, default=4096)
+    check.add_argument("--interface")
+    check.add_argument("--timeout", type=float, default=60.0)
+    check.set_defaults(handler=_preflight)
+
+    choose = steps.add_parser("judge", help="choose the nodes to use from what all of them said")
+    choose.add_argument("--nodes", type=int, required=True)
+    choose.add_argument("--max-clock-skew", type=float, default=2.0)
+    choose.set_defaults(handler=_judge)
+
+    ray = steps.add_parser("node", help="run Ray on this node")
+    ray.add_argument("--gpus", type=int, default=0)
+    ray.add_argument("--object-store-gib", type=float)
+    ray.add_argument("--start-timeout", type=float, default=300.0)
+    ray.set_defaults(handler=_node)
+
+    drive = steps.add_parser("driver", help="wait for all nodes, then run `hybridflow WORDS`")
+    drive.add_argument("--nodes", type=int, required=True)
+    drive.add_argument("--start-timeout", type=float, default=300.0)
+    drive.add_argument("--grace", type=float, default=120.0)
+    drive.add_argument("words", nargs="+")
+    drive.set_defaults(handler=_driver)
+
+    for step in (check, choose, ray, drive):
+        step.add_argument("--dir", type=Path, required=True, help="folder of this start of the job")
+    for step in (check, choose):
+        step.add_argument("--hosts", required=True, help="all nodes of the allocation, with spaces between")
+
+    end = steps.add_parser("verdict", help="say why the job ended; exit status 75 asks for a requeue")
+    end.add_argument("--job-dir", type=Path, required=True)
+    end.add_argument("--restart", type=int, required=True)
+    end.add_argument("--max-restarts", type=int, required=True)
+    end.add_argument("--run-dir", type=Path, required=True)
+    end.add_argument("--state", default="")
+    end.add_argument("--asked", type=int, default=0)
+    end.add_argument("--driver-status", default="none")
+    end.add_argument("--why", default="")
+    end.set_defaults(handler=_verdict)
+    return parser
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    wanted = preflight.Wanted(args.gpus, args.min_free_gib, args.min_shm_gib, args.min_open_files, args.interface)
+    record = preflight.check_node(_node_name(), args.hosts.split(), args.dir, wanted, args.timeout)
+    preflight.print_record(record)
+    return 0
+
+
+def _judge(args: argparse.Namespace) -> int:
+    said, errors = (records.tail(args.dir / f"preflight.{kind}", 100_000) for kind in ("out", "err"))
+    found = preflight.parse(said)
+    chosen, bad = preflight.choose(args.hosts.split(), found, args.nodes, args.max_clock_skew, errors)
+    for host, why in bad.items():
+        print(f"hybridflow: {host} is left out: {why}", flush=True)
+    use = [{"node": record.node, "address": record.address} for record in chosen]
+    records.write(args.dir / records.CHOSEN, {"use": use})
+    (args.dir / "nodes.txt").write_text("".join(f"{record.node}\n" for record in chosen))
+    return 0
+
+
+def _node(args: argparse.Namespace) -> int:
+    sys.stdout.flush()
+    with (args.dir / f"node-{_node_name()}.log").open("ab") as log:  # srun's %N is the host's name, not the node's
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    options = node.RayOptions(args.gpus, args.object_store_gib, args.start_timeout)
+    return node.run(_node_name(), args.dir, options, int(os.environ["SLURM_JOB_ID"]))
+
+
+def _driver(args: argparse.Namespace) -> int:
+    return driver.run(args.dir, args.nodes, args.words, args.start_timeout, args.grace)
+
+
+def _verdict(args: argparse.Namespace) -> int:
+    status = None if args.driver_status == "none" else int(args.driver_status)
+    folder = args.job_dir / f"restart-{args.restart}"
+    why = args.why
+    for step in ("judge", "driver"):
+        if (path := folder / f"{step}-error").exists():
+            why = " ".join(path.read_text(encoding="utf-8").split())
+    attempt, log_tail, code = verdict.judge(
+        args.job_dir,
+        args.restart,
+        args.max_restarts,
+        args.run_dir,
+        status,
+        asked=bool(args.asked),
+        state=args.state,
+        why=why,
+    )
+    if log_tail:
+        print(log_tail)
+    job = args.job_dir.name
+    print(f"hybridflow: job {job}, start {args.restart}, {attempt.outcome}: {attempt.why}", flush=True)
+    return code
+
+
+def _node_name() -> str:
+    return os.environ["SLURMD_NODENAME"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

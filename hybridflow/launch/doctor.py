@@ -1,0 +1,253 @@
+"""What of this machine, its packages and its cluster a run would use, what not and why, each with its remedy."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import HybridFlowError
+from hybridflow.launch.node import FIRST_PORT
+from hybridflow.launch.preflight import list_gpus
+
+Level = Literal["ok", "unused", "warning", "error"]
+_GIB = 2**30
+# What a run cannot do without, with a test of it here; the exact versions are in requirements/.
+NEEDED = ("torch", "megatron-core", "ray", "transformers", "numpy", "pyarrow", "hydra-core")
+# Package -> (module, what uses it when it is there).
+FASTER = {
+    "transformer-engine": ("transformer_engine", "fused layers and FP8 of Megatron"),
+    "apex": ("apex", "fused normalisation and gradient accumulation of Megatron"),
+    "flash-attn": ("flash_attn", "attention of Megatron"),
+    "deep-ep": ("deep_ep", "the expert all-to-all of Megatron and the engines"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. `remedy` is empty where nothing is to be done."""
+
+    topic: str
+    level: Level
+    what: str
+    remedy: str = ""
+
+
+def examine(config: RunConfig | None = None) -> list[Finding]:
+    """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory, folders."""
+    gpus = list_gpus()
+    findings = [*_versions(), *_devices(gpus, config), *_faster(bool(gpus)), *_network(bool(gpus)), *_limits()]
+    return [*findings, *_disk(config), *_cluster(config)]
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 when something would end a run."""
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The findings as text, with the remedy under each line that has one."""
+    width = max(len(finding.topic) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<8}{finding.topic:<{width}}  {finding.what}")
+        if finding.remedy:
+            lines.append(f"{'':<8}{'':<{width}}  -> {finding.remedy}")
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
+    return "\n".join([*lines, f"{counts['error']} error(s), {counts['warning']} warning(s)"])
+
+
+def _versions() -> Iterator[Finding]:
+    right = sys.version_info[:2] == (3, 11)
+    version = ".".join(map(str, sys.version_info[:3]))
+    remedy = "" if right else "the locks are for Python 3.11: PYTHON=/path/to/python3.11 make setup"
+    yield Finding("python", "ok" if right else "warning", version, remedy)
+    for name in (*NEEDED, RunConfig().rollout.engine):
+        found = _version(name)
+        if found is None:
+            yield Finding(name, "error", "is not installed", "make setup (LANE=gpu on a machine with GPUs)")
+        else:
+            yield Finding(name, "ok", found)
+
+
+def _devices(gpus: Sequence[str], config: RunConfig | None) -> Iterator[Finding]:
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    yield Finding("cpu", "ok", f"{cores} cores usable, {memory.total / _GIB:.0f} GiB of memory")
+    wanted = config.cluster.procs_per_node if config is not None else 0
+    if not gpus:
+        where = "no GPU: nvidia-smi is absent or shows none; runs use CPUs and gloo"
+        yield Finding("gpu", "unused", where, "on a GPU machine: install the driver, ask Slurm for --gpus-per-node")
+        return
+    yield Finding("gpu", "ok", f"{len(gpus)} x {gpus[0]}")
+    cuda = _torch_cuda()
+    if cuda is None:
+        yield Finding(
+            "torch.cuda", "error", "torch was built without CUDA, the GPUs stay unused", "make setup LANE=gpu"
+        )
+    if wanted > len(gpus):
+        what = f"the recipe wants {wanted} ranks on a node, which has {len(gpus)} GPUs"
+        yield Finding("recipe", "error", what, f"cluster.procs_per_node={len(gpus)} and more cluster.nodes")
+
+
+def _faster(has_gpus: bool) -> Iterator[Finding]:
+    for name, (module, use) in FASTER.items():
+        if util.find_spec(module) is not None:
+            level: Level = "ok" if has_gpus else "unused"
+            yield Finding(
+                name, level, f"{_version(name) or 'installed'}: {use}" + ("" if has_gpus else "; needs a GPU")
+            )
+        elif has_gpus:
+            yield Finding(
+                name, "warning", f"is absent: {use} is slower", f"launch/containers/ builds it in; or install {name}"
+            )
+        else:
+            yield Finding(name, "unused", f"is absent; {use}, on GPUs alone")
+
+
+def _network(has_gpus: bool) -> Iterator[Finding]:
+    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    if devices:
+        yield Finding("rdma", "ok", ", ".join(devices))
+        if not os.access("/dev/infiniband/rdma_cm", os.R_OK | os.W_OK):
+            what, remedy = "/dev/infiniband/rdma_cm may not be opened", "mount /dev/infiniband into the container"
+            yield Finding("rdma", "warning", what, remedy)
+    else:
+        level: Level = "warning" if has_gpus else "unused"
+        yield Finding(
+            "rdma", level, "no InfiniBand or RoCE device; nodes talk over TCP", "load the drivers (ibstat)" * has_gpus
+        )
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        yield Finding(
+            "host name", "warning", f"{name} has no address ({error})", "add it to /etc/hosts, or set `interface`"
+        )
+        return
+    loopback = address.startswith("127.")
+    remedy = "set `interface` in the site file, so that nodes do not meet on loopback" if loopback else ""
+    yield Finding("host name", "warning" if loopback else "ok", f"{name} is {address}", remedy)
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < FIRST_PORT + 2000:
+        what = f"ephemeral ports begin at {first}; Ray's lie between {FIRST_PORT} and them"
+        yield Finding("ports", "error", what, 'sysctl net.ipv4.ip_local_port_range="32768 60999"')
+    else:
+        yield Finding("ports", "ok", f"{FIRST_PORT} to {first - 1} for Ray's services")
+
+
+def _limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = files != resource.RLIM_INFINITY and files < 65536
+    remedy = "LimitNOFILE=infinity for slurmd, or nofile in /etc/security/limits.conf" if few else ""
+    yield Finding("nofile", "warning" if few else "ok", f"{_amount(files)} open files", remedy)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    rdma = any(Path("/sys/class/infiniband").glob("*"))
+    short = rdma and locked != resource.RLIM_INFINITY
+    remedy = "LimitMEMLOCK=infinity for slurmd: RDMA pins memory" if short else ""
+    yield Finding("memlock", "warning" if short else "ok", f"{_amount(locked)} bytes", remedy)
+    free = shutil.disk_usage("/dev/shm").free / _GIB
+    remedy = "--shm-size of the container, or remount it larger: Ray keeps objects there" if free < 1 else ""
+    yield Finding("/dev/shm", "warning" if free < 1 else "ok", f"{free:.1f} GiB free", remedy)
+
+
+def _disk(config: RunConfig | None) -> Iterator[Finding]:
+    folders = [Path(tempfile.gettempdir()), Path(config.output_dir) if config is not None else Path.cwd()]
+    for folder in folders:
+        there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+        if not os.access(there, os.W_OK):
+            yield Finding("disk", "error", f"{folder} may not be written", "choose another output_dir or TMPDIR")
+            continue
+        free = shutil.disk_usage(there).free / _GIB
+        remedy = "clear it, or choose another output_dir or TMPDIR" if free < 5 else ""
+        yield Finding("disk", "warning" if free < 5 else "ok", f"{folder}: {free:.0f} GiB free", remedy)
+    kind = _filesystem(folders[1])
+    shared = kind in {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cephfs", "ceph", "fuse", "wekafs", "afs"}
+    several = config is not None and config.cluster.nodes > 1
+    remedy = "set output_dir to a folder that all nodes mount" if several and not shared else ""
+    what = f"output folder on {kind}{'' if shared else ', which nodes do not share as a rule'}"
+    yield Finding("shared filesystem", "warning" if remedy else "ok", what, remedy)
+
+
+def _cluster(config: RunConfig | None) -> Iterator[Finding]:
+    if shutil.which("sinfo") is None:
+        yield Finding("slurm", "unused", "no sinfo here", "on a login node: load Slurm's module" if _in_slurm() else "")
+    else:
+        done = subprocess.run(["sinfo", "--noheader", "--format=%P %D %T"], capture_output=True, text=True, check=False)
+        lines = "; ".join(done.stdout.splitlines())
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or [f"sinfo ended with status {done.returncode}"])[-1]
+            level: Level = "error" if _in_slurm() else "warning"
+            yield Finding("slurm", level, said, "ask whether slurmctld is up (scontrol ping), and look at SLURM_CONF")
+        else:
+            yield Finding("slurm", "ok", lines)
+    address = config.cluster.address if config is not None else os.environ.get("RAY_ADDRESS")
+    if not address or address == "auto":
+        yield Finding("ray cluster", "unused", "none is named; a run starts its own")
+        return
+    from hybridflow.single_controller.cluster import wait_for_nodes
+
+    try:
+        wait_for_nodes(address, config.cluster.nodes if config is not None else 1, 10.0)
+        yield Finding("ray cluster", "ok", f"{address} answers")
+    except HybridFlowError as error:
+        yield Finding("ray cluster", "error", str(error), "check the address and RAY_AUTH_TOKEN_PATH")
+
+
+def recipe_findings(load: Callable[[], RunConfig]) -> tuple[RunConfig | None, list[Finding]]:
+    """The recipe, or the finding that says why it is refused."""
+    try:
+        config = load()
+    except HybridFlowError as error:
+        return None, [Finding("recipe", "error", str(error), "correct the key; --print-config shows every setting")]
+    world = derived.world_size(config)
+    return config, [Finding("recipe", "ok", f"{config.name}: {world} ranks on {config.cluster.nodes} node(s)")]
+
+
+def as_json(findings: Sequence[Finding]) -> list[Mapping[str, str]]:
+    """The findings as plain values."""
+    return [vars(finding) for finding in findings]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch was built for, which its version file says without importing torch."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    line = next((line for line in text.splitlines() if line.startswith("cuda")), "")
+    return None if "None" in line or "=" not in line else line.rpartition("=")[2].strip(" '\"")
+
+
+def _filesystem(folder: Path) -> str:
+    """The type of the filesystem that would hold `folder`."""
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    mounted = [part for part in psutil.disk_partitions(all=True) if there.is_relative_to(part.mountpoint)]
+    return max(mounted, key=lambda part: len(part.mountpoint)).fstype if mounted else "an unknown filesystem"
+
+
+def _amount(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def _in_slurm() -> bool:
+    return "SLURM_JOB_ID" in os.environ

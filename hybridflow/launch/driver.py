@@ -1,0 +1,126 @@
+"""The driver of a job: waits until every node has joined Ray, runs `hybridflow train`, and passes on requests to stop.
+
+SIGUSR1 and SIGTERM ask the driver for a checkpoint (SIGUSR1) and end it when that takes too long; SIGUSR2 ends it now.
+The driver runs in a session of its own, since Slurm may signal the whole process group of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.errors import ResourceError, RunStopped
+from hybridflow.launch import records
+from hybridflow.launch.node import clean_environment
+from hybridflow.single_controller.cluster import wait_for_nodes
+
+STOPPED = RunStopped.exit_code
+LOG = "driver.log"
+_END_S = 20.0  # the driver takes a few seconds to end its workers
+_POLL_S = 0.2
+
+
+class Driver:
+    """A `hybridflow` command whose output goes to a log and to our own."""
+
+    def __init__(self, folder: Path, grace_s: float) -> None:
+        """`grace_s`: seconds that a checkpoint may take once it was asked for."""
+        self.folder, self.grace_s = folder, grace_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self.asked_at: float | None = None
+        self.ended_at: float | None = None
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: self.ask())
+        signal.signal(signal.SIGUSR2, lambda number, frame: self.end())
+
+    def ask(self) -> None:
+        """Have the driver write a checkpoint and stop."""
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+            self._send(signal.SIGUSR1)
+
+    def end(self) -> None:
+        """Have the driver end at once, as after Ctrl-C."""
+        if self.ended_at is None:
+            self.ended_at = time.monotonic()
+            self._send(signal.SIGTERM)
+
+    def check(self) -> None:
+        """ResourceError when a node's Ray has ended, or the job is to stop, before the driver has started."""
+        if failed := records.failures(self.folder):
+            raise ResourceError(f"{failed[0]['node']}: {failed[0]['what']}")
+        if self.asked_at is not None or self.ended_at is not None:
+            raise RunStopped("stopped as asked, before the driver had started")
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run `hybridflow WORDS` to its end; returns its exit status, or STOPPED when it was asked to stop."""
+        command = [sys.executable, "-m", "hybridflow.cli.main", *words]
+        with (self.folder / LOG).open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=clean_environment(os.environ) | {"PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if self.asked_at is not None:  # between the last check and the start
+            self._send(signal.SIGUSR1)
+        with (self.folder / LOG).open("rb") as shown:
+            while self.process.poll() is None:
+                self._hurry()
+                self._show(shown.read())
+                time.sleep(_POLL_S)
+            self._show(shown.read())
+        status = self.process.returncode
+        if status and self.asked_at is not None:
+            return STOPPED
+        return status if status >= 0 else 128 - status
+
+    def _hurry(self) -> None:
+        """Go from asking to ending, and from ending to killing, when time is up."""
+        now = time.monotonic()
+        if self.asked_at is not None and now > self.asked_at + self.grace_s:
+            self.end()
+        if self.ended_at is not None and now > self.ended_at + _END_S:
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+
+    @staticmethod
+    def _show(text: bytes) -> None:
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+
+
+def run(folder: Path, nodes: int, words: Sequence[str], start_timeout_s: float, grace_s: float) -> int:
+    """Wait for the cluster, then run the driver in it.
+
+    Args:
+        folder: of this start of the job.
+        nodes: that must have joined.
+        words: after `hybridflow`; the cluster's address is added.
+        start_timeout_s: for the nodes to join.
+        grace_s: for a checkpoint that was asked for.
+    """
+    driver = Driver(folder, grace_s)
+    deadline = time.monotonic() + start_timeout_s
+    while (head := records.read(folder / records.HEAD)) is None:
+        driver.check()
+        if time.monotonic() > deadline:
+            raise ResourceError(f"the head node did not start Ray within {start_timeout_s:.0f} s; see its log")
+        time.sleep(_POLL_S)
+    address = str(head["address"])
+    wait_for_nodes(address, nodes, deadline - time.monotonic(), driver.check)
+    return driver.run([*words, f"cluster.address={address}"])

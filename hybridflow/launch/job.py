@@ -1,0 +1,175 @@
+"""The sbatch file of a job: #SBATCH lines and settings, then the body that every job shares (launch/slurm/job.sh)."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+from hybridflow.launch.site import Site, launch_dir
+
+PREFLIGHT_SHARE = 0.5  # of its time-out, for the others' files; the rest is for starting Python and for connecting
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a user asks for; paths are absolute.
+
+    Attributes:
+        words: after `hybridflow`, for example ("train", "--config-name", "x").
+        nodes: that the run uses, those of `other_nodes` included.
+        other_nodes: how many of them are the second part of a heterogeneous job, with `other_options` of sbatch.
+        spares: further nodes, which take the place of bad ones.
+        grace_s: seconds for a checkpoint before Slurm takes the nodes.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    workdir: Path
+    out: Path
+    run_dir: Path
+    nodes: int = 1
+    other_nodes: int = 0
+    other_options: tuple[str, ...] = ()
+    spares: int = 0
+    gpus_per_node: int = 0
+    time: str | None = None
+    array: str | None = None
+    dependency: str | None = None
+    max_restarts: int = 3
+    grace_s: int = 180
+    options: tuple[str, ...] = ()
+
+
+def nodes_of(config: RunConfig) -> int:
+    """How many nodes the run's processes and engines fill."""
+    rollout = config.rollout
+    engines = rollout.num_engines * rollout.nodes_per_engine if rollout.nodes_per_engine > 1 else 1
+    return max(config.cluster.nodes, engines)
+
+
+def check(job: Job) -> None:
+    """ConfigError for numbers that do not fit together."""
+    if job.nodes < 1 or job.spares < 0 or not 0 <= job.other_nodes < job.nodes:
+        raise ConfigError(
+            f"--nodes {job.nodes} --other-nodes {job.other_nodes} --spares {job.spares}: at least one node must be of "
+            "the first part, and none of the numbers may be negative"
+        )
+    if job.other_nodes and job.spares:
+        raise ConfigError("--spares and --other-nodes exclude each other: a spare would be of the wrong part")
+    if job.grace_s < 1 or job.max_restarts < 0:
+        raise ConfigError(f"--grace {job.grace_s} --max-restarts {job.max_restarts}: at least 1 and 0 are needed")
+    if "\n" in f"{job.name}{job.workdir}{job.out}{job.run_dir}":
+        raise ConfigError("the run's name and folders may not contain line breaks")
+
+
+def render(job: Job, site: Site) -> str:
+    """The whole file.
+
+    Raises:
+        ConfigError: numbers that do not fit together, or a site's `body` that cannot be read.
+    """
+    check(job)
+    path = Path(site.body) if site.body else launch_dir() / "slurm" / "job.sh"
+    try:
+        body = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"site.body {path}: cannot be read ({error})") from error
+    parts = ["#!/bin/bash", *_directives(job, site), "", *_settings(job, site), ""]
+    return "\n".join(parts) + "\n" + body
+
+
+def _directives(job: Job, site: Site) -> list[str]:
+    asked = [
+        f"--job-name={_quoted(job.name)}",
+        f"--output={_quoted(str(job.out).replace('%', '%%') + '/%j.out')}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{job.grace_s}",
+    ]
+    asked += [f"--{name}={_quoted(value)}" for name in ("account", "qos") if (value := getattr(site, name))]
+    asked += [f"--array={job.array}"] if job.array else []
+    asked += [f"--dependency={job.dependency}"] if job.dependency else []
+    first = _part(job, site, job.nodes - job.other_nodes + job.spares)
+    lines = [f"#SBATCH {option}" for option in [*asked, *first, *site.sbatch, *job.options]]
+    if job.other_nodes:
+        other = [*_part(job, site, job.other_nodes), *site.sbatch, *job.other_options]
+        lines += ["#SBATCH hetjob", *(f"#SBATCH {option}" for option in other)]
+    return lines
+
+
+def _part(job: Job, site: Site, nodes: int) -> list[str]:
+    """The options that each part of a heterogeneous job has."""
+    asked = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+    asked += ["--exclusive"] if site.exclusive else []
+    asked += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
+    asked += [f"--partition={site.partition}"] if site.partition else []
+    asked += [f"--time={time}"] if (time := job.time or site.time) else []
+    return asked
+
+
+def _settings(job: Job, site: Site) -> list[str]:
+    limits, container = site.limits, site.container
+    python = container.python if container.kind != "none" else site.environment.python or sys.executable
+    srun, prefix = list(site.srun), []
+    here: list[str] = []
+    folders = [job.workdir] if job.out.is_relative_to(job.workdir) else [job.workdir, job.out]
+    mounts = [*(f"{folder}:{folder}" for folder in folders), *container.mounts]
+    if container.kind == "pyxis":
+        srun += [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+        srun += [f"--container-workdir={job.workdir}"]
+        here = ["srun", *srun, "--overlap", "--nodes=1", "--ntasks=1"]
+    elif container.kind == "apptainer":
+        prefix = ["apptainer", "exec", *(["--nv"] if job.gpus_per_node else []), f"--pwd={job.workdir}"]
+        prefix += [*(f"--bind={mount}" for mount in mounts), str(container.image)]
+        here = prefix
+    preflight = [f"--gpus={job.gpus_per_node}", f"--min-free-gib={limits.min_free_gib:g}"]
+    preflight += [f"--min-shm-gib={limits.min_shm_gib:g}", f"--min-open-files={limits.min_open_files}"]
+    preflight += [f"--timeout={math.ceil(limits.preflight_timeout_s * PREFLIGHT_SHARE)}"]
+    preflight += [f"--interface={site.interface}"] if site.interface else []
+    ray = [f"--gpus={job.gpus_per_node}", f"--start-timeout={limits.start_timeout_s}"]
+    ray += [f"--object-store-gib={site.object_store_gib:g}"] if site.object_store_gib else []
+    return [
+        "# ---- the site's lines",
+        *site.prolog,
+        "",
+        "# ---- settings of this job",
+        _assign("WORKDIR", str(job.workdir)),
+        _assign("OUT", str(job.out)),
+        _assign("RUN_DIR", str(job.run_dir)),
+        _assign("PYTHON", python),
+        _assign("NODES", str(job.nodes)),
+        _assign("MAX_RESTARTS", str(job.max_restarts)),
+        _assign("GRACE", str(max(1, job.grace_s * 2 // 3))) + "  # of the seconds before Slurm takes the nodes",
+        _assign("START_TIMEOUT", str(limits.start_timeout_s)),
+        _assign("PREFLIGHT_TIMEOUT", str(limits.preflight_timeout_s)),
+        _assign("MAX_CLOCK_SKEW", f"{limits.max_clock_skew_s:g}"),
+        _assign("ARCHIVE", site.environment.archive or ""),
+        _assign("LOCAL", site.environment.local or ""),
+        _array("SRUN", srun),
+        _array("CONTAINER", prefix),
+        _array("HERE", here),
+        _array("PREFLIGHT", preflight),
+        _array("RAY", ray),
+        _array("TRAIN", job.words),
+    ]
+
+
+def _assign(name: str, value: str) -> str:
+    return f"{name}={shlex.quote(value)}" if value else f"{name}=''"
+
+
+def _array(name: str, values: Sequence[str]) -> str:
+    return f"{name}=({' '.join(map(shlex.quote, values))})"
+
+
+def _quoted(value: str) -> str:
+    """A value of an #SBATCH line; Slurm reads quotes and backslashes there as a shell does."""
+    if all(letter.isalnum() or letter in "-_./%:,@=+" for letter in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

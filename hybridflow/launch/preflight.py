@@ -1,0 +1,307 @@
+"""Checks of every node of a job before Ray starts: its own resources, the shared folder, its clock, and whether every
+node reaches every other.
+
+One process a node runs `check_node` at the same time; `choose` looks at what all of them said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridflow.errors import ResourceError
+from hybridflow.launch import records
+
+MARK = "preflight "  # begins the line with a node's record among what else srun prints
+_GIB = 2**30
+_POLL_S = 0.1
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a node must have. `gpus` of 0: it is not looked for any."""
+
+    gpus: int = 0
+    min_free_gib: float = 5.0
+    min_shm_gib: float = 1.0
+    min_open_files: int = 4096
+    interface: str | None = None
+
+
+@dataclass
+class Record:
+    """What a node says about itself and about the others."""
+
+    node: str
+    address: str = ""
+    port: int = 0
+    nonce: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    complaints: dict[str, str] = field(default_factory=dict)  # other node -> what is wrong between the two
+    clocks: dict[str, float] = field(default_factory=dict)  # other node -> its clock minus this one's, seconds
+
+
+def check_node(
+    node: str,
+    hosts: Sequence[str],
+    folder: Path,
+    wanted: Wanted,
+    timeout_s: float,
+    clock: Callable[[], float] = time.time,
+) -> Record:
+    """Check this node, and the way to the others; nothing is raised for what is wrong, the record says it.
+
+    Args:
+        node: this node's name in `hosts`.
+        hosts: all nodes of the allocation.
+        folder: of this start of the job; every node must see the files that the others write there.
+        wanted: what the node must have.
+        timeout_s: how long to wait for the others' files.
+        clock: seconds since the epoch; replaced in tests.
+    """
+    record = Record(node, nonce=secrets.token_hex(8))
+    record.facts, record.problems = _resources(folder, wanted)
+    meeting = folder / "preflight"
+    try:
+        record.address = node_address(node, wanted.interface)
+        server = socket.create_server((record.address, 0), backlog=1024)
+    except (OSError, ResourceError) as error:
+        record.problems.append(f"{error}; check the site file's `interface` and the node's addresses")
+        return record
+    record.port = server.getsockname()[1]
+    answering = threading.Thread(target=_answer, args=(server, record, clock), daemon=True)
+    answering.start()
+    deadline = time.monotonic() + timeout_s
+    others = [host for host in hosts if host != node]
+    try:
+        records.write(meeting / f"{node}.json", {"address": record.address, "port": record.port, "nonce": record.nonce})
+    except OSError as error:
+        record.problems.append(f"cannot write into {folder} ({error}); choose an output_dir on a shared filesystem")
+        return record
+    for other, found in _await((meeting / f"{other}.json" for other in others), deadline):
+        if found is None:
+            record.complaints[other] = (
+                f"its file in {folder} was not seen within {timeout_s:.0f} s; the node is down, or the folder is not "
+                "on a filesystem that both share: choose an output_dir that all nodes mount"
+            )
+        else:
+            _visit(record, other, found, clock)
+    records.write(meeting / f"{node}.done", {})
+    seen = [other for other in others if other in record.clocks]
+    list(_await((meeting / f"{other}.done" for other in seen), deadline))  # they may still be asking
+    server.close()
+    return record
+
+
+def node_address(node: str, interface: str | None) -> str:
+    """The IPv4 address by which the other nodes reach this one: the interface's, or the one that Slurm knows.
+
+    Raises:
+        ResourceError: there is no such interface, it has no address, or the node's name has none.
+    """
+    if interface is not None:
+        addresses = psutil.net_if_addrs()
+        found = [entry.address for entry in addresses.get(interface, []) if entry.family == socket.AF_INET]
+        if not found:
+            raise ResourceError(f"interface {interface} has no IPv4 address; there are {', '.join(sorted(addresses))}")
+        return found[0]
+    name = node
+    if shutil.which("scontrol"):
+        asked = subprocess.run(
+            ["scontrol", "show", "node", node, "--oneliner"], capture_output=True, text=True, check=False, timeout=30
+        )
+        words = [word.removeprefix("NodeAddr=") for word in asked.stdout.split() if word.startswith("NodeAddr=")]
+        name = words[0] if words else node
+    try:
+        return socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]  # type: ignore[return-value]
+    except OSError as error:
+        raise ResourceError(f"the name {name} has no IPv4 address ({error})") from error
+
+
+def parse(output: str) -> dict[str, Record]:
+    """The records among what all nodes printed, by node. What is no record is left out."""
+    found = {}
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        try:
+            record = Record(**json.loads(text)) if mark else None
+        except (ValueError, TypeError):
+            continue
+        if record is not None:
+            found[record.node] = record
+    return found
+
+
+def print_record(record: Record) -> None:
+    """Print the record as one line, which srun hands on whatever the filesystem is like."""
+    print(MARK + json.dumps(asdict(record)), flush=True)
+
+
+def choose(
+    hosts: Sequence[str], found: Mapping[str, Record], nodes: int, max_clock_skew_s: float, errors: str = ""
+) -> tuple[list[Record], dict[str, str]]:
+    """The nodes to use, in the allocation's order, and what is wrong with each of those that are left out.
+
+    Raises:
+        ResourceError: fewer than `nodes` are good. Names each bad node, what is wrong, and what to do.
+    """
+    bad = {
+        host: f"it did not answer{_said(host, errors)}; ask for its state with `sinfo -R` and leave it out (--exclude)"
+        for host in hosts
+        if host not in found
+    }
+    bad |= {record.node: "; ".join(record.problems) for record in found.values() if record.problems}
+    good = [host for host in hosts if host not in bad]
+    while pairs := _complaints(good, found, max_clock_skew_s):
+        counts = Counter(host for accuser, accused, _ in pairs for host in {accuser, accused})
+        worst = max(good, key=lambda host: (counts[host], good.index(host)))
+        accuser, _, why = next(pair for pair in pairs if worst in pair[:2])
+        other = next(host for host in (accuser, *pairs[0][:2]) if host != worst)
+        bad[worst] = f"between it and {other}: {why}"
+        good.remove(worst)
+    if len(good) < nodes:
+        described = "\n".join(f"  {host}: {why}" for host, why in bad.items())
+        raise ResourceError(f"preflight: {len(good)} of {len(hosts)} nodes are usable, {nodes} are needed\n{described}")
+    return [found[host] for host in good[:nodes]], bad
+
+
+def _complaints(
+    good: Sequence[str], found: Mapping[str, Record], max_clock_skew_s: float
+) -> list[tuple[str, str, str]]:
+    """(accuser, accused, what is wrong) for each pair of good nodes that has something."""
+    pairs = []
+    for host in good:
+        record = found[host]
+        for other in good:
+            if other in record.complaints:
+                pairs.append((host, other, record.complaints[other]))
+            elif abs(offset := record.clocks.get(other, 0.0)) > max_clock_skew_s:
+                pairs.append(
+                    (host, other, f"the clock of {other} is {offset:+.1f} s off {host}'s; start chrony or ntpd there")
+                )
+    return pairs
+
+
+def _said(host: str, errors: str) -> str:
+    said = [line for line in errors.splitlines() if line.startswith("srun: error:")]
+    lines = [line for line in said if host in line] or said
+    return f" ({lines[-1].strip()})" if lines else ""
+
+
+def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
+    """Facts about this machine, and what falls short."""
+    temporary = Path(tempfile.gettempdir())
+    free = {str(path): _free_gib(path) for path in (temporary, folder)}
+    shm = _free_gib(Path("/dev/shm"))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    gpus = list_gpus()
+    problems = [
+        f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or lower limits.min_free_gib"
+        for path, gib in free.items()
+        if gib < wanted.min_free_gib
+    ]
+    if shm < wanted.min_shm_gib:
+        problems.append(f"/dev/shm has {shm:.1f} GiB free, {wanted.min_shm_gib:g} are needed; remove what others left")
+    if files != resource.RLIM_INFINITY and files < wanted.min_open_files:
+        problems.append(
+            f"{files} open files are allowed, {wanted.min_open_files} are needed; raise LimitNOFILE of slurmd"
+        )
+    if len(gpus) < wanted.gpus:
+        problems.append(
+            f"{len(gpus)} of {wanted.gpus} GPUs are visible; look at nvidia-smi and at the job's --gpus-per-node"
+        )
+    facts = {
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
+        "gpus": gpus,
+        "free_gib": {path: round(gib, 1) for path, gib in free.items()},
+        "shm_gib": round(shm, 1),
+        "open_files": files,
+    }
+    return facts, problems
+
+
+def list_gpus() -> list[str]:
+    """`name, memory, driver` of each GPU that nvidia-smi shows; empty without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in asked.stdout.splitlines() if line.strip()] if asked.returncode == 0 else []
+
+
+def _free_gib(path: Path) -> float:
+    try:
+        return shutil.disk_usage(path).free / _GIB
+    except OSError:
+        return 0.0
+
+
+def _answer(server: socket.socket, record: Record, clock: Callable[[], float]) -> None:
+    """Tell whoever connects who this is and what time it is, until the server is closed."""
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection:
+            said = {"node": record.node, "nonce": record.nonce, "time": clock()}
+            connection.sendall(json.dumps(said).encode())
+
+
+def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable[[], float]) -> None:
+    """Connect to another node where its file says, compare what it answers with the file, and note its clock."""
+    address = (str(found.get("address", "")), int(found.get("port", 0)))
+    try:
+        started = clock()
+        with socket.create_connection(address, timeout=_CONNECT_S) as connection:
+            said = json.loads(connection.makefile("rb").read(4096))
+        middle = (started + clock()) / 2
+    except (OSError, ValueError) as error:
+        record.complaints[other] = (
+            f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall and `interface`"
+        )
+        return
+    if said.get("nonce") != found.get("nonce"):
+        record.complaints[other] = (
+            f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose another `interface`"
+        )
+        return
+    record.clocks[other] = round(float(said["time"]) - middle, 3)
+
+
+def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:
+    """(name, content) of each file as soon as it is there; content None for those that are not by the deadline."""
+    missing = list(paths)
+    while missing:
+        left = []
+        for path in missing:
+            if (value := records.read(path)) is not None:
+                yield path.stem, value
+            else:
+                left.append(path)
+        if (missing := left) and time.monotonic() >= deadline:
+            yield from ((path.stem, None) for path in missing)
+            return
+        if missing:
+            time.sleep(_POLL_S)

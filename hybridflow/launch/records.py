@@ -1,0 +1,48 @@
+"""Small JSON files in a job's folder, by which the parts of a job tell each other where they are and how they ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CHOSEN = "nodes.json"  # what preflight found: the nodes in use and their addresses, the head first
+HEAD = "head.json"  # HOST:PORT of the cluster, written by the head's node
+FAILED = "failed-{}.json"  # by a node whose Ray ended, with the end of its log
+ATTEMPTS = "attempts.jsonl"  # in the job's folder: how each restart ended
+
+
+def write(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file that readers see whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What the file holds; None while it is absent, or where it is no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def failures(folder: Path) -> list[dict[str, Any]]:
+    """The nodes of a start whose Ray ended, the first one first."""
+    found = [value for path in folder.glob(FAILED.format("*")) if (value := read(path))]
+    return sorted(found, key=lambda value: float(value.get("time", 0.0)))
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a text file; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 65536))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

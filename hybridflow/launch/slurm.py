@@ -1,0 +1,109 @@
+"""Asking Slurm: submit a job, say how it stands, show its logs, cancel it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.errors import ResourceError
+from hybridflow.launch import verdict
+from hybridflow.launch.job import Job
+
+_TIMEOUT_S = 60.0
+
+
+def submit(job: Job, script: str) -> str:
+    """Hand the script to sbatch; returns the job's number and keeps the script in the job's folder.
+
+    Raises:
+        ResourceError: there is no Slurm here, or it refuses the job.
+    """
+    job.out.mkdir(parents=True, exist_ok=True)
+    # An allocation that the user is in would otherwise set options of the new job.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    number = _ask(["sbatch", "--parsable"], script, environment | kept).strip().split(";")[0]
+    folder = job.out / number
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / "job.sbatch").write_text(script, encoding="utf-8")
+    return number
+
+
+def status(job: str, out: Path) -> str:
+    """A line of Slurm's about the job, and one for each start that has ended."""
+    listed = subprocess.run(
+        [
+            _program("squeue"),
+            "--noheader",
+            f"--jobs={job}",
+            "--format=%i %T, %D nodes (%R), %M of %l, restarts in the log",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_TIMEOUT_S,
+    )
+    lines = [line.strip().removesuffix(", restarts in the log") for line in listed.stdout.splitlines()]
+    lines = lines or [f"{job} is not in Slurm's queue"]
+    attempts = verdict.read_attempts(out / job)
+    lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
+    return "\n".join(lines)
+
+
+def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
+    """(label, file) of everything that the job has written, by restart: preflight, driver, nodes.
+
+    Raises:
+        ResourceError: nothing is known of this job here.
+    """
+    folder = out / job
+    if not folder.is_dir():
+        raise ResourceError(
+            f"{folder} is absent: give the job's number, and the --output-dir that it was submitted with"
+        )
+    files = []
+    for start in sorted(folder.glob("restart-*"), key=lambda path: int(path.name.rpartition("-")[2])):
+        number = start.name.rpartition("-")[2]
+        named = [start / "preflight.err", start / "driver.log", *sorted(start.glob("node-*.log")), start / "ray.err"]
+        files += [(f"{number} {path.stem}", path) for path in named if path.is_file() and path.stat().st_size]
+    own = out / f"{job}.out"
+    return [*files, *([("job", own)] if own.is_file() else [])]
+
+
+def joined(files: Sequence[tuple[str, Path]]) -> str:
+    """All logs, each line with its label."""
+    width = max((len(label) for label, _ in files), default=0)
+    lines = []
+    for label, path in files:
+        lines += [f"{label:<{width}} | {line}" for line in path.read_text(errors="replace").splitlines()]
+    return "\n".join(lines)
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Cancel the jobs. ResourceError: Slurm does not know one of them."""
+    _ask(["scancel", *jobs])
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise ResourceError(f"{name} is not here: run this on a login node of a Slurm cluster, or load its module")
+    return found
+
+
+def _ask(words: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None) -> str:
+    command = [_program(words[0]), *words[1:]]
+    try:
+        asked = subprocess.run(
+            command, input=text, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ResourceError(
+            f"{words[0]} did not answer within {_TIMEOUT_S:.0f} s; is slurmctld up (scontrol ping)?"
+        ) from error
+    if asked.returncode:
+        raise ResourceError(f"{words[0]}: {asked.stderr.strip() or f'ended with status {asked.returncode}'}")
+    return asked.stdout

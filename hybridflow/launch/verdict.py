@@ -1,0 +1,137 @@
+"""Why a job ended, in one line, and what happens next: done, requeued, or given up."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.launch import records
+from hybridflow.launch.driver import LOG, STOPPED
+
+SAME_STEP = 3  # so many starts in a row that end at the same checkpoint end the job
+_TAIL = "--- last lines of its log ---"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How one start of the job ended."""
+
+    restart: int
+    outcome: str  # finished | stopped | failed
+    why: str
+    checkpoint: str  # the folder of the checkpoint in force; empty without one
+    next: str  # done | requeue | give up
+
+
+def judge(
+    job_dir: Path,
+    restart: int,
+    max_restarts: int,
+    run_dir: Path,
+    driver_status: int | None,
+    *,
+    asked: bool = False,
+    state: str = "RUNNING",
+    why: str = "",
+) -> tuple[Attempt, str, int]:
+    """What happened, the tail of the log that shows it, and the exit status of the job's script: 75 requeues it.
+
+    Args:
+        job_dir: the job's folder; attempts before this one are read from it, and this one is added.
+        restart: how often Slurm has started the job again.
+        max_restarts: after so many restarts a failure is final; stopping on request does not count.
+        run_dir: the run's folder, for the checkpoint in force.
+        driver_status: the driver's exit status; None when it did not run.
+        asked: whether Slurm had asked the job to stop.
+        state: the job's state at Slurm; only a running job is requeued.
+        why: what the script knows already.
+    """
+    folder = job_dir / f"restart-{restart}"
+    checkpoint = str((records.read(run_dir / "checkpoints" / "latest.json") or {}).get("folder", ""))
+    earlier = read_attempts(job_dir)
+    if driver_status == 0:
+        return _note(job_dir, Attempt(restart, "finished", "finished", checkpoint, "done")), "", 0
+    stopped = driver_status == STOPPED or (asked and driver_status is None)
+    reason, log_tail = ("Slurm asked it to stop", "") if stopped else _cause(folder, driver_status, why)
+    outcome = "stopped" if stopped else "failed"
+    failed_before = sum(attempt.outcome == "failed" for attempt in earlier)
+    lost = [attempt.checkpoint for attempt in earlier[-(SAME_STEP - 1) :]] + [checkpoint]
+    status = driver_status if driver_status and driver_status != STOPPED else 1
+    if state and state != "RUNNING":
+        reason = f"{reason}; Slurm has put the job into state {state}"
+        return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "give up")), log_tail, status
+    if not stopped and (driver_status == ConfigError.exit_code or failed_before >= max_restarts):
+        again = (
+            "" if driver_status == ConfigError.exit_code or not max_restarts else f" ({max_restarts} restarts used up)"
+        )
+        return _note(job_dir, Attempt(restart, outcome, reason + again, checkpoint, "give up")), log_tail, status
+    if len(lost) == SAME_STEP and len(set(lost)) == 1:
+        reason += f"; given up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
+        return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "give up")), log_tail, status
+    reason += f"; requeued, to go on from {checkpoint or 'the beginning'}"
+    return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "requeue")), log_tail, STOPPED
+
+
+def read_attempts(job_dir: Path) -> list[Attempt]:
+    """How the earlier starts of a job ended, oldest first."""
+    try:
+        lines = (job_dir / records.ATTEMPTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [Attempt(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def _note(job_dir: Path, attempt: Attempt) -> Attempt:
+    job_dir.mkdir(parents=True, exist_ok=True)
+    with (job_dir / records.ATTEMPTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(attempt)) + "\n")
+    return attempt
+
+
+def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]:
+    """The first thing that went wrong, in one line, and the log that shows it."""
+    names = _node_names(folder)
+    if failed := records.failures(folder):
+        first = failed[0]
+        log_tail = str(first.get("tail", ""))
+        return f"node {first['node']}: {first['what']}{_last(log_tail)}", log_tail
+    if killed := _killed_agent(folder / "ray.err"):
+        return killed, records.tail(folder / "ray.err")
+    if why:
+        return why, ""
+    text = records.tail(folder / LOG, 200)
+    place = text.rfind("\nhybridflow: ") + 1 or (0 if text.startswith("hybridflow: ") else None)
+    if place is None:
+        shown = "\n".join(text.splitlines()[-20:])
+        return f"the driver ended with status {driver_status} without a message{_last(shown)}", shown
+    message, _, log_tail = text[place:].partition(_TAIL)
+    first_line = _with_names(message.splitlines()[0].removeprefix("hybridflow: "), names)
+    return first_line + _last(log_tail), text[place:]
+
+
+def _killed_agent(errors: Path) -> str:
+    """What srun said of a node whose own process ended, as when somebody or the kernel killed it."""
+    for line in records.tail(errors, 50).splitlines():
+        if found := re.match(r"srun: error: (\S+): tasks? \S+ (.+)|srun: error: (Node failure on \S+)", line):
+            return found[3] or f"node {found[1].rstrip(':')}: the process that watches Ray ended ({found[2]})"
+    return ""
+
+
+def _node_names(folder: Path) -> dict[str, str]:
+    chosen: list[dict[str, Any]] = (records.read(folder / records.CHOSEN) or {}).get("use", [])
+    return {str(entry["address"]): str(entry["node"]) for entry in chosen}
+
+
+def _with_names(line: str, names: dict[str, str]) -> str:
+    """Node names in place of addresses."""
+    return re.sub(r"\d+\.\d+\.\d+\.\d+", lambda found: names.get(found[0], found[0]), line)
+
+
+def _last(log_tail: str) -> str:
+    lines: Sequence[str] = [line.strip() for line in log_tail.splitlines() if line.strip()]
+    return f": {lines[-1]}" if lines else ""

@@ -1,0 +1,99 @@
+"""The nearest change of a configuration under which a job fits its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from hybridflow.config import check, derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import HybridFlowError
+from hybridflow.models.check import problems as model_problems
+from hybridflow.planning.devices import Machines
+from hybridflow.planning.job import Assumed, job_of
+from hybridflow.planning.plan import Plan, make_plan
+
+Change = Mapping[str, Any]
+
+
+def refused(config: RunConfig) -> list[str]:
+    """Why a run of this configuration would be refused before it starts, whatever files are there."""
+    return check.problems(config, files=False) or list(dict.fromkeys(model_problems(config)))
+
+
+def with_values(config: Any, change: Change) -> Any:
+    """A copy of a configuration with other values, by dotted key."""
+    for key, value in change.items():
+        first, _, rest = key.partition(".")
+        config = replace(config, **{first: with_values(getattr(config, first), {rest: value}) if rest else value})
+    return config
+
+
+def nearest_change(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any = None) -> Change | None:
+    """The first of single changes, then of pairs, that is legal and fits; None where none of them helps."""
+    single = list(_changes(config))
+    pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
+    for change in (*single, *pairs):
+        if _fits(with_values(config, change), machines, assumed, hf):
+            return change
+    return None
+
+
+def _fits(config: RunConfig, machines: Machines, assumed: Assumed, hf: Any) -> bool:
+    try:
+        if refused(config):
+            return False
+        wanted = replace(machines, nodes=max(machines.nodes, config.cluster.nodes))
+        plan: Plan = make_plan(job_of(config, wanted, assumed, hf))
+    except HybridFlowError:
+        return False
+    return plan.fits
+
+
+def _changes(config: RunConfig) -> Iterator[Change]:
+    """Cheap ones first: they cost seconds of a step, the later ones another layout or more devices."""
+    actor, rollout = config.actor, config.rollout
+    sections = ["actor", *(["critic"] if derived.has_critic(config) else [])]
+    for section in sections:
+        offload = getattr(config, section).offload
+        missing = {
+            f"{section}.offload.{part}": True
+            for part in ("weights", "gradients", "optimizer")
+            if not getattr(offload, part)
+        }
+        if missing and (section == "actor" or derived.is_colocated(config, section)):
+            yield missing
+    if rollout.sync.commit == "staged":
+        yield {"rollout.sync.commit": "in_place"}
+    for fraction in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+        if abs(fraction - rollout.mem_fraction_static) > 0.01:
+            yield {"rollout.mem_fraction_static": fraction}
+    for recompute in ("selective", "full"):
+        if actor.recompute == "none" or (actor.recompute == "selective" and recompute == "full"):
+            yield {"actor.recompute": recompute}
+    least = derived.padded_length(derived.max_sequence_length(config), actor.parallel)
+    if actor.max_tokens_per_micro_batch > least:
+        yield {"actor.max_tokens_per_micro_batch": least}
+    if actor.logits_chunk_tokens > 256:
+        yield {"actor.logits_chunk_tokens": 256}
+    yield from _layouts(config)
+
+
+def _layouts(config: RunConfig) -> Iterator[Change]:
+    parallel, rollout = config.actor.parallel, config.rollout
+    for size in (2, 4, 8):
+        yield {"actor.parallel.tensor": parallel.tensor * size, "actor.parallel.sequence": True}
+        yield {"actor.parallel.expert": parallel.expert * size}
+        yield {"actor.parallel.pipeline": parallel.pipeline * size}
+        if rollout.num_engines % size == 0:
+            yield {"rollout.tensor": rollout.tensor * size, "rollout.num_engines": rollout.num_engines // size}
+    ranks = rollout.tensor * rollout.pipeline
+    if derived.pool_of(config, "rollout") == "actor" and (engines := derived.world_size(config) // ranks):
+        yield {"rollout.num_engines": engines}
+    for factor in (2, 4, 8):
+        yield {
+            "cluster.nodes": config.cluster.nodes * factor,
+            "rollout.num_engines": rollout.num_engines * factor,
+        }

@@ -1,0 +1,158 @@
+"""HybridFlow's auto-mapping (arXiv 2409.19256, section 6): which models share devices, how many devices each pool gets,
+and in which layout each model runs, so that a step is shortest.
+
+Every set partition of the models into pools is tried, with every allocation of devices to the pools and every choice of
+layouts that fits into their memory together. The search is exact: options that are no better in anything than another
+are left out, and so are branches that are slower than the best step so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Seconds = tuple[float, ...]  # of each stage of a step
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run a model on so many devices.
+
+    Attributes:
+        held: bytes of a device that stay taken all the time. working: bytes more while the model computes.
+        seconds: of each stage of a step; 0 where the model has nothing to do.
+        layout: what the caller knows it by.
+    """
+
+    devices: int
+    held: float
+    working: float
+    seconds: Seconds
+    layout: Any = None
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A mapping: pools of (model, option), the devices of each pool, and the seconds of a step."""
+
+    pools: tuple[tuple[tuple[str, Option], ...], ...]
+    devices: tuple[int, ...]
+    seconds: float
+
+
+# what the options of a model are on at most so many devices; sizes are asked for in `Problem.sizes`
+Options = Callable[[str, int], Sequence[Option]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is searched.
+
+    Attributes:
+        sizes: numbers of devices that a pool may have, in order.
+        memory: bytes of a device.
+        overlaps: whether the first stage (generation) runs while the others do, where no device is in both.
+    """
+
+    models: tuple[str, ...]
+    devices: int
+    sizes: tuple[int, ...]
+    memory: float
+    options: Options
+    overlaps: bool = False
+
+
+def partitions(models: Sequence[str]) -> Iterator[list[list[str]]]:
+    """All ways to divide the models into sets."""
+    if not models:
+        yield []
+        return
+    first, rest = models[0], models[1:]
+    for smaller in partitions(rest):
+        for number, pool in enumerate(smaller):
+            yield [*smaller[:number], [first, *pool], *smaller[number + 1 :]]
+        yield [[first], *smaller]
+
+
+def step_seconds(pools: Sequence[Seconds], overlaps: bool) -> float:
+    """A step: pools work at the same time within a stage, models of a pool one after another. With `overlaps` the first
+    stage runs beside the others, as far as no pool has work in both."""
+    stages = [max(column) for column in zip(*pools, strict=True)]
+    if not overlaps:
+        return sum(stages)
+    apart = max(stages[0], sum(stages[1:]))
+    return max(apart, *(sum(pool) for pool in pools))
+
+
+def search(problem: Problem) -> Mapped | None:
+    """The shortest step; None where nothing fits."""
+    best: Mapped | None = None
+    known: dict[tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]] = {}
+    for partition in partitions(problem.models):
+        pools = [tuple(sorted(pool)) for pool in partition]
+        for pool in pools:
+            for size in problem.sizes:
+                if (pool, size) not in known:
+                    known[pool, size] = _choices(problem, pool, size)
+        best = _allocate(problem, pools, known, best)
+    return best
+
+
+def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
+    """Choices of layouts for the models of a pool that fit together, without those that are slower in every stage."""
+    found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [(0.0, 0.0, (), ())]
+    for model in pool:
+        options = [option for option in problem.options(model, size) if option.devices <= size]
+        grown = [
+            (
+                held + option.held,
+                max(working, option.working),
+                tuple(a + b for a, b in zip(seconds, option.seconds, strict=True)) if seconds else option.seconds,
+                (*chosen, (model, option)),
+            )
+            for held, working, seconds, chosen in found
+            for option in options
+            if held + option.held + max(working, option.working) <= problem.memory
+        ]
+        found = _undominated(grown, lambda one: (one[0], one[1], *one[2]))
+    plain = [(seconds, chosen) for _, _, seconds, chosen in found]
+    return _undominated(plain, lambda one: one[0])
+
+
+def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
+    kept: list[Any] = []
+    for one in sorted(found, key=key):
+        mine = key(one)
+        if not any(all(a <= b for a, b in zip(key(other), mine, strict=True)) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _allocate(
+    problem: Problem,
+    pools: Sequence[tuple[str, ...]],
+    known: Mapping[tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]],
+    best: Mapped | None,
+) -> Mapped | None:
+    """Every allocation of devices to these pools, depth first, cut where the pools so far are too slow already."""
+    least = [min((size for size in problem.sizes if known[pool, size]), default=problem.devices + 1) for pool in pools]
+
+    def visit(
+        number: int, left: int, chosen: list[tuple[int, Seconds, tuple[tuple[str, Option], ...]]], best: Mapped | None
+    ) -> Mapped | None:
+        if chosen:
+            bound = step_seconds([seconds for _, seconds, _ in chosen], problem.overlaps)
+            if best is not None and bound >= best.seconds:
+                return best  # further pools only add to it
+            if number == len(pools):
+                sizes, taken = tuple(size for size, _, _ in chosen), tuple(pool for _, _, pool in chosen)
+                return Mapped(taken, sizes, bound)
+        spare = left - sum(least[number + 1 :])
+        # large pools first: a short step is found early
+        for size in reversed([size for size in problem.sizes if size <= spare]):
+            for seconds, pool in known[pools[number], size]:
+                best = visit(number + 1, left - size, [*chosen, (size, seconds, pool)], best)
+        return best
+
+    return visit(0, problem.devices, [], best) if sum(least) <= problem.devices else best

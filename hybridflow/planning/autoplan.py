@@ -1,0 +1,218 @@
+"""Auto-mapping of a configuration: the options of its models from the planner, the best mapping as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.planning.advice import refused, with_values
+from hybridflow.planning.automap import Mapped, Option, Problem, search
+from hybridflow.planning.devices import Machines
+from hybridflow.planning.generation import Engine
+from hybridflow.planning.job import Job, RolePlan, job_of
+from hybridflow.planning.plan import PACKED, make_plan
+from hybridflow.planning.training import Cut, Training
+from hybridflow.reshard.engine_layouts import EngineShape
+
+# stages of a step: generation, preparation (log-probs, values, scores), training
+_MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
+_TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 4, 7, 8, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass
+class Search:
+    """The options of the models of a job on any number of devices."""
+
+    job: Job
+    margin: float
+    _known: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices that a pool may have: parts of a node, then whole nodes in numbers that layouts can divide."""
+        total, node = self.job.machines.devices, self.job.machines.devices_per_node
+        parts = [size for size in (1, 2, 4) if size < node]
+        most = total // node
+        nodes = sorted({b << p for b in (1, 3, 5, 7) for p in range(most.bit_length()) if b << p <= most} | {most})
+        return (*parts, *(number * node for number in nodes if number))
+
+    def options(self, model: str, size: int) -> Sequence[Option]:
+        """Ways to run a model on `size` devices, and on fewer where those are no better."""
+        if (model, size) not in self._known:
+            role = self.job.role(model)
+            found = self._engine_options(size) if role is None else self._role_options(role, size)
+            self._known[model, size] = list(found)
+        return self._known[model, size]
+
+    def _engine_options(self, size: int) -> Iterator[Option]:
+        job = self.job
+        for tensor in (1, 2, 4, 8, 16, 32):
+            if size % tensor or tensor > size:
+                continue
+            expert = min(tensor, job.engine.shape.expert) if job.engine.shape.expert > 1 else 1
+            engine = replace(job.engine, shape=EngineShape(tensor, expert))
+            try:
+                engine.shape.check(engine.decoder)
+            except HybridFlowError:
+                continue
+            if engine.kv_room < job.prompt_tokens + job.lengths.longest:
+                continue
+            count = size // tensor
+            seconds = engine.seconds(job.samples / count, job.prompts / count, job.prompt_tokens, job.lengths)
+            # asleep, an engine keeps nothing
+            working = engine.weights + engine.kv_bytes + engine.graphs()
+            held = 0.0 if job.sleeps else working
+            yield Option(size, held, 0.0 if held else working, (seconds, 0.0, 0.0), EngineChoice(engine, count))
+
+    def _role_options(self, role: RolePlan, size: int) -> Iterator[Option]:
+        for cut in _cuts(role.training, size):
+            training = replace(role.training, cut=cut)
+            count = max(self._tokens / cut.data / (role.micro_tokens * PACKED), 1.0)
+            length = self.job.prompt_tokens + self.job.lengths.weighted
+            prepared = training.pass_seconds(role.micro_tokens, count, length, backward=False)
+            trained = 0.0
+            if role.updates:
+                each = count * role.passes / role.updates
+                trained = role.updates * training.update_seconds(role.micro_tokens, each, length)
+            yield Option(size, *self._memory(role, training, count), (0.0, prepared, trained), cut)
+
+    @cached_property
+    def _tokens(self) -> float:
+        return self.job.samples * self.job.mean_tokens
+
+    def _memory(self, role: RolePlan, training: Training, count: float) -> tuple[float, float]:
+        """(held all the time, more while it computes) on the stage with most."""
+        held = working = 0.0
+        for stage in range(training.cut.pipeline):
+            parts = {"weights": training.weights(stage)}
+            compute = training.forward_activations(stage, role.micro_tokens)
+            if role.updates:
+                parts |= {"gradients": training.gradients(stage), "optimizer": training.optimizer(stage)}
+                compute = training.activations(stage, role.micro_tokens, max(int(count), 1))
+            stays = sum(size for part, size in parts.items() if not getattr(role.offload, part))
+            more = sum(parts.values()) - stays + compute
+            if stays + more > held + working:
+                held, working = stays, more
+        return self.margin * held, self.margin * working
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Engines of one shape."""
+
+    engine: Engine
+    count: int
+
+
+def _cuts(training: Training, size: int) -> Iterator[Cut]:
+    experts = max((layer.experts for layers in training.layers for layer in layers), default=0)
+    for tensor in _TENSOR:
+        for pipeline in _PIPELINE:
+            for expert in _EXPERT if experts else (1,):
+                if size % (tensor * pipeline) or size % (expert * pipeline):
+                    continue
+                sequence = tensor > 1
+                cut = Cut(size, tensor, pipeline, expert=expert, sequence=sequence)
+                try:
+                    training.decoder.check(cut.place(0))
+                except HybridFlowError:
+                    continue
+                yield cut
+
+
+def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps: bool) -> tuple[dict[str, Any], Mapped]:
+    """(settings of the shortest step, the mapping).
+
+    Args:
+        overlaps: whether generation may run beside training where it has devices of its own.
+
+    Raises:
+        ConfigError: nothing fits the cluster.
+    """
+    job = job_of(config, machines, assumed, hf)
+    reserve = (2 * job.constants.process_gb + 5 * job.constants.group_gb) * 1e9
+    models = ("rollout", *(role.name for role in job.roles))
+    memory = (machines.device.memory_gb * 1e9 - reserve) / job.constants.fragmentation
+    # the search counts a pool's models by themselves; what a phase holds of the others beside, the whole plan says
+    for margin in _MARGINS:
+        found = Search(job, margin)
+        mapped = search(Problem(models, machines.devices, found.sizes, memory, found.options, overlaps))
+        if mapped is None:
+            break
+        change = settings(config, mapped, machines)
+        chosen = with_values(config, change)
+        if not refused(chosen) and make_plan(job_of(chosen, machines, assumed, hf)).fits:
+            return change, mapped
+    raise ConfigError(
+        f"no mapping of {', '.join(models)} onto {machines.devices} {machines.name} fits; give more devices, offload "
+        f"more, or choose actor.recompute=full"
+    )
+
+
+def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str, Any]:
+    """The mapping as settings of the configuration."""
+    change: dict[str, Any] = {}
+    for pool, devices in zip(mapped.pools, mapped.devices, strict=True):
+        names = [name for name, _ in pool]
+        owner = "actor" if "actor" in names else next((name for name in names if name != "rollout"), "rollout")
+        for name, option in pool:
+            if name == "rollout":
+                engine: EngineChoice = option.layout
+                shape = engine.engine.shape
+                nodes = max(shape.tensor // machines.devices_per_node, 1)
+                change |= {
+                    "rollout.num_engines": engine.count,
+                    "rollout.tensor": shape.tensor,
+                    "rollout.expert": shape.expert,
+                    "rollout.nodes_per_engine": nodes,
+                    "rollout.pool": None if owner == "rollout" else owner,
+                    "rollout.sleep_while_training": owner == "actor",
+                }
+                continue
+            change |= _layout(name, option.layout)
+            if name == "actor":
+                each = min(devices, machines.devices_per_node)
+                change |= {"cluster.nodes": devices // each, "cluster.procs_per_node": each}
+            else:
+                pool_of = None if owner == name else owner
+                change |= {f"{name}.placement": "own", f"{name}.procs": option.layout.ranks, f"{name}.pool": pool_of}
+    return _simplified(config, change)
+
+
+def _layout(name: str, cut: Cut) -> dict[str, Any]:
+    keys = ("tensor", "pipeline", "expert", "sequence")
+    return {f"{name}.parallel.{key}": getattr(cut, key) for key in keys}
+
+
+def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
+    """A role in the actor's pool and layout lives in its processes."""
+    for name in ("critic", "reference", "reward_model"):
+        same = all(
+            change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}")
+            for key in ("tensor", "pipeline", "expert", "sequence")
+        )
+        if change.get(f"{name}.pool") == "actor" and same:
+            plain = type(config.actor.parallel)()
+            for key in ("tensor", "pipeline", "expert", "sequence"):
+                change[f"{name}.parallel.{key}"] = getattr(plain, key)
+            change |= {f"{name}.placement": "colocated", f"{name}.pool": None, f"{name}.procs": 1}
+    return change
+
+
+def recipe(base: str, change: dict[str, Any]) -> str:
+    """A recipe that is `base` with these settings."""
+    import yaml
+
+    nested: dict[str, Any] = {}
+    for key, value in change.items():
+        *sections, last = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    head = f"# {base} as `hybridflow plan --auto` maps it.\ndefaults:\n  - {base}\n  - _self_\n\n"
+    return head + yaml.safe_dump(nested, sort_keys=False)

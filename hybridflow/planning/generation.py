@@ -1,0 +1,166 @@
+"""An engine's memory, and how long it takes to answer: prefill and decoding as a roofline over a long-tailed
+distribution of lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from statistics import NormalDist
+
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.layout import LocalTensor
+from hybridflow.models.mla import LatentAttention
+from hybridflow.planning.constants import FITTED, Constants
+from hybridflow.planning.devices import Device
+from hybridflow.planning.sizes import LayerShape, Numbers, layer_shapes
+from hybridflow.reshard.engine_layouts import EngineRank, EngineShape
+
+SPREAD = 1.0  # standard deviation of the logarithm of response lengths: p99 is ten times the median
+_QUANTILES = 128
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths of responses in tokens, cut at `longest`, with this mean after the cut."""
+
+    mean: float
+    longest: int
+
+    @cached_property
+    def quantiles(self) -> tuple[float, ...]:
+        """Lengths at the middle of equal shares of the responses, in order."""
+        normal = NormalDist()
+        shape = [math.exp(SPREAD * normal.inv_cdf((i + 0.5) / _QUANTILES)) for i in range(_QUANTILES)]
+        low, high = 1e-6 * self.longest, 1e3 * self.longest
+        for _ in range(60):  # the median whose cut distribution has the mean
+            middle = math.sqrt(low * high)
+            mean = sum(min(middle * one, self.longest) for one in shape) / _QUANTILES
+            low, high = (middle, high) if mean < self.mean else (low, middle)
+        return tuple(min(low * one, float(self.longest)) for one in shape)
+
+    @property
+    def weighted(self) -> float:
+        """The mean length of the response that a token is in."""
+        return sum(one * one for one in self.quantiles) / sum(self.quantiles)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Equal engines.
+
+    Attributes:
+        item: bytes of a weight. kv_item: of a number in the KV cache.
+        running: requests that an engine answers at once, at most. kv_tokens: size of its KV cache, at most.
+    """
+
+    decoder: Decoder
+    shape: EngineShape
+    device: Device
+    item: float = 2
+    kv_item: float = 2
+    running: int = 256
+    kv_tokens: int = 1 << 40
+    memory_fraction: float = 0.85
+    constants: Constants = FITTED
+
+    @cached_property
+    def ranks(self) -> int:
+        """Devices of one engine."""
+        return self.shape.tensor * self.shape.pipeline
+
+    @cached_property
+    def _layers(self) -> list[LayerShape]:
+        return layer_shapes(self.decoder)
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Weights of the rank with most, from the layout that a weight sync fills."""
+        most = Numbers()
+        share = self.decoder.num_layers // self.shape.pipeline
+        for stage in {0, self.shape.pipeline - 1}:
+            rank = EngineRank(self.decoder, self.shape, stage * self.shape.tensor)
+            total = _numbers([*rank.first(), *rank.last()])
+            seen: dict[LayerShape, Numbers] = {}
+            for layer in range(stage * share, (stage + 1) * share):
+                shape = self._layers[layer]
+                if shape not in seen:
+                    seen[shape] = _numbers(rank.layer(layer))
+                total += seen[shape]
+            most = max(most, total, key=lambda numbers: numbers.total)
+        return most
+
+    @cached_property
+    def weights(self) -> float:
+        """Bytes of weights on a rank."""
+        return self.numbers.total * self.item
+
+    @cached_property
+    def kv_token(self) -> float:
+        """Bytes of a token in a rank's KV cache."""
+        attention = self.shape.tensor // self.shape.data_attention
+        latent = isinstance(self.decoder.attention(0), LatentAttention)
+        groups = 1 if latent else min(attention, self.decoder.groups)
+        return sum(layer.kv for layer in self._layers) / self.shape.pipeline / groups * self.kv_item
+
+    @cached_property
+    def kv_room(self) -> float:
+        """Tokens that fit the engine's KV cache: what the memory fraction leaves, at most `kv_tokens`."""
+        left = self.device.memory_gb * 1e9 * self.memory_fraction - self.weights
+        return max(min(left / self.kv_token * self.shape.data_attention, self.kv_tokens), 0)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of a rank's KV cache."""
+        return self.kv_room * self.kv_token / self.shape.data_attention
+
+    def graphs(self) -> float:
+        """Bytes of CUDA graphs and activations beside weights and cache."""
+        return 0.02 * self.device.memory_gb * 1e9
+
+    def step_seconds(self, running: float, context: float) -> float:
+        """One decoding step of so many requests with so many tokens each."""
+        c, device, shape = self.constants, self.device, self.shape
+        bandwidth = device.memory_gbs * 1e9 * c.decode_memory
+        experts = max((layer.experts for layer in self._layers), default=0)
+        topk = max((layer.topk for layer in self._layers), default=0)
+        visited = 1 - (1 - topk / experts) ** running if experts else 1.0
+        read = (self.numbers.dense + self.numbers.expert * visited) * self.item
+        cached = running / shape.data_attention * context * self.kv_token
+        flops = self._flops * running / self.ranks / (device.peak(False) * c.gemm)
+        wide = shape.tensor > device.domain
+        layer = c.decode_layer_s + (c.decode_hop_s if wide else 0.0)
+        # stages of a pipeline work on requests of their own; a token passes all of them
+        return max(read / bandwidth + cached / bandwidth, flops) + len(self._layers) * layer + c.decode_step_s
+
+    @cached_property
+    def _flops(self) -> float:
+        each = sum(one.flops for layer in self._layers for one in (*layer.attention, *layer.mlp))
+        return each + 2 * self.decoder.vocab_size * self.decoder.hidden
+
+    def seconds(self, requests: float, prompts: float, prompt_tokens: float, lengths: Lengths) -> float:
+        """One engine answers so many requests to so many prompts; it ends with the longest answer."""
+        prefill = prompts * prompt_tokens * self._flops / self.ranks
+        prefill /= self.device.peak(False) * self.constants.gemm * self.constants.prefill
+        slots = max(min(self.running, self.kv_room / (prompt_tokens + lengths.mean)), 1.0)
+        tail = min(requests, slots)
+        full = max(requests - slots, 0.0) * lengths.mean / slots
+        middle = prompt_tokens + lengths.weighted / 2
+        total = full * self.step_seconds(slots, middle)
+        edges: Sequence[float] = (0.0, *lengths.quantiles)
+        for number, (low, high) in enumerate(pairwise(edges)):
+            left = tail * (1 - number / _QUANTILES)
+            if high > low:
+                total += (high - low) * self.step_seconds(max(left, 1.0), prompt_tokens + (low + high) / 2)
+        return prefill + total
+
+
+def _numbers(tensors: Sequence[LocalTensor]) -> Numbers:
+    found = Numbers()
+    for local in tensors:
+        count = prod(local.shape)
+        found += Numbers(expert=count) if ".experts." in local.name else Numbers(count)
+    return found

@@ -1,0 +1,213 @@
+"""What is planned: the roles, engines and batch of a configuration on a cluster, as the planner's parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import OffloadConfig, ParallelConfig, RunConfig
+from hybridflow.errors import ConfigError, ResourceError
+from hybridflow.placement import ClusterShape, place, pools_of
+from hybridflow.planning.constants import FITTED, Constants
+from hybridflow.planning.devices import Machines
+from hybridflow.planning.generation import Engine, Lengths
+from hybridflow.planning.sizes import decoder_of
+from hybridflow.planning.training import Cut, Practice, Precision, Training
+from hybridflow.reshard.engine_layouts import EngineShape
+
+RECOMPUTE = {"none": frozenset[str](), "selective": frozenset({"core_attn"}), "full": frozenset({"full"})}
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What no configuration says: tokens of prompts and responses in the mean; None: half of the longest."""
+
+    prompt: float | None = None
+    response: float | None = None
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One model in training processes.
+
+    Attributes:
+        micro_tokens: tokens of a micro-batch, all context ranks together. updates: optimizer updates a step; 0: it only
+            computes. passes: times that the batch is trained on.
+    """
+
+    name: str
+    training: Training
+    micro_tokens: int
+    updates: int
+    passes: int
+    offload: OffloadConfig
+    is_guest: bool  # in the actor's processes
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step of a run.
+
+    Attributes:
+        engines: how many. shares: whether engines use the actor's devices in turns. sleeps: whether they give memory up
+            while the policy trains.
+    """
+
+    roles: tuple[RolePlan, ...]
+    engine: Engine
+    engines: int
+    shares: bool
+    sleeps: bool
+    prompts: int
+    samples: int
+    prompt_tokens: float
+    lengths: Lengths
+    machines: Machines
+    staging_bytes: int
+    is_staged: bool
+    save_every: int
+    placed: str | None = None  # why the cluster cannot take the processes; None: it can
+    constants: Constants = FITTED
+
+    def role(self, name: str) -> RolePlan | None:
+        """The role of this name, if the job has it."""
+        return next((role for role in self.roles if role.name == name), None)
+
+    @property
+    def actor(self) -> RolePlan:
+        """The policy."""
+        return self.roles[0]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a sample."""
+        return self.prompt_tokens + self.lengths.mean
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that the engines use."""
+        return self.engines * self.engine.ranks
+
+    @property
+    def devices(self) -> int:
+        """Devices that the job holds."""
+        own = sum(role.training.cut.ranks for role in self.roles if not role.is_guest)
+        return own + (0 if self.shares else self.engine_devices)
+
+
+def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None) -> Job:
+    """The job of a checked configuration.
+
+    Args:
+        hf: the policy's config where the configuration leaves it open (the vocabulary of a tokenizer).
+
+    Raises:
+        ConfigError, ModelError: the model's folder or sizes lack something.
+    """
+    given = assumed or Assumed()
+    sizes = dict(derived.hf_config(config.model) if hf is None else hf)
+    if "vocab_size" not in sizes:
+        raise ConfigError(
+            "model.hf_config has no vocab_size (a run takes it from the tokenizer); give model.hf_config.vocab_size=N "
+            "to plan this recipe"
+        )
+    roles = [_role(config, machines, name, sizes) for name in _names(config)]
+    rollout, data = config.rollout, config.data
+    engine = Engine(
+        decoder_of(sizes),
+        EngineShape(rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline),
+        machines.device,
+        item=1.03 if rollout.quantization == "fp8" else Precision.of(config.model.dtype).weight,
+        kv_item=Precision.of(config.model.dtype).weight,
+        running=rollout.max_running_requests,
+        kv_tokens=rollout.max_total_tokens,
+        memory_fraction=rollout.mem_fraction_static,
+    )
+    response = given.response or max(data.max_response_length / 2, 1.0)
+    return Job(
+        roles=tuple(roles),
+        engine=engine,
+        engines=rollout.num_engines,
+        shares=derived.pool_of(config, "rollout") == "actor",
+        placed=_placement_problem(config, machines),
+        sleeps=rollout.sleep_while_training,
+        prompts=data.train_batch_size,
+        samples=derived.samples_per_step(config),
+        prompt_tokens=min(given.prompt or data.max_prompt_length / 2, data.max_prompt_length),
+        lengths=Lengths(min(response, data.max_response_length), data.max_response_length),
+        machines=machines,
+        staging_bytes=rollout.sync.staging_bytes,
+        is_staged=rollout.sync.commit == "staged",
+        save_every=config.trainer.save_every_steps,
+    )
+
+
+def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
+    """Ask the function that places a run."""
+    if not machines.is_gpu:
+        return None  # a local cluster takes as many processes as are asked for
+    try:
+        place(ClusterShape.uniform(machines.nodes, machines.devices_per_node), pools_of(config))
+    except ResourceError as error:
+        return str(error)
+    return None
+
+
+def _names(config: RunConfig) -> list[str]:
+    wanted = {
+        "critic": derived.has_critic(config),
+        "reference": derived.needs_reference(config),
+        "reward_model": derived.has_reward_model(config),
+        "teacher": derived.has_teacher(config),
+    }
+    return ["actor", *(name for name, is_wanted in wanted.items() if is_wanted)]
+
+
+def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RolePlan:
+    section: Any = getattr(config, name)
+    path = None if name == "actor" else section.path
+    if path is not None:
+        sizes = dict(derived.hf_config(type(config.model)(path=path)))
+    is_guest = name != "actor" and derived.is_colocated(config, name)
+    trains = name in ("actor", "critic")
+    updates = {"actor": derived.updates_per_step(config), "critic": derived.critic_updates_per_step(config)}
+    cut = cut_of(derived.role_layout(config, name), derived.role_world_size(config, name))
+    precision = Precision.of(config.model.dtype)
+    if name == "actor" and config.actor.backend == "fsdp":
+        cut, precision = replace(cut, fully_sharded=True), replace(precision, weight=4, main=0)
+    return RolePlan(
+        name=name,
+        training=Training(
+            decoder_of(sizes),
+            cut,
+            machines.device,
+            precision,
+            Practice(
+                RECOMPUTE[config.actor.recompute] if trains else frozenset(),
+                logits_chunk=config.actor.logits_chunk_tokens,
+            ),
+            scalar_head=name in ("critic", "reward_model"),
+        ),
+        micro_tokens=section.max_tokens_per_micro_batch,
+        updates=updates.get(name, 0),
+        passes=section.ppo_epochs if trains else 0,
+        # a colocated reference follows the actor
+        offload=config.actor.offload if name == "reference" and is_guest else section.offload,
+        is_guest=is_guest,
+    )
+
+
+def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:
+    """The parallel sizes of a section over so many processes."""
+    return Cut(
+        ranks=ranks,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual=derived.virtual_pipeline_size(parallel),
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=derived.expert_tensor_size(parallel),
+        sequence=parallel.sequence,
+        distributed_optimizer=parallel.distributed_optimizer,
+    )

@@ -1,0 +1,60 @@
+"""The shipped recipes for GPU clusters, planned: what docs/recipes.md says."""
+
+from __future__ import annotations
+
+from hybridflow.config.load import load_config
+from hybridflow.config.locate import list_recipes, shipped_config_dir
+from hybridflow.planning.devices import read_cluster
+from hybridflow.planning.job import job_of
+from hybridflow.planning.plan import Plan, make_plan
+from hybridflow.planning.table import markdown
+
+_HEAD = """\
+# Recipes
+
+One recipe for each algorithm, model and cluster size: `ALGORITHM-MODEL-NODESxGPUS`. They were planned, not run: the
+table below is what `hybridflow plan` says of each, written by `hybridflow plan --recipes > docs/recipes.md`, and a test
+keeps it so. [planning.md](planning.md) says what is modelled and how well that agrees with published runs.
+
+A recipe has the sizes of its model (`configs/model/`), a layout, and what all share (the groups `prompts`, `gpu` and
+`long`). A run needs your files: `hybridflow train --config-name NAME model.path=FOLDER data.train_files=[...]
+data.val_files=[...]`; the folder's config.json must be that of the recipe's model. Prompts have at most 2,048 tokens
+and responses at most 8,192 (half of that in the mean is assumed here), a step 128 prompts x 16 samples.
+
+DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the trainer cuts layers evenly, so these recipes have no
+pipeline, or two stages. DeepSeek-V3 therefore spreads its experts over 256 ranks, which costs network time.
+
+"""
+
+
+def names() -> list[str]:
+    """The recipes for GPU clusters, by name."""
+    return [recipe.name for recipe in list_recipes([shipped_config_dir()]) if recipe.name.endswith("x8")]
+
+
+def plan_recipe(name: str) -> Plan:
+    """The plan of a shipped recipe on the cluster that it names."""
+    config = load_config(name)
+    cluster = config.cluster
+    return make_plan(job_of(config, read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device)))
+
+
+def document() -> str:
+    """docs/recipes.md."""
+    head = ("recipe", "devices", "trainer", "engines", "memory", "step", "bottleneck", "device hours a step")
+    rows = []
+    for name in names():
+        plan = plan_recipe(name)
+        job, cut = plan.job, plan.job.actor.training.cut
+        sizes = (("TP", cut.tensor), ("PP", cut.pipeline), ("EP", cut.expert), ("DP", cut.data))
+        rows.append((
+            f"`{name}`",
+            f"{job.machines.nodes} x {job.machines.devices_per_node} {job.machines.name}",
+            " ".join(f"{short}{size}" for short, size in sizes if size > 1),
+            f"{job.engines} x TP{job.engine.shape.tensor}",
+            f"{plan.peak.peak / 1e9:.0f} of {plan.limit / 1e9:.0f} GB" + ("" if plan.fits else ", does not fit"),
+            f"{plan.seconds:,.0f} s",
+            f"{plan.bottleneck.name} {100 * plan.bottleneck.seconds / plan.seconds:.0f}%",
+            f"{plan.device_hours:.1f}",
+        ))  # fmt: skip
+    return _HEAD + markdown(head, rows)

@@ -1,0 +1,97 @@
+"""A plan for a reader: a table, and the change that would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.planning.plan import Plan
+
+GB = 1e9
+
+
+def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str:
+    """The whole plan as text.
+
+    Args:
+        change: what makes the job fit, where it does not; None: nothing is known.
+    """
+    job, figures = plan.job, plan.figures()
+    cut = job.actor.training.cut
+    sizes = (
+        ("TP", cut.tensor),
+        ("PP", cut.pipeline),
+        ("VPP", cut.virtual),
+        ("CP", cut.context),
+        ("EP", cut.expert),
+        ("DP", cut.data),
+    )
+    engine = job.engine.shape
+    lines = [
+        f"{name}: {figures['parameters'] / 1e9:,.1f} billion parameters on {job.machines.nodes} nodes of "
+        f"{job.machines.devices_per_node} {job.machines.name} ({job.devices} devices used)",
+        f"trainer     {cut.ranks} ranks: {' · '.join(f'{short} {size}' for short, size in sizes if size > 1) or 'one'}",
+        f"engines     {job.engines} of TP {engine.tensor}"
+        + (f", PP {engine.pipeline}" if engine.pipeline > 1 else "")
+        + (f", EP {engine.expert}" if engine.expert > 1 else "")
+        + (", on the trainer's devices in turns" if job.shares else ", on devices of their own"),
+        f"batch       {job.prompts} prompts x {job.samples // job.prompts} = {job.samples} samples, "
+        f"{job.mean_tokens:,.0f} tokens in the mean (prompt {job.prompt_tokens:,.0f}, response {job.lengths.mean:,.0f} "
+        f"of at most {job.lengths.longest:,}: assumed), {job.actor.updates} updates",
+        f"KV cache    {job.engine.kv_room:,.0f} tokens an engine",
+        "",
+        *_grid(
+            ("phase", "seconds", "share", "peak GB", "largest parts"),
+            [
+                (
+                    phase.name + ("" if phase.pool == "trainer" or job.shares else " (engines)"),
+                    f"{phase.seconds:,.1f}",
+                    f"{100 * phase.seconds / plan.seconds:.0f}%",
+                    f"{phase.peak / GB:.1f}" if phase.memory else "",
+                    ", ".join(
+                        f"{part} {size / GB:.1f}"
+                        for part, size in sorted(phase.memory.items(), key=lambda item: -item[1])[:3]
+                    ),
+                )
+                for phase in plan.phases
+            ],
+        ),
+        "",
+        f"step        {plan.seconds:,.1f} s, mostly {plan.bottleneck.name}; {plan.device_hours:.2f} device hours, "
+        f"{plan.tokens_per_second:,.0f} tokens/s a device",
+        f"memory      {plan.peak.peak / GB:.1f} of {plan.limit / GB:.0f} GB at most ({plan.peak.name}); host "
+        f"{plan.host_bytes / GB:.0f} of {job.machines.host_memory_gb:.0f} GB a node",
+        *_verdict(plan, change),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
+    if plan.fits:
+        return ["fits"]
+    found = [f"does not fit: {line}" for line in plan.problems]
+    if change is None:
+        return [*found, "no single change, and no pair of changes, that the planner tries makes it fit"]
+    return [*found, "fits with: " + " ".join(f"{key}={_text(value)}" for key, value in change.items())]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    is_left = [0, len(head) - 1]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in is_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    ]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)

@@ -1,0 +1,364 @@
+"""Memory and time of a training rank: static state, activations in flight, one optimizer update, one forward pass.
+
+Formulas: parameters and bytes as Megatron-Core's distributed optimizer keeps them, activations counted tensor by tensor
+(arXiv 2205.05198 for dense layers; experts and latent attention in docs/planning.md), schedules after arXiv 2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.layout import Coordinates
+from hybridflow.planning.constants import FITTED, Constants
+from hybridflow.planning.devices import Device
+from hybridflow.planning.sizes import LayerShape, Numbers, Product, chunk_layers, layer_shapes, stage_numbers
+
+ITEM = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of each number. `main` is the optimizer's own copy of a weight, `moments` both of Adam's."""
+
+    weight: float = 2
+    gradient: float = 4
+    main: float = 4
+    moments: float = 8
+    activation: float = 2
+    linear_input: float = 2  # activations that are inputs of linears; 1 where they are kept in fp8
+    fp8: bool = False  # matrix products in fp8
+
+    @classmethod
+    def of(cls, dtype: str) -> Precision:
+        """What the trainer does for `model.dtype`: gradients and optimizer in float32; float32 weights are their own
+        main copy."""
+        if dtype == "float32":
+            return cls(weight=4, gradient=4, main=0, activation=4, linear_input=4)
+        return cls()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Parallel sizes of a role over `ranks` processes."""
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False
+    distributed_optimizer: bool = True
+    fully_sharded: bool = False  # FSDP2: weights and gradients over all ranks as well
+
+    @property
+    def data(self) -> int:
+        """Copies of the model that share a batch."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer state of dense parameters."""
+        return self.data * self.context if self.distributed_optimizer else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the optimizer state of an expert."""
+        parts = self.expert * self.expert_tensor * self.pipeline
+        return max(self.ranks // parts, 1) if self.distributed_optimizer else 1
+
+    def place(self, stage: int) -> Coordinates:
+        """The place of the first rank of a pipeline stage."""
+        return Coordinates(
+            tp_size=self.tensor,
+            pp_rank=stage,
+            pp_size=self.pipeline,
+            ep_size=self.expert,
+            etp_size=self.expert_tensor,
+            vpp_size=self.virtual,
+        )
+
+
+@dataclass(frozen=True)
+class Practice:
+    """How a system trains, beyond its layout.
+
+    Attributes:
+        recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm.
+        dispatch: alltoall sends a token to every expert, deepep once to each node.
+        logits_chunk: tokens whose logits exist at a time; None: all.
+        keeps_expert_outputs: without memory-efficient permutation.
+        even_routing: benchmarks force it.
+    """
+
+    recompute: frozenset[str] = frozenset()
+    dispatch: str = "alltoall"
+    overlaps_tensor: bool = False
+    overlaps_expert: bool = False
+    logits_chunk: int | None = None
+    keeps_expert_outputs: bool = False
+    even_routing: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model on a cut of devices."""
+
+    decoder: Decoder
+    cut: Cut
+    device: Device
+    precision: Precision = field(default_factory=Precision)
+    practice: Practice = field(default_factory=Practice)
+    scalar_head: bool = False
+    constants: Constants = FITTED
+
+    # ---- memory, in bytes of a rank
+
+    @cached_property
+    def numbers(self) -> tuple[Numbers, ...]:
+        """Parameters of a rank of each pipeline stage."""
+        stages = range(self.cut.pipeline)
+        return tuple(stage_numbers(self.decoder, self.cut.place(stage), self.scalar_head) for stage in stages)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[LayerShape, ...], ...]:
+        """The layers of each pipeline stage, all its virtual stages together."""
+        shapes = layer_shapes(self.decoder)
+        return tuple(
+            tuple(
+                shapes[layer]
+                for chunk in self.cut.place(stage).virtual_stages()
+                for layer in chunk_layers(self.decoder, chunk)
+            )
+            for stage in range(self.cut.pipeline)
+        )
+
+    def weights(self, stage: int) -> float:
+        """Weights."""
+        return self.numbers[stage].total * self.precision.weight / self._shards
+
+    def gradients(self, stage: int) -> float:
+        """The gradient buffer."""
+        return self.numbers[stage].total * self.precision.gradient / self._shards
+
+    @property
+    def _shards(self) -> int:
+        return self.cut.ranks if self.cut.fully_sharded else 1
+
+    def static(self, stage: int) -> float:
+        """Weights, gradients and optimizer."""
+        return self.weights(stage) + self.gradients(stage) + self.optimizer(stage)
+
+    def optimizer(self, stage: int) -> float:
+        """Main weights and moments, over the ranks that share them."""
+        numbers, each = self.numbers[stage], self.precision.main + self.precision.moments
+        return each * (numbers.dense / self.cut.shards + numbers.expert / self.cut.expert_shards)
+
+    def tokens(self, micro_tokens: float) -> float:
+        """Tokens of a micro-batch on one rank outside of tensor-parallel regions."""
+        return micro_tokens / self.cut.context / (self.cut.tensor if self.cut.sequence else 1)
+
+    def layer_activations(self, layer: LayerShape, micro_tokens: float, everything: bool = False) -> float:
+        """What a layer keeps for its backward pass; `everything`: as if nothing were computed again."""
+        recompute = frozenset() if everything else self.practice.recompute
+        cut, size, small = self.cut, self.precision.activation, self.precision.linear_input
+        whole, divided = self.tokens(micro_tokens), micro_tokens / cut.context / cut.tensor
+        if "full" in recompute:
+            return whole * layer.hidden * size
+        norms = 0.0 if "layernorm" in recompute else 2 * layer.hidden * small
+        found = whole * (2 * layer.hidden * size + norms + layer.low_rank * size)
+        heads = layer.heads - layer.core_output - (layer.expanded if "mla_up_proj" in recompute else 0)
+        found += divided * (max(heads, 0) * size + layer.core_output * small)
+        if "mlp" not in recompute:
+            found += divided * layer.ffn * (2 * size + small)
+        gated = 0.0 if "moe_act" in recompute else layer.routed_ffn * small
+        outputs = layer.topk * layer.hidden * size if self.practice.keeps_expert_outputs else 0.0
+        routed = layer.topk * layer.hidden * small + 2 * layer.routed_ffn * size + gated + outputs
+        return found + whole * (routed * self._busiest + 8 * layer.experts)
+
+    @property
+    def _busiest(self) -> float:
+        """Tokens of the busiest expert rank beside the mean."""
+        even = self.practice.even_routing or self.cut.expert == 1
+        return 1.0 if even else self.constants.imbalance
+
+    def in_flight(self, stage: int, micro_batches: int) -> float:
+        """Micro-batches whose activations a stage keeps, as a share of all its layers (1F1B, or interleaved)."""
+        p, v = self.cut.pipeline, self.cut.virtual
+        if v == 1:
+            return min(micro_batches, p - stage)
+        chunks = min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
+        return chunks / v
+
+    def logits(self, stage: int, micro_tokens: float) -> float:
+        """Logits of the last stage and what their loss keeps: float32 and bfloat16, and a gradient in float32."""
+        if stage != self.cut.pipeline - 1 or self.scalar_head:
+            return 0.0
+        rows = micro_tokens / self.cut.context
+        if self.practice.logits_chunk is not None:
+            rows = min(rows, self.practice.logits_chunk)
+        return rows * self.decoder.vocab_size / self.cut.tensor * (8 + self.precision.activation)
+
+    def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
+        """The peak of activations: micro-batches in flight, logits, and the layer that is computed again."""
+        layers = self.layers[stage]
+        kept = sum(self.layer_activations(layer, micro_tokens) for layer in layers)
+        again = max((self.layer_activations(layer, micro_tokens, everything=True) for layer in layers), default=0.0)
+        working = again if "full" in self.practice.recompute else 0.5 * again
+        return kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
+
+    def forward_activations(self, stage: int, micro_tokens: float) -> float:
+        """The peak of a pass without gradients: one layer, and a chunk of logits."""
+        again = max((self.layer_activations(layer, micro_tokens, True) for layer in self.layers[stage]), default=0.0)
+        return again + self.logits(stage, micro_tokens)
+
+    def groups(self) -> float:
+        """Communication buffers of the kinds of parallelism in use."""
+        cut = self.cut
+        kinds = (cut.tensor, cut.pipeline, cut.context, cut.expert, cut.data)
+        return sum(size > 1 for size in kinds) * self.constants.group_gb * 1e9
+
+    # ---- time, in seconds
+
+    def stage_seconds(self, stage: int, micro_tokens: float, length: float) -> tuple[float, float]:
+        """(forward, backward) of one micro-batch of sequences of this length on a stage."""
+        counts: dict[LayerShape, int] = {}
+        for layer in self.layers[stage]:
+            counts[layer] = counts.get(layer, 0) + 1
+        forward = backward = 0.0
+        for layer, count in counts.items():
+            f, b = self._layer_seconds(layer, micro_tokens, length)
+            forward, backward = forward + count * f, backward + count * b
+        if stage == self.cut.pipeline - 1 and not self.scalar_head:
+            head = self._product_seconds(
+                [Product(self.decoder.vocab_size, self.decoder.hidden)], micro_tokens / self.cut.context, 1
+            )
+            forward, backward = forward + head, backward + 2 * head
+        return forward, backward
+
+    def _layer_seconds(self, layer: LayerShape, micro_tokens: float, length: float) -> tuple[float, float]:
+        c, device, cut = self.constants, self.device, self.cut
+        mine = micro_tokens / cut.context
+        attention = self._product_seconds(layer.attention, mine, layer.topk)
+        mlp = self._product_seconds([p for p in layer.mlp if not p.is_expert], mine, layer.topk)
+        routed = self._product_seconds([p for p in layer.mlp if p.is_expert], mine, layer.topk, layer.experts)
+        pairs = mine * length / 2  # causal
+        core = layer.core / cut.tensor * pairs / (device.peak(False) * c.attention)
+        moved = self.layer_activations(layer, micro_tokens, everything=True) / (device.memory_gbs * 1e9 * c.memory)
+        tensor = self._tensor_seconds(layer, mine)
+        dispatch = self._expert_seconds(layer, micro_tokens)
+        waits = c.expert_layer_s if layer.experts else 0.0
+        forward = attention + mlp + routed + core + moved * c.traffic_forward + 2 * tensor + 2 * dispatch + waits / 3
+        backward = 2 * (attention + mlp + routed) + core * 2.5 * c.attention / c.attention_backward
+        backward += moved * c.traffic_backward + 3 * tensor + 2 * dispatch + waits * 2 / 3
+        recompute = self.practice.recompute
+        again = {
+            "full": forward,
+            "core_attn": core,
+            "mlp": mlp,
+            "mla_up_proj": 0.6 * attention if layer.expanded else 0.0,
+        }
+        return forward, backward + sum(seconds for name, seconds in again.items() if name in recompute)
+
+    def _product_seconds(self, found: Iterable[Product], tokens: float, topk: int, experts: int = 0) -> float:
+        """Forward matrix products of a rank: tensor parallelism cuts the longer side, experts share their tokens."""
+        c, device, cut = self.constants, self.device, self.cut
+        fp8 = self.precision.fp8 and bool(device.fp8_tflops)
+        speed = device.peak(fp8) * (c.gemm_fp8 if fp8 else c.gemm)
+        bandwidth = device.memory_gbs * 1e9 * c.memory
+        total = 0.0
+        for one in found:
+            if one.is_expert:
+                # tokens of all ranks that share a set of experts, over their experts
+                local = experts / cut.expert
+                rows = tokens / cut.tensor * topk * cut.expert / experts * cut.expert_tensor
+                cuts, copies, busiest = cut.expert_tensor, local, self._busiest
+            else:
+                rows, cuts, copies, busiest = tokens, cut.tensor, one.copies, 1.0
+            wide, narrow = max(one.rows, one.columns) / cuts, min(one.rows, one.columns)
+            share = _reached(rows, c.gemm_half) * _reached(wide, c.gemm_half) * _reached(narrow, c.gemm_half)
+            size = self.precision.linear_input
+            nbytes = copies * (wide * narrow * size + rows * (wide + narrow) * 2)
+            total += busiest * max(2 * rows * wide * narrow * copies / (speed * share), nbytes / bandwidth)
+        return total
+
+    def _tensor_seconds(self, layer: LayerShape, tokens: float) -> float:
+        """One gather and one scatter of hidden states over tensor ranks; a layer has two pairs, with experts one and
+        the shared experts' share."""
+        size = self.cut.tensor
+        if size == 1:
+            return 0.0
+        pairs = 1.0 if layer.ffn else 0.5
+        nbytes = 2 * tokens * layer.hidden * self.precision.activation * (size - 1) / size
+        exposed = self.constants.exposed_tensor_overlap if self.practice.overlaps_tensor else 1.0
+        return pairs * nbytes / self.link(size) * exposed
+
+    def _expert_seconds(self, layer: LayerShape, micro_tokens: float) -> float:
+        """One dispatch, or one combine, of a rank's tokens."""
+        cut, device = self.cut, self.device
+        if cut.expert == 1 or not layer.experts:
+            return 0.0
+        nbytes = micro_tokens / cut.context / cut.tensor * layer.hidden * self.precision.activation
+        inside = min(cut.expert, max(device.domain // cut.expert_tensor, 1))
+        groups = cut.expert // inside
+        fast = nbytes * layer.topk * (inside - 1) / cut.expert / (device.domain_gbs * 1e9 * self.constants.domain)
+        copies = layer.topk * (cut.expert - inside) / cut.expert
+        if self.practice.dispatch == "deepep" and groups > 1:
+            copies = (groups - 1) * (1 - (1 - 1 / groups) ** layer.topk)
+            fast = nbytes * layer.topk * (inside - 1) / inside / (device.domain_gbs * 1e9 * self.constants.domain)
+        slow = nbytes * copies / (device.network_gbs * 1e9 * self.constants.network)
+        together = max(fast, slow) if self.practice.dispatch == "deepep" else fast + slow
+        exposed = self.constants.exposed_expert_overlap if self.practice.overlaps_expert else 1.0
+        return together * self._busiest * exposed
+
+    def link(self, ranks: int) -> float:
+        """Bytes a second and rank of a collective over adjacent ranks."""
+        if ranks <= self.device.domain:
+            return self.device.domain_gbs * 1e9 * self.constants.domain
+        return self.device.network_gbs * 1e9 * self.constants.network
+
+    def pass_seconds(self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True) -> float:
+        """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with the pipeline's
+        bubble."""
+        p, v = self.cut.pipeline, self.cut.virtual
+        stages = [self.stage_seconds(stage, micro_tokens, length) for stage in {0, p // 2, p - 1}]
+        each = max(forward + (back if backward else 0.0) for forward, back in stages)
+        handover = 0.0
+        if p > 1:
+            nbytes = self.tokens(micro_tokens) * self.decoder.hidden * self.precision.activation
+            handover = (2 if backward else 1) * v * nbytes / (self.device.network_gbs * 1e9 * self.constants.network)
+            handover *= 1.0 if v == 1 else 0.5
+        return (micro_batches + (p - 1) / v) * (each + handover)
+
+    def update_seconds(self, micro_tokens: float, micro_batches: float, length: float) -> float:
+        """One optimizer update: forward and backward, gradients reduced, weights gathered, the optimizer's step."""
+        c, p, size = self.constants, self.precision, self.cut.data * self.cut.context
+        most = max(range(self.cut.pipeline), key=lambda stage: self.numbers[stage].total)
+        numbers = self.numbers[most]
+        reduced = 0.0
+        for count, ranks in ((numbers.dense, size), (numbers.expert, self._expert_data())):
+            nbytes = count * (p.gradient + p.weight) * (ranks - 1) / max(ranks, 1)
+            reduced += nbytes / self.link(ranks * (self.cut.tensor if count == numbers.dense else self.cut.expert))
+        stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * c.memory)
+        passed = self.pass_seconds(micro_tokens, micro_batches, length)
+        return passed + c.exposed_data_parallel * reduced + stepped
+
+    def _expert_data(self) -> int:
+        return max(self.cut.ranks // (self.cut.expert * self.cut.expert_tensor * self.cut.pipeline), 1)
+
+    def flops(self, tokens: float, length: float) -> float:
+        """Operations of a forward and backward pass of the whole model over so many tokens (causal, none twice)."""
+        each = sum(
+            sum(one.flops for one in (*layer.attention, *layer.mlp)) + layer.core * length / 2
+            for layer in layer_shapes(self.decoder)
+        )
+        head = 0 if self.scalar_head else 2 * self.decoder.vocab_size * self.decoder.hidden
+        return 3 * tokens * (each + head)
+
+
+def _reached(side: float, half: float) -> float:
+    return side / (side + half)

@@ -1,0 +1,91 @@
+"""What `hybridflow plan` says of a run, beside what the run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+from hybridflow.config.schema import RunConfig
+from hybridflow.device.platform import Platform
+from hybridflow.errors import HybridFlowError
+from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.planning.devices import read_cluster
+from hybridflow.planning.job import Assumed, job_of
+from hybridflow.planning.plan import Plan, make_plan
+from hybridflow.trainer.groups import ModelGroup
+from hybridflow.trainer.session import Session
+from hybridflow.workers.role import RoleWorker
+
+# the loop's names of phases, and the planner's
+PHASES = {
+    "gen": "generation",
+    "old_log_prob": "log-probs",
+    "ref": "reference",
+    "values": "values",
+    "update_critic": "update critic",
+    "update_actor": "update actor",
+    "update_weights": "weight sync",
+    "step": "step",
+}
+
+
+def compare(
+    config: RunConfig, hf_config: Mapping[str, Any], session: Session, roles: Mapping[str, ModelGroup]
+) -> dict[str, Any]:
+    """For `summary.json`: bytes of each part of each role on the rank with most, and seconds of each phase in the mean
+    of the steps after the first, planned (at the lengths that were sampled) and measured. A plan that cannot be made
+    says why and stops nothing.
+    """
+    try:
+        held = {name: _most(role.run(RoleWorker.take_observations)) for name, role in roles.items()}
+        steps = [line for line in read_jsonl(session.folder / "metrics.jsonl") if line.get("phase") == "train"]
+        plan = _plan(config, hf_config, steps)
+    except HybridFlowError as error:
+        return {"unknown": str(error)}
+    expected = plan.figures()["resident"]
+    memory = {
+        role: {part: _pair(size, held[role].get(part)) for part, size in parts.items()}
+        for role, parts in expected.items()
+        if role in held
+    }
+    seconds = {phase.name: phase.seconds for phase in plan.phases} | {"step": plan.seconds}
+    later = steps[1:] or steps
+    measured = {
+        name: mean(values)
+        for name in PHASES
+        if (values := [line[f"timing_s/{name}"] for line in later if f"timing_s/{name}" in line])
+    }
+    return {
+        "device": plan.job.machines.name,
+        "bytes": memory,
+        "seconds": {
+            PHASES[name]: _pair(seconds[PHASES[name]], value)
+            for name, value in measured.items()
+            if PHASES[name] in seconds
+        },
+    }
+
+
+def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str, Any]]) -> Plan:
+    cluster = config.cluster
+    device = "cpu" if Platform.detect().kind == "cpu" else cluster.device
+    each = cluster.devices_per_node or cluster.procs_per_node
+    lengths = [
+        mean(values) if (values := [line[name] for line in steps if line.get(name)]) else None
+        for name in ("prompt_length/mean", "response_length/mean")
+    ]
+    machines = read_cluster(None, cluster.nodes, each, device)
+    # a run on CPUs keeps its pools whatever the recipe is planned for
+    return make_plan(replace(job_of(config, machines, Assumed(*lengths), hf_config), placed=None))
+
+
+def _most(observations: list[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes of each part on the rank that holds most in all."""
+    parts = max((observed["parts"] for observed in observations), key=lambda found: sum(found.values()))
+    return dict(parts)
+
+
+def _pair(planned: float, measured: float | None) -> dict[str, float | None]:
+    return {"planned": planned, "measured": measured}

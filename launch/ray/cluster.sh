@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# A Ray cluster by hand, without a scheduler: run it on each machine, the head first.
+#
+#   head:     launch/ray/cluster.sh head  10.0.0.1
+#   others:   launch/ray/cluster.sh join  10.0.0.1 10.0.0.2     (the head's address, then this machine's)
+#   train:    hybridflow train --config-name NAME cluster.address=10.0.0.1:20000 cluster.nodes=2
+#   or:       RAY_API_SERVER_ADDRESS=http://127.0.0.1:20008 ray job submit --working-dir . -- hybridflow train ...
+#   end:      launch/ray/cluster.sh stop                        (on each machine)
+#
+# All machines need the same token: make it once, copy it, keep it from other users.
+#   (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > ~/.hybridflow-ray-token)
+# `ray job submit` needs the packages of requirements/ray-jobs.txt on the head. The dashboard listens on loopback.
+set -euo pipefail
+
+action=${1:?usage: cluster.sh head ADDRESS | join HEAD ADDRESS | stop}
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.hybridflow-ray-token}
+export RAY_USAGE_STATS_ENABLED=0
+unset RAY_AUTH_TOKEN RAY_ADDRESS
+FIRST_PORT=${FIRST_PORT:-20000} # below the ephemeral ports; a second cluster on the same machines needs another
+if [[ $action != stop && ! -s $RAY_AUTH_TOKEN_PATH ]]; then
+  echo "cluster.sh: $RAY_AUTH_TOKEN_PATH is missing or empty: make the token once and copy it to every machine" >&2
+  exit 2
+fi
+
+services=(
+  "--node-manager-port=$((FIRST_PORT + 1))" "--object-manager-port=$((FIRST_PORT + 2))"
+  "--dashboard-agent-grpc-port=$((FIRST_PORT + 3))" "--dashboard-agent-listen-port=$((FIRST_PORT + 4))"
+  "--runtime-env-agent-port=$((FIRST_PORT + 5))" "--metrics-export-port=$((FIRST_PORT + 6))"
+  --min-worker-port=0 --max-worker-port=0 --disable-usage-stats
+)
+case $action in
+  head)
+    ray start --head "--node-ip-address=${2:?the address of this machine}" "--port=$FIRST_PORT" \
+      "--ray-client-server-port=$((FIRST_PORT + 7))" "--dashboard-port=$((FIRST_PORT + 8))" "${services[@]}" \
+      --system-config='{"enable_worker_prestart": false, "prestart_worker_first_driver": false, "kill_child_processes_on_worker_exit": false}'
+    ;;
+  join)
+    ray start "--address=${2:?the address of the head}:$FIRST_PORT" \
+      "--node-ip-address=${3:?the address of this machine}" "${services[@]}"
+    ;;
+  stop) ray stop ;;
+  *)
+    echo "cluster.sh: $action is neither head, join nor stop" >&2
+    exit 2
+    ;;
+esac

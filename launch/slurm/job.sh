@@ -1,0 +1,138 @@
+# The body of every HybridFlow job. `hybridflow slurm render` puts the #SBATCH lines and the settings before it; a site
+# may keep an edited copy (site.yaml: body). It runs on the first node of the allocation:
+#
+#   preflight   every node checks itself and reaches every other; bad nodes are named, spares take their place
+#   Ray         one srun for all nodes: the first node that is used starts the head, the others join
+#   ready       until every node has joined, or a deadline
+#   driver      `hybridflow train`, on the head's node
+#   verdict     why it ended, on the last line of this output; requeue, or the exit status of the job
+#
+# Files: $OUT/$SLURM_JOB_ID/restart-N/ has a log of each node and of the driver. `hybridflow slurm logs` joins them.
+
+set -euo pipefail
+cd -- "$WORKDIR"
+JOB_DIR=$OUT/$SLURM_JOB_ID
+RESTART=${SLURM_RESTART_COUNT:-0}
+DIR=$JOB_DIR/restart-$RESTART
+umask 077 # only the user reads tokens and logs
+mkdir -p -- "$DIR"
+head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$DIR/token"
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$DIR/token RAY_USAGE_STATS_ENABLED=0
+unset RAY_AUTH_TOKEN RAY_ADDRESS SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
+umask 022
+
+TRAIN=("${TRAIN[@]//%a/${SLURM_ARRAY_TASK_ID:-}}") # an array's tasks differ by %a in their settings
+RUN_DIR=${RUN_DIR//%a/${SLURM_ARRAY_TASK_ID:-}}
+
+# Every node of the allocation by name, also of a heterogeneous job; scontrol knows gaps and several prefixes.
+HOSTS=()
+for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
+  list=SLURM_JOB_NODELIST_HET_GROUP_$group
+  mapfile -t -O "${#HOSTS[@]}" HOSTS < <(scontrol show hostnames "${!list:-$SLURM_JOB_NODELIST}")
+done
+STEP=(srun "${SRUN[@]}" --overlap --mem=0 --cpu-bind=none --wait=0)
+# each NODE ...: sets ON to an srun of one task on each of these nodes.
+each() {
+  if ((${SLURM_HET_SIZE:-1} > 1)); then
+    ON=("${STEP[@]}" --ntasks-per-node=1 "--het-group=0-$((SLURM_HET_SIZE - 1))")
+  else
+    ON=("${STEP[@]}" --ntasks-per-node=1 "--nodes=$#" "--ntasks=$#" "--nodelist=$(IFS=, && echo "$*")")
+  fi
+}
+
+asked=0 driver='' ray='' step='' driver_status=none why=''
+# Slurm is about to take the nodes (USR1: time limit, preemption; TERM): the driver writes a checkpoint and ends.
+ask() {
+  asked=1
+  [[ -z $driver ]] || kill -USR1 "$driver" 2> /dev/null || true
+  [[ -n $driver || -z $step ]] || kill -TERM "$step" 2> /dev/null || true
+}
+trap ask USR1 TERM
+
+# A signal interrupts `wait`: wait again until the process has ended, and return its status.
+ended() {
+  local status
+  while :; do
+    status=0
+    wait "$1" || status=$?
+    kill -0 "$1" 2> /dev/null || return "$status"
+  done
+}
+# In the background, so that a signal is heard at once.
+run() {
+  "$@" &
+  step=$!
+  local status=0
+  ended "$step" || status=$?
+  step=''
+  return "$status"
+}
+
+finish() {
+  local status=0
+  if [[ -n $driver ]] && kill -0 "$driver" 2> /dev/null; then
+    kill -USR2 "$driver" 2> /dev/null || true # end now
+  fi
+  [[ -z $driver ]] || { driver_status=0 && ended "$driver" || driver_status=$?; }
+  [[ -z $ray ]] || kill -USR2 "$ray" 2> /dev/null || true # USR2 has each node stop Ray and clear up
+  [[ -z $ray ]] || ended "$ray" || true
+  local state
+  state=$(squeue --noheader --format=%T --jobs "$SLURM_JOB_ID" 2> /dev/null || true)
+  "${HERE[@]}" "$PYTHON" -m hybridflow.launch verdict --job-dir "$JOB_DIR" --restart "$RESTART" \
+    --max-restarts "$MAX_RESTARTS" --run-dir "$RUN_DIR" --state "${state:-UNKNOWN}" --asked "$asked" \
+    --driver-status "$driver_status" --why "$why" || status=$?
+  rm -f -- "$DIR/token"
+  if ((status == 75)); then
+    scontrol requeue "$SLURM_JOB_ID" || echo "hybridflow: Slurm does not requeue this job; submit it again to go on"
+  fi
+  exit "$status"
+}
+
+if [[ -n $ARCHIVE ]]; then # the environment on each node's own disk
+  each "${HOSTS[@]}"
+  # shellcheck disable=SC2016 # the nodes expand it
+  run "${ON[@]}" bash -c 'mkdir -p -- "$2" && tar -xf "$1" -C "$2"' - "$ARCHIVE" "$LOCAL" \
+    || { why="the environment $ARCHIVE could not be unpacked into $LOCAL on every node"; finish; }
+fi
+
+# A node that cannot be reached at all ends the others' step: name it, and ask the rest again.
+TRY=("${HOSTS[@]}")
+: > "$DIR/preflight.err"
+while ((${#TRY[@]} > 0)); do
+  each "${TRY[@]}"
+  run timeout --foreground --kill-after=10 "$PREFLIGHT_TIMEOUT" \
+    "${ON[@]}" "${CONTAINER[@]}" "$PYTHON" -m hybridflow.launch preflight --dir "$DIR" --hosts "${TRY[*]}" \
+    "${PREFLIGHT[@]}" > "$DIR/preflight.out" 2>> "$DIR/preflight.err" || true
+  REST=()
+  for host in "${TRY[@]}"; do
+    grep -qE "launch for .* failed on node $host:" "$DIR/preflight.err" || REST+=("$host")
+  done
+  ((asked == 0 && ${#REST[@]} < ${#TRY[@]})) || break
+  TRY=("${REST[@]}")
+done
+((asked)) && { why='it was asked to stop before the driver had started'; finish; }
+run "${HERE[@]}" "$PYTHON" -m hybridflow.launch judge --dir "$DIR" --hosts "${HOSTS[*]}" --nodes "$NODES" \
+  --max-clock-skew "$MAX_CLOCK_SKEW" || { why='preflight found too few good nodes'; finish; }
+mapfile -t USE < "$DIR/nodes.txt"
+
+each "${USE[@]}"
+"${ON[@]}" --kill-on-bad-exit=1 "${CONTAINER[@]}" \
+  "$PYTHON" -m hybridflow.launch node --dir "$DIR" "${RAY[@]}" > "$DIR/ray.err" 2>&1 & # each node has a log of its own
+ray=$!
+
+"${STEP[@]}" --nodes=1 --ntasks=1 "--nodelist=${USE[0]}" "${CONTAINER[@]}" \
+  "$PYTHON" -m hybridflow.launch driver --dir "$DIR" --nodes "$NODES" --start-timeout "$START_TIMEOUT" \
+  --grace "$GRACE" -- "${TRAIN[@]}" &
+driver=$!
+((asked)) && ask
+
+# The first of the two to end decides; the other one is stopped.
+while kill -0 "$ray" 2> /dev/null && kill -0 "$driver" 2> /dev/null; do
+  wait -n "$ray" "$driver" || true
+done
+if ! kill -0 "$driver" 2> /dev/null; then
+  driver_status=0
+  wait "$driver" || driver_status=$?
+  driver=''
+fi
+finish

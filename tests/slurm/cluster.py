@@ -1,0 +1,176 @@
+"""A real Slurm of our own on this machine: munged, slurmctld and a slurmd for each node, as the present user.
+
+Each node has an address of its own in 127.0.0.0/8, so that Ray sees as many machines. Partition `low` is preempted by
+`high`: jobs there are requeued after a time of grace.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+# cred_expire is also how long a requeued job waits (two minutes unless it is set).
+CONFIGURATION = """\
+ClusterName=tests
+SlurmctldHost=localhost
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={state}/munge.socket,cred_expire=5
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={port}
+StateSaveLocation={state}/state
+SlurmdSpoolDir={state}/spool-%n
+SlurmctldPidFile={state}/ctld.pid
+SlurmdPidFile={state}/d-%n.pid
+SlurmctldLogFile={state}/ctld.log
+SlurmdLogFile={state}/d-%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdTimeout=15
+KillWait=10
+MinJobAge=600
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def missing_programs() -> list[str]:
+    """Programs of Slurm that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+
+
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+class SlurmCluster:
+    """The daemons, from `with SlurmCluster(["n1", "n2"])` to its end. `environment` makes Slurm's commands use it."""
+
+    def __init__(self, names: Sequence[str], cpus: int = 8) -> None:
+        self.names, self.cpus = list(names), cpus
+        self.state = Path(tempfile.mkdtemp(prefix="hft-slurm-", dir="/tmp"))  # short: sockets lie in it
+        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(self.state / "slurm.conf")}
+        for name in [name for name in self.environment if name.startswith(("SLURM_", "RAY_")) and name != "SLURM_CONF"]:
+            del self.environment[name]
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> SlurmCluster:
+        try:
+            self._configure()
+            self._munge()
+            self.start("slurmctld", ["slurmctld", "-D", "-f", str(self.state / "slurm.conf")])
+            for name in self.names:
+                self.start_node(name)
+            self.wait_for(lambda: self.idle() == len(self.names), 60, "all nodes are idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if "slurmctld" in self.daemons:
+            subprocess.run(["scancel", "--user", getpass.getuser()], env=self.environment, check=False, timeout=30)
+            for name in self.names:  # a node that a test has stopped would keep its job for ever
+                if self.daemons[name].poll() is not None:
+                    self.start_node(name)
+            try:
+                self.wait_for(lambda: not self.ask("squeue", "--noheader"), 60, "no job is left")
+            except AssertionError as error:
+                print(error)
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        shutil.rmtree(self.state, ignore_errors=True)
+
+    def start(self, name: str, command: list[str]) -> None:
+        """Start a daemon in the foreground; what it prints goes to a file."""
+        with (self.state / f"{name}.print").open("ab") as printed:
+            self.daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdout=printed, stderr=printed, start_new_session=True
+            )
+
+    def start_node(self, name: str) -> None:
+        """Start the slurmd of a node."""
+        self.start(name, ["slurmd", "-D", "-f", str(self.state / "slurm.conf"), "-N", name])
+
+    def kill_node(self, name: str) -> None:
+        """End the slurmd of a node, as when the machine has lost its network: its processes run on."""
+        self.daemons[name].send_signal(signal.SIGKILL)
+        self.daemons[name].wait()
+
+    def ask(self, *words: str) -> str:
+        """What a command of Slurm's prints."""
+        return subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
+    def idle(self) -> int:
+        """How many nodes are idle."""
+        try:
+            return self.ask("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T").split().count("idle")
+        except subprocess.CalledProcessError:
+            return 0  # slurmctld is starting
+
+    def field(self, job: str, name: str) -> str:
+        """A field of `scontrol show job`."""
+        words = self.ask("scontrol", "show", "job", job, "--oneliner").split()
+        return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
+
+    def wait_for(self, what: Callable[[], object], timeout_s: float, text: str) -> None:
+        """Until `what()` holds; fails with the daemons' last words after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            if time.monotonic() > deadline:
+                logs = "\n".join(
+                    f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+                    for path in sorted([*self.state.glob("*.log"), *self.state.glob("*.print")])
+                )
+                raise AssertionError(f"not within {timeout_s:g} s: {text}\n{logs}")
+            time.sleep(0.2)
+
+    def _configure(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        nodes = "\n".join(
+            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.{11 + number} Port={port + 1 + number} "
+            f"CPUs={self.cpus} RealMemory=4000 State=UNKNOWN"
+            for number, name in enumerate(self.names)
+        )
+        text = CONFIGURATION.format(state=self.state, user=getpass.getuser(), port=port, nodes=nodes)
+        (self.state / "slurm.conf").write_text(text)
+        (self.state / "state").mkdir()
+
+    def _munge(self) -> None:
+        key = self.state / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        files = [f"--{what}-file={self.state}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        self.start("munged", ["munged", "--foreground", "--force", f"--socket={self.state}/munge.socket", *files])
+        self.wait_for((self.state / "munge.socket").exists, 30, "munged is up")

@@ -1,0 +1,104 @@
+"""The doctor's findings: levels, remedies, exit status, and its three forms of output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.config.load import load_config
+from hybridflow.errors import ResourceError
+from hybridflow.launch import doctor
+from hybridflow.launch.doctor import Finding, examine, exit_code, table
+
+
+def by_topic(findings: list[Finding]) -> dict[str, Finding]:
+    """The last finding of each topic."""
+    return {finding.topic: finding for finding in findings}
+
+
+def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "list_gpus", list)
+    found = examine(load_config("e2e"))
+    assert [one for one in found if one.level == "error"] == [] and exit_code(found) == 0
+    assert [one for one in found if one.level == "warning" and not one.remedy] == []
+    topics = by_topic(found)
+    assert topics["gpu"].level == "unused" and "CPUs and gloo" in topics["gpu"].what
+    assert topics["transformer-engine"].level == "unused" and topics["ray"].level == "ok"
+
+
+def test_gpus_without_cuda_and_too_few_for_the_recipe_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "list_gpus", lambda: ["H200, 141 GiB, 580.1"] * 2)
+    monkeypatch.setattr(doctor, "_torch_cuda", lambda: None)
+    topics = by_topic(examine(load_config("e2e")))
+    assert topics["torch.cuda"].remedy == "make setup LANE=gpu" and topics["torch.cuda"].level == "error"
+    assert "wants 4 ranks on a node, which has 2 GPUs" in topics["recipe"].what
+    assert topics["apex"].level == "warning" and topics["apex"].remedy
+
+
+def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "ray" else "1")
+    monkeypatch.setattr(doctor, "FIRST_PORT", 60000)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/sinfo" if name == "sinfo" else None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    answer = SimpleNamespace(returncode=1, stdout="", stderr="a\nslurmctld is down")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **options: answer)
+    topics = by_topic(examine())
+    assert topics["ray"].level == topics["ports"].level == topics["slurm"].level == "error"
+    assert topics["slurm"].what == "slurmctld is down" and "sysctl" in topics["ports"].remedy
+    assert exit_code(list(topics.values())) == 1
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: object) -> None:
+        raise ResourceError("0 of 1 nodes have joined Ray at 10.0.0.1:1")
+
+    monkeypatch.setattr("hybridflow.single_controller.cluster.wait_for_nodes", refuse)
+    found = by_topic(examine(load_config("e2e", ["cluster.address='10.0.0.1:1'"])))["ray cluster"]
+    assert found.level == "error" and "0 of 1 nodes" in found.what and "RAY_AUTH_TOKEN_PATH" in found.remedy
+
+
+def test_the_command_prints_a_table_or_json_and_refuses_a_wrong_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--recipe", "e2e"]) == 0
+    assert "e2e: 4 ranks on 1 node(s)" in capsys.readouterr().out
+    assert main(["doctor", "--recipe", "e2e", "actor.optim.lrr=1", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert findings[0]["level"] == "error" and "actor.optim.lr" in findings[0]["what"]
+    assert main(["doctor", "--nodes"]) == 1 and "under salloc or sbatch" in capsys.readouterr().err
+
+
+def test_the_table_counts_and_shows_remedies_below() -> None:
+    text = table([Finding("a", "ok", "x"), Finding("bb", "error", "y", "do z")])
+    assert text.splitlines() == ["ok      a   x", "error   bb  y", "            -> do z", "1 error(s), 0 warning(s)"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["submit", "--config-name", "e2e"], "login node of a Slurm cluster"),
+        (["render", "--config-name", "e2e", "cluster.address=auto"], "cluster.address is set"),
+        (["render", "--config-name", "e2e", "trainer.resume=disable"], "trainer.resume=disable"),
+        (["render", "--config-name", "e2e", "--site", "none.yaml"], "cannot be read"),
+        (["render", "--config-name", "e2e", "actr.x=1"], "unknown key actr"),
+        (["logs", "7"], "give the job's number"),
+        (["status", "7"], "login node of a Slurm cluster"),
+    ],
+)
+def test_a_wrong_slurm_command_is_one_message(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["slurm", *words]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_each_task_of_an_array_has_its_own_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", "render", "--config-name", "e2e", "--array", "1-3", "name=sweep-%a", "seed=%a"]) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --array=1-3" in shown and "/runs/sweep-%a" in shown
+    assert "TRAIN=(train --config-name e2e name=sweep-%a seed=%a)" in shown

@@ -1,0 +1,106 @@
+"""The plain files of launch/: scripts, the KubeRay manifest, the image of the gpu lane in its two forms."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCH = ROOT / "launch"
+SCRIPTS = [*sorted(LAUNCH.rglob("*.sh")), ROOT / "requirements" / "slurm.sh"]
+INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "USER", "CMD"}
+SECTIONS = {"files", "post", "environment", "runscript", "test"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash_and_clean(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert "set -euo pipefail" in script.read_text()
+    if shutil.which("shellcheck") and script.name != "job.sh":  # job.sh is checked with its settings, in test_job.py
+        done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
+        assert done.stdout == ""
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, words) of the Dockerfile, continued lines joined."""
+    text = re.sub(r"\\\n", " ", (LAUNCH / "containers" / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines)]
+
+
+def test_the_dockerfile_is_pinned_copies_what_exists_and_does_not_run_as_root() -> None:
+    found = instructions()
+    assert {name for name, _ in found} <= INSTRUCTIONS and found[0][0] == "FROM"
+    assert re.fullmatch(r"[\w/]+:[\w.-]+", found[0][1]) and not found[0][1].endswith(":latest")
+    sources = [word for name, rest in found if name == "COPY" for word in rest.split()[:-1]]
+    assert [word for word in sources if not (ROOT / word).exists()] == []
+    users = [rest for name, rest in found if name == "USER"]
+    assert users and users[-1] not in ("root", "0")
+    runs = " ".join(rest for name, rest in found if name == "RUN")
+    assert "sudo" not in runs and "dnf clean all" in runs and "LANE=gpu" in runs and "TransformerEngine" in runs
+
+
+def sections() -> dict[str, str]:
+    """The sections of the apptainer definition by name, and its header under an empty name."""
+    parts = re.split(r"^%(\w+)\n", (LAUNCH / "containers" / "hybridflow.def").read_text(), flags=re.MULTILINE)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def test_the_apptainer_definition_is_the_same_image() -> None:
+    found = sections()
+    assert set(found) - {""} == SECTIONS
+    header = dict(line.split(": ") for line in found[""].splitlines() if not line.startswith("#") and ": " in line)
+    assert header == {"Bootstrap": "docker", "From": instructions()[0][1]}
+    pairs = [line.split() for line in found["files"].splitlines() if line.strip()]
+    assert all((ROOT / source).exists() and target == f"/hybridflow/{source}" for source, target in pairs)
+    assert subprocess.run(["bash", "-n"], input=found["post"], text=True, check=False).returncode == 0
+    docker = " ".join(rest for _, rest in instructions())
+    for text in (docker, found["post"].replace("\\\n", " ")):
+        packages = text.split("setopt=install_weak_deps=False")[1].split("dnf clean")[0].split()
+        assert [word for word in packages if word != "&&"] == PACKAGES
+    assert re.search(r"TRANSFORMER_ENGINE=(\S+)", docker)[1] in found["post"]  # type: ignore[index]
+
+
+PACKAGES = shlex.split(
+    "python3.11 python3.11-devel python3.11-pip gcc-c++ git make ninja-build numactl-libs libibverbs librdmacm iproute "
+    "procps-ng"
+)
+
+
+def test_the_kuberay_manifest_is_a_job_whose_parts_fit_together() -> None:
+    manifest: dict[str, Any] = yaml.safe_load((LAUNCH / "ray" / "kuberay.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    spec, cluster = manifest["spec"], manifest["spec"]["rayClusterSpec"]
+    locked = re.search(r"^ray==(\S+)$", (ROOT / "requirements" / "gpu.txt").read_text(), flags=re.MULTILINE)
+    assert locked and cluster["rayVersion"] == locked[1]
+    pods = [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+    for pod in [*pods, spec["submitterPodTemplate"]]:
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        for container in pod["spec"]["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            environment = {entry["name"]: entry for entry in container["env"]}
+            assert environment["RAY_AUTH_MODE"]["value"] == "token"
+            assert "secretKeyRef" in environment["RAY_AUTH_TOKEN"]["valueFrom"]  # not in the manifest itself
+    nodes = 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"])
+    words = dict(word.split("=", 1) for word in spec["entrypoint"].split() if "=" in word)
+    assert words["cluster.nodes"] == str(nodes) and words["cluster.address"] == "auto"
+    gpus = pods[0]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert words["cluster.procs_per_node"] == gpus
+
+
+def test_the_hand_made_cluster_refuses_without_a_token(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "ray" / "cluster.sh"), "head", "10.0.0.1"],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "is missing or empty" in done.stderr

@@ -1,0 +1,69 @@
+"""Ports of a job, the environment that Ray gets, and what happens where Ray cannot start."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import ResourceError
+from hybridflow.launch import node, records
+from hybridflow.launch.node import PORTS, RayOptions, choose_ports, clean_environment, ray_command, run
+
+
+def test_ports_of_two_jobs_and_of_two_nodes_do_not_meet() -> None:
+    blocks = [choose_ports(job, position, "127.0.0.1").values() for job in (7, 8) for position in range(4)]
+    ports = [port for block in blocks for port in block]
+    assert len(set(ports)) == len(ports) and min(ports) >= node.FIRST_PORT
+    assert max(ports) < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+def test_a_taken_port_moves_the_job_to_the_next_block() -> None:
+    before = choose_ports(9, 0, "127.0.0.1")
+    with socket.create_server(("127.0.0.1", before["metrics-export-port"])):
+        after = choose_ports(9, 0, "127.0.0.1")
+    assert not set(before.values()) & set(after.values()) and set(after) == set(PORTS)
+
+
+def test_a_job_without_free_ports_says_so_with_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_is_free", lambda address, port: False)
+    records.write(tmp_path / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    assert run("n1", tmp_path, RayOptions(), 9) == 1
+    [failed] = records.failures(tmp_path)
+    assert failed["node"] == "n1" and "no free ports for Ray on 127.0.0.1" in failed["what"]
+    assert "ss -ltnp" in failed["what"]
+
+
+def test_a_node_that_was_not_chosen_ends_at_once(tmp_path: Path) -> None:
+    records.write(tmp_path / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    assert run("n2", tmp_path, RayOptions(), 9) == 0 and records.failures(tmp_path) == []
+
+
+def test_a_head_that_never_answers_is_said_within_the_deadline(tmp_path: Path) -> None:
+    use = [{"node": name, "address": "127.0.0.1"} for name in ("n1", "n2")]
+    records.write(tmp_path / records.CHOSEN, {"use": use})
+    assert run("n2", tmp_path, RayOptions(start_timeout_s=0.3), 9) == 1
+    assert "Ray's head does not answer" in records.failures(tmp_path)[0]["what"]
+
+
+def test_slurm_and_pmi_variables_and_a_token_of_the_user_do_not_reach_ray() -> None:
+    leaking = {"SLURM_PROCID": "1", "PMI_RANK": "1", "PMIX_ID": "x", "SLURMD_NODENAME": "n1", "RAY_AUTH_TOKEN": "old"}
+    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN_PATH": "/x/token"}
+    assert clean_environment({**leaking, **kept}) == kept
+
+
+def test_a_worker_node_gets_no_ports_of_the_head() -> None:
+    ports = {name: 20000 + number for number, name in enumerate(PORTS)}
+    head = ray_command(None, "10.0.0.1", ports, Path("/tmp/x"), RayOptions(gpus=8, object_store_gib=1.0))
+    other = ray_command("10.0.0.1:20000", "10.0.0.2", ports, Path("/tmp/x"), RayOptions())
+    assert "--head" in head and "--port=20000" in head and f"--object-store-memory={2**30}" in head
+    assert "--address=10.0.0.1:20000" in other and not [word for word in other if word.startswith("--port")]
+    with pytest.raises(ResourceError, match="ephemeral ports begin at"):
+        _few_ports()
+
+
+def _few_ports() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "_first_ephemeral_port", lambda: node.FIRST_PORT)
+        choose_ports(1, 0, "127.0.0.1")

@@ -1,0 +1,42 @@
+"""The mapping of a configuration is a recipe that the trainer takes and that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.config.load import load_config
+from hybridflow.errors import ConfigError
+from hybridflow.planning.advice import refused, with_values
+from hybridflow.planning.autoplan import auto
+from hybridflow.planning.devices import read_cluster
+from hybridflow.planning.job import Assumed, job_of
+from hybridflow.planning.plan import make_plan
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "overlaps"),
+    [("ppo-qwen3-8b-1x8", 1, False), ("grpo-qwen3-30b-a3b-4x8", 4, True), ("ppo-llama-3.1-70b-8x8", 8, False)],
+)
+def test_the_mapping_is_legal_fits_and_is_no_slower(name: str, nodes: int, overlaps: bool) -> None:
+    config, machines = load_config(name), read_cluster(None, nodes, 8)
+    change, _ = auto(config, machines, Assumed(), None, overlaps)
+    mapped = with_values(config, change)
+    assert refused(mapped) == []
+    found, before = make_plan(job_of(mapped, machines)), make_plan(job_of(config, machines))
+    assert found.fits
+    assert overlaps or found.seconds <= 1.05 * before.seconds
+
+
+def test_a_cluster_that_is_too_small_is_said() -> None:
+    with pytest.raises(ConfigError, match="no mapping of rollout, actor onto 8 H100 fits"):
+        auto(load_config("grpo-qwen2.5-72b-4x8"), read_cluster(None, 1, 8), Assumed(), None, False)
+
+
+def test_the_command_writes_a_recipe_that_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--config-name", "grpo-qwen3-8b-1x8"]
+    assert main([*options, "--auto", "--write", str(tmp_path / "mapped.yaml")]) == 0
+    assert main(["plan", "--config-dir", str(tmp_path), "--config-name", "mapped"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("fits")

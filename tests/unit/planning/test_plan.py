@@ -1,0 +1,145 @@
+"""`hybridflow plan`: what it prints, how quick it is, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.config.load import load_config
+from hybridflow.planning.devices import read_cluster
+from hybridflow.planning.generation import Lengths
+from hybridflow.planning.job import Assumed, job_of
+from hybridflow.planning.plan import make_plan, resident
+
+
+def test_a_plan_needs_no_torch_and_no_ray() -> None:
+    script = (
+        "import sys; from hybridflow.cli.main import main; main(['plan', '--config-name', 'grpo-kimi-k2-256x8']); "
+        "assert not {'torch', 'ray', 'sglang', 'megatron'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("fits") and "1,026.4 billion" in done.stdout
+
+
+def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config-name", "ppo-qwen3-8b-1x8", "--json", "--mean-response", "2000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+    assert all(phase["bytes"] == pytest.approx(sum(phase["memory"].values())) for phase in found["phases"])
+    assert found["assumed"] == {"prompt_tokens": 1024, "response_tokens": 2000}
+    assert found["device_hours"] == pytest.approx(8 * found["step_seconds"] / 3600)
+    assert {"generation", "log-probs", "values", "update critic", "update actor", "weight sync"} <= {
+        phase["name"] for phase in found["phases"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("grpo-qwen2.5-32b-2x8", "actor.parallel.tensor=4"),
+        ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.expert=1"),
+        ("grpo-llama-3.1-405b-28x8", "rollout.mem_fraction_static=0.3"),
+        ("grpo-qwen3-14b-1x8", "rollout.num_engines=5"),
+    ],
+)
+def test_what_does_not_fit_says_what_does(name: str, change: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config-name", name, change]) == 0
+    out = capsys.readouterr().out
+    assert "does not fit: " in out
+    advised = out.split("fits with: ")[1].split()
+    assert main(["plan", "--config-name", name, change, *advised]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("\nfits")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: 0", "nodes=0 must be a whole number above 0"),
+        ("nodes: 1.5", "nodes=1.5 must be a whole number"),
+        ("devices_per_node: -8", "devices_per_node=-8"),
+        ("device: H1000", "no device is called 'H1000'; did you mean h100? Known: A100, H100"),
+        ("devise: H100", "there is no key devise; did you mean device?"),
+        ("devices: {MINE: {tflops: 100}}", "devices.MINE lacks memory_gb, memory_gbs"),
+        ("devices: {MINE: {tflops: -1, memory_gb: 80, memory_gbs: 2000}}", "devices.MINE.tflops=-1"),
+        ("[1, 2]", "must give device, nodes and devices_per_node"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_bad_cluster_file_is_one_message(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    arguments = ["plan", "--config-name", "grpo-qwen3-8b-1x8", "--cluster", str(tmp_path / "cluster.yaml")]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config-name", "grpo-qwen3-8b-1x8", "--cluster", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--config-name", "grpo-qwen3-8b-1x8", "--device", "TPU"], "no device is called 'TPU'"),
+        (["--config-name", "grpo-qwen3-8b-1x8", "--mean-response", "-1"], "--mean-response -1"),
+        (["--config-name", "grpo-qwen3-8b-1x8", "model.path=nowhere"], "model.path=nowhere"),
+        (["--config-name", "grpo-kimi-k2-256x8", "actor.parallel.pipeline=2"], "num_hidden_layers is 61"),
+        (["--config-name", "grpo-deepseek-v3-32x8", "actor.parallel.pipeline=2"], "does not divide"),
+        (["--config-name", "tiny-moe-grpo", "model.tokenizer=nowhere"], "vocab_size"),
+        ([], "--config-name is missing"),
+        (["--model", "kimi-k2"], "needs --model, --trainer and --engines"),
+    ],
+)
+def test_bad_input_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        "device: mine\nnodes: 2\ndevices: {MINE: {tflops: 500, memory_gb: 96, memory_gbs: 3000}}\n"
+    )
+    options = ["plan", "--config-name", "grpo-qwen3-8b-1x8", "--json"]
+    assert main([*options, "--cluster", str(tmp_path / "cluster.yaml")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device_bytes"], found["nodes"], found["fits"]) == (96e9, 2, True)
+
+
+def test_a_transfer_without_a_recipe_is_the_old_command(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model", "qwen3-0.6b", "--trainer", "ranks=2,tp=2", "--engines", "tp=2", "--json"]
+    assert main(["plan", *sizes]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main(["reshard", "plan", *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["plan_hash"] == first["plan_hash"]
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(500, 8192), (4096, 8192), (8000, 8192)])
+def test_lengths_have_the_mean_that_is_asked_for(mean: float, longest: int) -> None:
+    lengths = Lengths(mean, longest)
+    assert sum(lengths.quantiles) / len(lengths.quantiles) == pytest.approx(mean, rel=0.01)
+    assert max(lengths.quantiles) <= longest and lengths.weighted >= mean * 0.999
+
+
+def test_more_devices_or_shorter_answers_take_less_time() -> None:
+    config = load_config("grpo-qwen3-30b-a3b-4x8")
+    machines = read_cluster(None, 4, 8)
+    seconds = [make_plan(job_of(config, machines, Assumed(response=mean))).seconds for mean in (500, 2000, 6000)]
+    assert seconds == sorted(seconds)
+    faster = make_plan(job_of(config, read_cluster(None, 4, 8, "H200"))).seconds
+    assert faster < make_plan(job_of(config, machines)).seconds
+
+
+def test_the_demo_holds_what_its_formulas_say() -> None:
+    """6,000 numbers of a small model, by hand: 4 bytes of weight, 4 of gradient, 8 of moments over the data ranks."""
+    sizes = {"vocab_size": 19, **load_config("tiny-moe-grpo").model.hf_config}
+    job = job_of(load_config("tiny-moe-grpo"), read_cluster(None, 1, 4, "cpu"), hf=sizes)
+    parts, numbers = resident(job)["actor"], job.actor.training.numbers
+    heaviest = max(numbers, key=lambda one: one.total)
+    assert parts["weights"] == parts["gradients"] == 4 * heaviest.total == parts["reference"]
+    assert parts["optimizer"] == 8 * heaviest.total  # one data-parallel rank

@@ -1,0 +1,84 @@
+"""The planner counts what a run holds: every rank's tensors by the map, every engine's by its layout."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from hybridflow.models import family_of
+from hybridflow.models.layout import Coordinates
+from hybridflow.models.published import published
+from hybridflow.models.scalar_head import TOKENS, ScalarHead
+from hybridflow.planning.devices import DEVICES
+from hybridflow.planning.generation import Engine
+from hybridflow.planning.sizes import EXPERTS, chunk_layers, decoder_of, layer_shapes, stage_numbers
+from hybridflow.planning.training import Cut, Training
+from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
+from hybridflow.reshard.layout import rank_tensors
+
+CUTS: list[tuple[str, dict[str, int]]] = [
+    ("qwen3-0.6b", {"tp_size": 2, "pp_size": 4}),  # tied: the last stage has a copy of the embedding
+    ("qwen2.5-7b", {"tp_size": 4, "pp_size": 2, "vpp_size": 7}),
+    ("mixtral-8x7b", {"tp_size": 2, "pp_size": 4, "vpp_size": 4, "ep_size": 8, "etp_size": 1}),
+    ("moonlight-16b-a3b", {"tp_size": 2, "pp_size": 3, "ep_size": 8}),
+    ("glm-4.5-air", {"tp_size": 4, "pp_size": 2, "ep_size": 16, "etp_size": 2}),
+]
+# GFLOP a token, forward and backward, causal: counted by others for published runs
+GFLOP = [
+    *(("llama-3.1-70b", 4096, 433.1), ("llama-3.1-405b", 8192, 2524), ("qwen3-32b", 4096, 204.8)),
+    *(("qwen3-30b-a3b", 4096, 23.08), ("qwen3-235b-a22b", 4096, 148.3), ("qwen3-235b-a22b", 131072, 735.0)),
+    *(("deepseek-v3", 4096, 250.4), ("mixtral-8x7b", 4096, 79.7), ("mixtral-8x22b", 4096, 242.2)),
+]
+
+
+@pytest.mark.parametrize(("model", "cut"), CUTS)
+def test_every_stage_has_the_numbers_of_its_tensors(model: str, cut: dict[str, int]) -> None:
+    decoder = decoder_of(published(model))
+    for stage in range(cut["pp_size"]):
+        at = Coordinates(pp_rank=stage, **cut)
+        for family, scalar in ((decoder, False), (ScalarHead(decoder, TOKENS), True)):
+            expert = dense = 0
+            for local in rank_tensors(family, at):
+                if EXPERTS in local.name.replace("chunk", ".chunk"):
+                    expert += prod(local.shape)
+                elif not local.is_buffer:
+                    dense += prod(local.shape)
+            found = stage_numbers(decoder, at, scalar)
+            assert (found.dense, found.expert) == (dense, expert)
+        assert [list(chunk_layers(decoder, c)) for c in at.virtual_stages()] == [
+            list(c.layers(decoder.num_layers)) for c in at.virtual_stages()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("qwen3-0.6b", EngineShape(2)),
+        ("moonlight-16b-a3b", EngineShape(4, expert=2, data_attention=2)),
+        ("mixtral-8x7b", EngineShape(2, pipeline=2)),
+    ],
+)
+def test_an_engine_has_the_numbers_of_its_layout(model: str, shape: EngineShape) -> None:
+    decoder = decoder_of(published(model))
+    held = [int(rank.shapes.prod(axis=1).sum()) for rank in engine_layout(decoder, [shape], "bfloat16").classes]
+    assert Engine(decoder, shape, DEVICES["H100"]).numbers.total == max(held)
+
+
+@pytest.mark.parametrize(("model", "length", "expected"), GFLOP)
+def test_operations_of_a_token(model: str, length: int, expected: float) -> None:
+    training = Training(decoder_of(published(model)), Cut(1), DEVICES["H100"])
+    assert training.flops(1, length) / 1e9 == pytest.approx(expected, rel=2e-3)
+
+
+def test_heads_for_several_tokens_ahead_are_counted_once() -> None:
+    hf: dict[str, Any] = published("deepseek-v3")
+    plain, more = decoder_of(hf), decoder_of(hf, mtp=True)
+    extra = stage_numbers(more, Coordinates()).total - stage_numbers(plain, Coordinates()).total
+    shapes = family_of(hf, mtp=True).tensors()
+    of_head = sum(
+        prod(s) for name, s in shapes.items() if name.startswith("model.layers.61.") and "correction" not in name
+    )
+    assert extra == of_head
+    assert len(layer_shapes(more)) == 61
