@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first; each next one has the next seed")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="for references and outcomes")
-    parser.add_argument("--cover", action="store_true", help="play the covering campaign of `make test`")
+    parser.add_argument("--cover", action="store_true", help="play the covering campaign of `make test-full`")
     parser.add_argument("--table", action="store_true", help="write docs/faults.md")
     args = parser.parse_args()
     outcomes = args.folder / "trials.jsonl"

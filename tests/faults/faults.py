@@ -52,7 +52,8 @@ class Fault:
         return f"{self.kind}{whom} at {self.part:.2f} of {at}"
 
 
-# the covering part that `make test` plays: one of each way back, in one campaign without a second start of the driver
+# the covering part that `make test-full` plays: one of each way back, in one campaign without a second start of the
+# driver
 COVERING = (
     Fault(KILL, "gen", 1, 0.5, ("engine scheduler",), 0.0),
     Fault(KILL, "update_actor", 2, 0.5, ("actor rank 0",), 0.0),

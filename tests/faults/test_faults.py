@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_loses_its_parts_ends_like_one_that_was_left_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults", "--cover", "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
