@@ -120,6 +120,8 @@ def iter_parquet(
 def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     if not Path(path).exists():
         raise DataError(f"{path}: no such file")
+    if not Path(path).is_file():
+        raise DataError(f"{path}: not a readable parquet file: it is not a regular file")
     with _naming(f"{path}: not a readable parquet file"), Path(path).open("rb") as stream:
         start = stream.read(16)
     if start and not start.startswith(_PARQUET_MARK):
@@ -131,9 +133,21 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     try:
         # not pq.read_table, which takes a folder named `lr=1` for a partition
         with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:
+            _refuse_bomb(path, file)
             yield file
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
+
+
+def _refuse_bomb(path: str | Path, file: pq.ParquetFile) -> None:
+    """A row group is decompressed as a whole: one that says it would fill the machine is not begun."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for number in range(file.metadata.num_row_groups):
+        if (size := file.metadata.row_group(number).total_byte_size) > memory // 2:
+            raise DataError(
+                f"{path}: row group {number} decompresses to {size / 2**30:.0f} GiB, more than half of this machine's "
+                "memory; write the file with smaller row groups"
+            )
 
 
 @contextmanager
