@@ -92,8 +92,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("number", "after_s"),
     [
-        (signal.SIGINT, 0.4),
-        (signal.SIGTERM, 1.0),
+        pytest.param(signal.SIGINT, 0.4, marks=pytest.mark.full),
         *(pytest.param(signal.SIGTERM, after / 4, marks=pytest.mark.full) for after in range(12)),
         *(pytest.param(signal.SIGINT, after / 4, marks=pytest.mark.full) for after in range(12)),
     ],
