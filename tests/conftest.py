@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import settings
 # One thread a process: tests run several processes on few cores, where more threads cost a factor of ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
+# the processes that a test starts are one job
+os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
 
 # No deadline: a busy machine is no failure. Derandomized and without a database: the same commit gives the same
 # verdict.

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from hybridflow.batch.columns import Column
 from hybridflow.batch.jagged import Jagged, describe
 from hybridflow.batch.protocol import DataProto
-from hybridflow.errors import DataError, SchemaError
+from hybridflow.errors import DataError, SchemaError, StorageError
 
 _KEY = b"hybridflow"
 _PARQUET_MARK = b"PAR1"  # the first bytes of every parquet file
@@ -60,7 +60,7 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
     """Write one file with the rows of all `batches`, which have the same columns. It appears whole or not at all.
 
     Raises:
-        DataError: the file cannot be written.
+        StorageError: the disk is full or the file cannot be written.
         SchemaError: a column has no Arrow form.
     """
     path = Path(path)
@@ -78,9 +78,10 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
             writer.close()
             os.replace(temporary, path)
     finally:
-        if writer is not None:
-            writer.close()
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # said already
+            if writer is not None:
+                writer.close()
+            temporary.unlink(missing_ok=True)
 
 
 def read_parquet(path: str | Path) -> DataProto:
@@ -119,6 +120,8 @@ def iter_parquet(
 def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     if not Path(path).exists():
         raise DataError(f"{path}: no such file")
+    if not Path(path).is_file():
+        raise DataError(f"{path}: not a readable parquet file: it is not a regular file")
     with _naming(f"{path}: not a readable parquet file"), Path(path).open("rb") as stream:
         start = stream.read(16)
     if start and not start.startswith(_PARQUET_MARK):
@@ -130,18 +133,32 @@ def _open_parquet(path: str | Path) -> Iterator[pq.ParquetFile]:
     try:
         # not pq.read_table, which takes a folder named `lr=1` for a partition
         with _naming(f"{path}: not a readable parquet file"), pq.ParquetFile(path) as file:
+            _refuse_bomb(path, file)
             yield file
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
 
 
+def _refuse_bomb(path: str | Path, file: pq.ParquetFile) -> None:
+    """A row group is decompressed as a whole: one that says it would fill the machine is not begun."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for number in range(file.metadata.num_row_groups):
+        if (size := file.metadata.row_group(number).total_byte_size) > memory // 2:
+            raise DataError(
+                f"{path}: row group {number} decompresses to {size / 2**30:.0f} GiB, more than half of this machine's "
+                "memory; write the file with smaller row groups"
+            )
+
+
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError."""
+    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError. A
+    full disk and the like become a StorageError."""
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{what}: {error}") from error
+        storage = StorageError.of(error, what) if isinstance(error, OSError) else None
+        raise (storage or DataError(f"{what}: {error}")) from error
 
 
 def to_stream(batch: DataProto) -> bytes:

@@ -6,7 +6,7 @@ All problems of a configuration are reported at once, each with its keys, their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,19 @@ from hybridflow.config import (
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
+
+# sizes of a model's config far above any published model's
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 26,
+    "num_experts": 1 << 16,
+}
 
 
 def check(config: RunConfig, job: str = "train") -> None:
@@ -243,6 +256,8 @@ def _model_sizes(config: RunConfig) -> list[str]:
         sizes = derived.hf_config(config.model)
     except ConfigError as error:
         return [str(error)]
+    if absurd := list(_absurd_sizes(sizes)):
+        return absurd
     tensor, experts = config.actor.parallel.tensor, derived.num_experts(sizes)
     found = [] if experts else [*_dense_problems(config)]
     if experts and tensor > 1 and not config.actor.parallel.sequence:
@@ -253,6 +268,13 @@ def _model_sizes(config: RunConfig) -> list[str]:
     if not any(True for _ in check_engines.shape_problems(config)):
         found += check_engines.size_problems(config.rollout, sizes)
     return found + list(_positions(config, sizes))
+
+
+def _absurd_sizes(sizes: Mapping[str, Any]) -> Iterator[str]:
+    """A config.json of others that would fill the memory before anything else is noticed."""
+    for key, most in _MOST.items():
+        if isinstance(size := sizes.get(key), int) and not 0 < size <= most:
+            yield f"model: {key}={size} in the model's config is not between 1 and {most}; is its config.json damaged?"
 
 
 def _dense_problems(config: RunConfig) -> Iterator[str]:

@@ -8,6 +8,9 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.schema import RolloutConfig, RunConfig
 
+# arguments of the engine's server that say who reaches it
+_OURS = ("host", "port", "api-key", "admin-api-key", "nccl-port", "dist-init-addr", "config", "grpc-mode")
+
 
 def shape_problems(config: RunConfig) -> Iterator[str]:
     """What no model could run with."""
@@ -19,6 +22,7 @@ def shape_problems(config: RunConfig) -> Iterator[str]:
                 f"tensor-parallel ranks; choose a divisor of {rollout.tensor}, or raise rollout.tensor"
             )
     yield from _node_problems(config)
+    yield from _open_doors(config)
     if rollout.quantization == "fp8" and config.model.dtype != "bfloat16":
         # sglang/srt/layers/quantization/fp8.py:326
         yield (
@@ -43,6 +47,23 @@ def _node_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.nodes_per_engine={nodes} and rollout.pipeline={rollout.pipeline}: one must divide the other, "
             "because a node holds whole stages or a stage whole nodes"
+        )
+
+
+def _open_doors(config: RunConfig) -> Iterator[str]:
+    """What would let others of the machine or the network reach an engine."""
+    rollout, cluster = config.rollout, config.cluster
+    for name in rollout.extra_args:
+        if name.replace("_", "-") in _OURS:
+            yield (
+                f"rollout.extra_args.{name}={rollout.extra_args[name]!r}: engines listen on loopback alone, on a port "
+                "and with keys of the job's own; remove it"
+            )
+    if rollout.nodes_per_engine > 1 and cluster.address is not None and not cluster.trusted_network:
+        yield (
+            f"rollout.nodes_per_engine={rollout.nodes_per_engine} in the cluster at {cluster.address}: the ranks of "
+            "one engine unpickle what comes over connections that prove nothing (docs/security.md); set "
+            "cluster.trusted_network=true if nobody else can send to its machines, or rollout.nodes_per_engine=1"
         )
 
 

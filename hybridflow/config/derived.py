@@ -3,12 +3,12 @@ it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -92,6 +92,11 @@ def lora_targets(sizes: Mapping[str, Any]) -> tuple[str, ...]:
 def engine_ranks(config: RunConfig) -> int:
     """Processes of one engine that hold weights."""
     return config.rollout.tensor * config.rollout.pipeline
+
+
+def is_staged(config: RunConfig, kind: str) -> bool:
+    """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all have arrived."""
+    return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
 
 
 def samples_per_step(config: RunConfig) -> int:
@@ -262,17 +267,16 @@ def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     """The Hugging Face configuration: `hf_config` as given, else `path`/config.json.
 
     Raises:
-        ConfigError: config.json is missing or not JSON.
+        ConfigError: config.json is missing or not an object of JSON (`read_outside_json`).
     """
     if model.path is None:
         return model.hf_config
     file = Path(model.path) / "config.json"
     try:
-        values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return read_outside_json(file)
     except OSError as error:
         raise ConfigError(
             f"model.path={model.path}: {file} cannot be read ({error.strerror}); give a Hugging Face folder"
         ) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"model.path={model.path}: {file} is not JSON: {error}") from error
-    return values
+    except ValueError as error:
+        raise ConfigError(f"model.path={model.path}: {file} is {error}") from error

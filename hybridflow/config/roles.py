@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow.config import check_entries, derived
 from hybridflow.config.derived import Role
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.config.schema import ModelConfig, OffloadConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError
 
@@ -164,7 +164,7 @@ def _vocab_size(model: ModelConfig) -> int | None:
 def _tokens(folder: str | None) -> dict[str, int]:
     """{token: id} of a folder's tokenizer.json; empty where there is none that can be read."""
     try:
-        values = json.loads((Path(folder or "") / "tokenizer.json").read_text(encoding="utf-8"))
+        values = read_outside_json(Path(folder or "") / "tokenizer.json")
         vocabulary = values["model"]["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
         return dict(pairs) | {token["content"]: token["id"] for token in values.get("added_tokens", ())}

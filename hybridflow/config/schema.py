@@ -400,6 +400,9 @@ class ClusterConfig:
     device: str = "H100"
     start_timeout_s: Positive = 120.0
     call_timeout_s: Positive = 600.0  # deadline on any single worker call
+    # nobody else can send to the machines of `address`. Without it a Ray without a token and engines over
+    # several machines are refused (docs/security.md)
+    trusted_network: bool = False
     # shared memory for batches in a local cluster; what does not fit is spilled to the disk
     object_store_bytes: PositiveInt = 256 << 20
 

@@ -3,11 +3,13 @@ only."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.outside_json import read_outside_json
+from hybridflow.data.chat_trial import trial
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
@@ -101,6 +103,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer folder {str(path)!r} does not exist; give a local Hugging Face folder in model.tokenizer "
             "(nothing is downloaded)"
         )
+    if strange := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
+        raise DataError(
+            f"{folder}: {', '.join(strange[:4])} is no regular file; a pipe, a device or a broken link "
+            "has no place in a tokenizer's folder"
+        )
     # transformers makes an empty tokenizer of a folder that has none but a model's config.json
     if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise DataError(
@@ -115,6 +122,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
     if hf.eos_token_id is None:
         raise DataError(f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json")
+    if hf.chat_template and (problem := trial(partial(hf.apply_chat_template, tokenize=False))):
+        raise DataError(f"{folder}: the chat template is not fit for use: {problem}")
     return Tokenizer(hf, folder, tuple(sorted({int(hf.eos_token_id), *_generation_stop_ids(folder)})))
 
 
@@ -124,7 +133,7 @@ def _generation_stop_ids(folder: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found = read_outside_json(path).get("eos_token_id")
         ids = [] if found is None else found if isinstance(found, list) else [found]
         return [int(i) for i in ids]
     except (ValueError, TypeError, AttributeError) as error:

@@ -16,15 +16,11 @@ import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybridflow.engines.base import ENGINES, Engine
 from hybridflow.engines.spec import EngineSpec, log_of_start
 from hybridflow.errors import EngineError
 from hybridflow.process.rendezvous import client_store, master_store
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 _POLL_S = 0.2
 _log = logging.getLogger(__name__)
@@ -77,8 +73,8 @@ class OtherNode:
     def __init__(self, kind: str, spec: EngineSpec, log_path: Path, host: str, port: int) -> None:
         self._kind, self.spec, self.log_path = kind, spec, log_path
         try:
-            self._store: TCPStore = client_store(host, port, spec.start_timeout_s)
-        except RuntimeError as error:  # torch's DistError and its children
+            self._store = client_store(host, port, spec.start_timeout_s)
+        except RuntimeError as error:
             raise EngineError(
                 f"node {spec.node_rank} cannot reach the first one at {host}:{port}: {error}", engine=spec.name
             ) from error
@@ -107,7 +103,7 @@ class OtherNode:
                         self.server.check_alive()
                 except (EngineError, OSError) as error:
                     self._report(str(error).split("\n", 1)[0])
-        except RuntimeError as error:  # torch's DistError: the first node's worker has ended, and the engine with it
+        except RuntimeError as error:  # the first node's worker has ended, and the engine with it
             _log.warning("%s, node %d: no answer of the first node: %s", self.spec.name, self.spec.node_rank, error)
         finally:
             if self.server is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 
@@ -68,16 +68,21 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.files: dict[str, str]
         config = self.folder / "config.json"
         self.quantisation = _quantisation_of(config) if config.exists() else None
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self.files = _weight_map(index)
         elif (self.folder / "model.safetensors").exists():
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
 
-            with safe_open(self.folder / "model.safetensors", framework="pt") as handle:
-                self.files = dict.fromkeys(handle.keys(), "model.safetensors")
+            file = self.folder / "model.safetensors"
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    self.files = dict.fromkeys(handle.keys(), file.name)
+            except SafetensorError as error:
+                raise ModelError(f"{file} is no whole safetensors file: {error}") from error
         else:
             raise ModelError(
                 f"{self.folder} holds no model.safetensors and no model.safetensors.index.json; model.path must be a "
@@ -104,23 +109,41 @@ class SafetensorsFolder:
         return self.quantisation.dequantise(values, factors, start)
 
     def _region(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if name not in self.files:
             raise ModelError(f"{self.folder} has no tensor {name}; is its config.json of another model?")
-        with safe_open(self.folder / self.files[name], framework="pt") as handle:
-            view = handle.get_slice(name)
-            full = view.get_shape()
-            if any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
-                raise ModelError(
-                    f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
-                    "config.json implies"
-                )
-            return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        file = self.folder / self.files[name]
+        try:
+            with safe_open(file, framework="pt") as handle:
+                view = handle.get_slice(name)
+                full = view.get_shape()
+                if len(full) != len(shape) or any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
+                    raise ModelError(
+                        f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
+                        "config.json implies"
+                    )
+                return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}, tensor {name}: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: file} of an index. A file is a plain name: the folder of somebody else does not name files outside."""
+    try:
+        found = read_outside_json(index).get("weight_map")
+    except ValueError as error:
+        raise ModelError(f"{index} is {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{index} has no weight_map")
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise ModelError(f"{index}: tensor {name} is said to lie in {file!r}, which is no file of this folder")
+    return found
 
 
 def _quantisation_of(config: Path) -> BlockQuantisation | None:
     try:
-        return BlockQuantisation.of_checkpoint(json.loads(config.read_text(encoding="utf-8")))
+        return BlockQuantisation.of_checkpoint(read_outside_json(config))
     except (ModelError, ValueError) as error:
         raise ModelError(f"{config}: {error}") from error

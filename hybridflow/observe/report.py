@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def render(run: RunFolder) -> str:
     environment.filters["shown"] = shown
     groups = _drawn_groups(run)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        nonce=secrets.token_urlsafe(16),
         name=str(run.setting("name") or run.path.resolve().name),
         status=_status(run),
         facts=facts(run),
@@ -63,7 +65,7 @@ def render(run: RunFolder) -> str:
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
         samples=[(sample, _sample_title(sample), _prompt_is_chat(sample)) for sample in run.samples],
-        summary=[(key, _plain(value)) for key, value in run.summary.items()],
+        summary=list(_flat(run.summary)),
         config_text=run.config_text,
         environment=list(_flat(run.environment)),
     )

@@ -198,7 +198,8 @@ def _total(node: Node) -> int:
 
 
 def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms: Sequence[Room]) -> str:
-    """What the pool needs, and what is left for it on each node."""
+    """What a group needs, or with None the pool, and what is left for it on each node."""
+    name = group.role if group is not None else pool.name
     if group is None:
         assert pool.shape is not None
         keys = " (cluster.nodes x cluster.procs_per_node)" if pool.name == "actor" else ""
@@ -206,17 +207,18 @@ def _does_not_fit(cluster: ClusterShape, pool: Pool, group: Group | None, rooms:
         unit = {"GPUs": "GPU", "processes": "process"}[cluster.unit] if on_each == 1 else cluster.unit
         need = f"{wanted} node{'s' * (wanted > 1)} with {on_each} {unit} each{keys}"
     else:
-        name = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
+        members = ("engine" if group.role == "rollout" else "rank") + "s" * (group.count > 1)
         nodes = f" on each of {group.nodes} nodes" if group.nodes > 1 else " on one node"
         each = f", each of {group.devices} {cluster.unit}{nodes}" if group.devices * group.nodes > 1 else ""
-        need = f"{group.count} {name}{each}"
+        shared = f", on the devices of {pool.name}" if name != pool.name else ""
+        need = f"{group.count} {members}{each}{shared}"
     whole = ", on nodes that no other pool uses" if pool.packing == "whole_nodes" else ""
     free = {node: len(devices) for node, devices in rooms}
     there = [f"{node.address}: {free.get(n, 0)} of {_total(node)}" for n, node in enumerate(cluster.nodes)]
     more = [f"{len(there) - _SHOWN_NODES} more nodes"] if len(there) > _SHOWN_NODES else []
     return (
-        f"{pool.name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "
-        f"{', '.join([*there[:_SHOWN_NODES], *more]) or 'no node'}; give it more nodes, or make {pool.name} smaller"
+        f"{name} needs {need}{whole}, which the cluster does not have. Left for it ({cluster.unit}): "
+        f"{', '.join([*there[:_SHOWN_NODES], *more]) or 'no node'}; give it more nodes, or make {name} smaller"
     )
 
 

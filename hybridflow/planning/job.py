@@ -138,7 +138,7 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
         lengths=Lengths(min(response, data.max_response_length), data.max_response_length),
         machines=machines,
         staging_bytes=rollout.sync.staging_bytes,
-        is_staged=rollout.sync.commit == "staged",
+        is_staged=derived.is_staged(config, "cuda" if machines.is_gpu else "cpu"),
         save_every=config.trainer.save_every_steps,
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from hybridflow.config.load import load_config
 from hybridflow.config.locate import list_recipes, shipped_config_dir
+from hybridflow.config.schema import RunConfig
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import job_of
 from hybridflow.planning.plan import Plan, make_plan
@@ -32,11 +35,14 @@ def names() -> list[str]:
     return [recipe.name for recipe in list_recipes([shipped_config_dir()]) if recipe.name.endswith("x8")]
 
 
-def plan_recipe(name: str) -> Plan:
-    """The plan of a shipped recipe on the cluster that it names."""
+@functools.cache
+def recipe_plan(name: str) -> tuple[RunConfig, Plan]:
+    """A shipped recipe, and its plan on the cluster that it names."""
     config = load_config(name)
     cluster = config.cluster
-    return make_plan(job_of(config, read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device)))
+    return config, make_plan(
+        job_of(config, read_cluster(None, cluster.nodes, cluster.devices_per_node or 8, cluster.device))
+    )
 
 
 def document() -> str:
@@ -44,7 +50,7 @@ def document() -> str:
     head = ("recipe", "devices", "trainer", "engines", "memory", "step", "bottleneck", "device hours a step")
     rows = []
     for name in names():
-        plan = plan_recipe(name)
+        _, plan = recipe_plan(name)
         job, cut = plan.job, plan.job.actor.training.cut
         sizes = (("TP", cut.tensor), ("PP", cut.pipeline), ("EP", cut.expert), ("DP", cut.data))
         rows.append((

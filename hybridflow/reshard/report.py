@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.errors import ConfigError
+from hybridflow.config.outside_json import read_outside_json
+from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models import family_of
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.fp8 import FP8, BlockQuantisation
@@ -177,6 +177,8 @@ def read_config(model: str) -> dict[str, Any]:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return config
+        try:
+            return read_outside_json(file)
+        except ValueError as error:
+            raise ModelError(f"{file} is {error}") from error
     return published(model)

@@ -55,7 +55,7 @@ class SliceSync:
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
         platform = Platform(self.policy.run(PolicyWorker.device_kind))
         self._transport = chosen(self.sync_config.transport, platform)
-        self._staged = (self.sync_config.commit or ("in_place" if platform.kind == "cuda" else "staged")) == "staged"
+        self._staged = derived.is_staged(self.config, platform.kind)
         if TRANSPORTS.get(self._transport).needs_folder:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._at = self.policy.run(PolicyWorker.open_sync_store)

@@ -180,7 +180,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {"chunks": value["chunks"], "hf": value["hf"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); `hybridflow checkpoint verify` says more") from error
 
 
@@ -201,7 +201,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
         seal = value.pop(_SEAL, None)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file.parent} is not a whole checkpoint (no {file.name} in it)") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({type(error).__name__}: {error}); the checkpoint is torn or not ours"
         ) from error

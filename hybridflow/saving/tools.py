@@ -3,7 +3,6 @@ folders, in one process without a GPU."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.saving.manifest import (
     MANIFEST,
@@ -259,11 +259,11 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
 
     file = folder / "config.json"
     try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
+        hf_config = read_outside_json(file)
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} is no Hugging Face folder: there is no {file}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+        raise ConfigError(f"{file} is {error}") from error
     if problems := _wrong_checksums(folder):
         raise ModelError(f"{folder} was not imported: {'; '.join(problems[:6])}")
     source = SafetensorsFolder(folder)

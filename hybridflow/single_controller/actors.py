@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import ResourceError
-from hybridflow.process import fork_client
+from hybridflow.process import fork_client, secret
 from hybridflow.process.children import state_of
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
@@ -57,7 +57,9 @@ def start_actors(
             raise ResourceError(
                 f"a detached group named {name!r} exists already: join it, or choose another name"
             ) from error
-        ranks.append(Rank(actor, slot.node, log_dir / f"{role}-rank{r}.log", cluster.is_local or slot.node == here))
+        log = log_dir / f"{role}-rank{r}.log"
+        is_local = cluster.is_local or slot.node == here
+        ranks.append(Rank(actor, slot.node, log, is_local, log_from=log.stat().st_size if log.exists() else 0))
     return ranks
 
 
@@ -102,6 +104,9 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
         "MASTER_ADDR": context.master_addr,
         "MASTER_PORT": str(context.master_port),
         "OMP_NUM_THREADS": "1",
+        secret.VARIABLE: secret.job_secret(),
+        # torch keeps compiled code under a name in /tmp that anybody could have made before
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{Path.home()}/.cache/torchinductor"),
     }
     if context.master_addr in ("127.0.0.1", "::1"):
         env["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the interface of the host name

@@ -27,6 +27,7 @@ from typing import Any
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
+from hybridflow.process.secret import without_credentials
 from hybridflow.single_controller import guard, watch
 
 LOOPBACK = "127.0.0.1"
@@ -39,7 +40,8 @@ SYSTEM_CONFIG = {  # of every cluster that this project starts
 }
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
-_MAX_TEMP_DIR = 40  # Ray appends 62 characters for its sockets; a unix socket path holds 107
+_RAY = "r"  # Ray's own subfolder: Ray makes the folder it is given writable for everybody, but not the one around it
+_MAX_TEMP_DIR = 38  # Ray appends /r and 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
 _POLL_S = 0.3
 
@@ -56,8 +58,8 @@ class NodeState:
 
 @dataclass(frozen=True)
 class _Local:
-    """The temporary folder of a local cluster, the lock that its owner holds, and the guard process that clears up
-    after a SIGKILL."""
+    """The private folder (mode 0700) of a local cluster, the lock that its owner holds, and the guard process that
+    clears up after a SIGKILL."""
 
     temp_dir: Path
     lock: int
@@ -125,7 +127,7 @@ class Cluster:
         _set_environment()
         import ray
 
-        _refuse_second(ray)
+        _prepare_client(ray)
         _sweep_stale_dirs()
         local = _Local.make()
         slots = config.nodes * config.procs_per_node
@@ -137,7 +139,7 @@ class Cluster:
                 log_to_driver=False,
                 configure_logging=False,
                 object_store_memory=config.object_store_bytes,
-                _temp_dir=str(local.temp_dir),
+                _temp_dir=str(local.temp_dir / _RAY),
                 _node_ip_address=LOOPBACK,
                 _system_config=dict(SYSTEM_CONFIG),
             )
@@ -161,7 +163,7 @@ class Cluster:
     def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
         import ray
 
-        _refuse_second(ray)
+        _prepare_client(ray)
         before = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
@@ -170,7 +172,15 @@ class Cluster:
             raise ResourceError(f"cannot join the Ray cluster at {config.address}: {error}; {hint}") from error
         finally:
             _restore_sigterm(before)
-        return cls(config, run_dir, None)
+        cluster = cls(config, run_dir, None)
+        if not config.trusted_network and _answers_strangers(cluster.address):
+            cluster.shutdown()
+            raise ResourceError(
+                f"the Ray cluster at {config.address} asks nobody for a token: whoever reaches it runs code as you; "
+                "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set cluster.trusted_network=true if nobody "
+                "else can send to its machines"
+            )
+        return cluster
 
     @property
     def is_local(self) -> bool:
@@ -301,6 +311,15 @@ def _set_environment() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
+def _answers_strangers(address: str) -> bool:
+    """Whether Ray's gcs answers a process without a token."""
+    ask = "import sys; from ray._raylet import GcsClient; GcsClient(sys.argv[1]).internal_kv_keys(b'', None, 10)"
+    env = {**without_credentials(), "RAY_AUTH_MODE": "disabled"}
+    return (
+        subprocess.run([sys.executable, "-c", ask, address], env=env, capture_output=True, check=False).returncode == 0
+    )
+
+
 def _gcs_address() -> str:
     import ray
 
@@ -315,9 +334,12 @@ def _ray_processes() -> dict[str, int]:
     return {name: process.pid for name, process in running if name in ("gcs_server", "raylet")}
 
 
-def _refuse_second(ray: Any) -> None:
+def _prepare_client(ray: Any) -> None:
     if ray.is_initialized():
         raise ResourceError("Ray is already running in this process; shut the other Cluster down first")
+    # A thread of Ray prints what its processes have to say, when one is killed the end of its log. What is wrong is
+    # said once, by our errors, and Ray's logs are kept.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _restore_sigterm(handler: Any) -> None:
@@ -350,7 +372,7 @@ def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
     """Keep Ray's own logs of a failed cluster, as far as there are any and the disk takes them."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
-        for source in temp_dir.glob(f"session_2*/logs/{name}"):
+        for source in temp_dir.glob(f"{_RAY}/session_2*/logs/{name}"):
             with suppress(OSError):
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target / name)

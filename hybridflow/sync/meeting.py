@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
+from hybridflow.process.store import Prefixed, StoreClient
 from hybridflow.sync.transports.base import Endpoint
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import PrefixStore
 
 _SETTLE_S = 0.5
 _SIDES = {"trainer": "engine", "engine": "trainer"}
@@ -78,7 +77,7 @@ class Meeting:
     """A session that everybody has come to: the store under the session's name, and what each rank of the other side
     said of itself."""
 
-    store: PrefixStore
+    store: Prefixed
     peers: dict[int, dict[str, Any]]
 
 
@@ -90,17 +89,15 @@ def meet(member: Member, **said: Any) -> Meeting:
         WeightSyncError: the store cannot be reached or some rank has not come within the endpoint's `timeout_s`; names
         who.
     """
-    from torch.distributed import PrefixStore
-
     endpoint, deadline = member.endpoint, time.monotonic() + member.endpoint.timeout_s
-    store = PrefixStore(f"transport/{endpoint.session}", _store(endpoint, deadline))
+    store = Prefixed(f"transport/{endpoint.session}", _store(endpoint, deadline))
     store.set(f"{member.side}/{member.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
     ranks = [("trainer", rank) for rank in endpoint.senders] + [("engine", rank) for rank in endpoint.receivers]
     keys = [f"{side}/{rank}" for side, rank in ranks]
     try:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         found = {rank: json.loads(store.get(f"{member.peer_side}/{rank}")) for rank in member.peers}
-    except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
+    except RuntimeError as error:
         missing = _missing(store, keys)
         what = f"{', '.join(missing)} did not come" if missing else f"the store failed: {error}"
         raise WeightSyncError(
@@ -110,23 +107,17 @@ def meet(member: Member, **said: Any) -> Meeting:
     return Meeting(store, found)
 
 
-def _store(endpoint: Endpoint, deadline: float) -> Any:
-    # TCPStore alone tries an unreachable address again for several times its timeout
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            socket.create_connection((endpoint.host, endpoint.port), timeout=max(left, 0.001)).close()
-            return client_store(endpoint.host, endpoint.port, max(deadline - time.monotonic(), 0.1))
-        except (OSError, RuntimeError) as error:
-            if time.monotonic() + 0.05 > deadline:
-                raise WeightSyncError(
-                    f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} within "
-                    f"{endpoint.timeout_s:g} s ({error}); is the trainer up?"
-                ) from error
-        time.sleep(0.05)
+def _store(endpoint: Endpoint, deadline: float) -> StoreClient:
+    try:
+        return client_store(endpoint.host, endpoint.port, max(deadline - time.monotonic(), 0.1))
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} "
+            f"within {endpoint.timeout_s:g} s ({error}); is the trainer up?"
+        ) from error
 
 
-def _missing(store: PrefixStore, keys: list[str]) -> list[str]:
+def _missing(store: Prefixed, keys: list[str]) -> list[str]:
     with suppress(RuntimeError):
         return [key.replace("/", " rank ") for key in keys if not store.check([key])]
     return []

@@ -12,13 +12,14 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import Family
 from hybridflow.models.fp8 import BlockQuantisation
+from hybridflow.process.store import StoreClient
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import Proof, compare_buffers, prove
@@ -26,9 +27,6 @@ from hybridflow.reshard.slices import SlicePlan
 from hybridflow.sync.messages import Item, Message, Messages
 from hybridflow.sync.session import CATALOG_KEY, PLAN_KEY, read
 from hybridflow.sync.staging import largest_message
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 SENDER, RECEIVER = "sender", "receiver"
 
@@ -117,7 +115,7 @@ def schedule_key(plan: str, side: str, rank: int) -> str:
     return f"schedule/{plan}/{side}/{rank}"
 
 
-def post_layout(store: Store, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
+def post_layout(store: StoreClient, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
     """Post an engine rank's layout with the shapes of all its parameters; returns the digest."""
     digest = layout_digest(layout)
     store.set(
@@ -127,7 +125,7 @@ def post_layout(store: Store, layout: RankLayout, parameters: Mapping[str, Seque
     return digest
 
 
-def engine_layout(store: Store, engines: Sequence[EngineLayout], timeout_s: float) -> Layout:
+def engine_layout(store: StoreClient, engines: Sequence[EngineLayout], timeout_s: float) -> Layout:
     """The engines' side of the plan, from what they posted.
 
     Raises:
@@ -167,7 +165,7 @@ def plan_and_prove(
     return plan, prove(plan, allow_unused)
 
 
-def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int = 0) -> PlanFacts:
+def post_schedules(store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes: int = 0) -> PlanFacts:
     """Post the schedule of every rank of both sides; returns what the driver needs to know. `part_bytes`: see
     `Messages`."""
     messages, digest = Messages(plan, part_bytes), proof.digest
@@ -204,7 +202,7 @@ def post_schedules(store: Store, plan: SlicePlan, proof: Proof, part_bytes: int 
 
 
 def post_catalog(
-    store: Store, tensors: Mapping[str, Sequence[int]], dtype: str, quantisation: BlockQuantisation | None = None
+    store: StoreClient, tensors: Mapping[str, Sequence[int]], dtype: str, quantisation: BlockQuantisation | None = None
 ) -> None:
     """Post the HF tensors {name: shape} that the engines' loaders will be traced with; with a quantisation their scales
     as well."""
@@ -218,7 +216,7 @@ def post_catalog(
 
 
 def make_weight_plan(
-    store: Store,
+    store: StoreClient,
     family: Family,
     source: Layout,
     engines: Sequence[EngineLayout],

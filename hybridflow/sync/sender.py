@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.process.store import StoreClient
 from hybridflow.sync import session
 from hybridflow.sync.messages import Message
 from hybridflow.sync.schedule import SENDER, Schedule, schedule_key
@@ -22,9 +23,6 @@ from hybridflow.sync.staging import SendStaging
 from hybridflow.sync.stream import send_stream
 from hybridflow.sync.transports import open_sender
 from hybridflow.sync.transports.base import Endpoint, SendChannel
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _POLL_S = 0.1
 OpenChannel = Callable[..., SendChannel]
@@ -44,7 +42,7 @@ class WeightSender:
     ) -> None:
         self.rank, self._parameters, self._open = rank, parameters, open_channel
         self._schedule: Schedule | None = None
-        self._store: Store | None = None
+        self._store: StoreClient | None = None
         self._links: dict[int, _Link] = {}
 
     def adopt(self, plan: str, host: str, port: int, timeout_s: float) -> None:

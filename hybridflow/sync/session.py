@@ -1,5 +1,5 @@
 """What trainer, engine worker and engine ranks tell each other in a weight sync: plain data, as JSON under keys of
-one TCPStore.
+one store.
 
 At start-up the trainer posts the catalog of HF tensors, engine ranks post their layouts, the trainer posts the plan's
 schedules. In a sync each engine has an `Order`, and a `Board` of keys under it:
@@ -18,14 +18,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
+from hybridflow.process.store import StoreClient
 from hybridflow.sync.transports.base import Endpoint
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 CATALOG_KEY, PLAN_KEY = "catalog", "plan"
 COMMIT, ABORT = "commit", "abort"
@@ -120,12 +118,12 @@ class Outcome:
 class Board:
     """The keys of one order. Each thread needs a store client of its own: a client that waits answers nobody else."""
 
-    store: Store
+    store: StoreClient
     order: Order
     _used: list[str] = field(default_factory=list)
 
     @classmethod
-    def open(cls, order: Order, store: Store | None = None) -> Board:
+    def open(cls, order: Order, store: StoreClient | None = None) -> Board:
         """With a new store client, unless one is given.
 
         Raises:
@@ -228,17 +226,17 @@ class Board:
         raise WeightSyncError(f"{self.order.describe()}: {what}{who} after {timeout_s:g} s")
 
 
-def connect(host: str, port: int, timeout_s: float) -> Store:
+def connect(host: str, port: int, timeout_s: float) -> StoreClient:
     """A client of the store. Raises WeightSyncError when it cannot be reached."""
     try:
         return client_store(host, port, timeout_s)
-    except RuntimeError as error:  # torch's DistError and its children
+    except RuntimeError as error:
         raise WeightSyncError(
             f"the sync's store at {host}:{port} cannot be reached within {timeout_s:g} s: {error}"
         ) from error
 
 
-def wait_for(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
+def wait_for(store: StoreClient, keys: Sequence[str], timeout_s: float) -> bool:
     """Whether all keys are there by the deadline. WeightSyncError when the store itself cannot be reached."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
@@ -249,19 +247,19 @@ def wait_for(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
     return True
 
 
-def read(store: Store, key: str, timeout_s: float) -> Any:
+def read(store: StoreClient, key: str, timeout_s: float) -> Any:
     """The JSON under a key. Raises WeightSyncError when it is not there by the deadline."""
     if not wait_for(store, [key], timeout_s):
         raise WeightSyncError(f"{key} is not in the sync's store after {timeout_s:g} s")
     return json.loads(store.get(key))
 
 
-def write_report(store: Store, prefix: str, report: RankReport) -> None:
+def write_report(store: StoreClient, prefix: str, report: RankReport) -> None:
     """Post a rank's report."""
     store.set(f"{prefix}/{report.rank}", json.dumps(asdict(report)))
 
 
-def read_reports(store: Store, prefix: str, ranks: Collection[int], timeout_s: float) -> dict[int, RankReport]:
+def read_reports(store: StoreClient, prefix: str, ranks: Collection[int], timeout_s: float) -> dict[int, RankReport]:
     """The reports that are there by the deadline."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)

@@ -30,7 +30,8 @@ from hybridflow.workers.role import Report, RoleSpec, RoleWorker, own_rows
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import TCPStore
+
+    from hybridflow.process.store import MasterStore
 
 
 class PolicyWorker(RoleWorker):
@@ -45,7 +46,7 @@ class PolicyWorker(RoleWorker):
         # what the engines compute with
         self._quantisation = BlockQuantisation.of(spec.hf_config) if config.rollout.quantization == "fp8" else None
         self._noted: DataProto | None = None
-        self._store: TCPStore | None = None
+        self._store: MasterStore | None = None
         self._sender = WeightSender(context.rank, self.model.parameters)
 
     @register(Dispatch.RANK_ZERO)

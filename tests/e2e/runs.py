@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from hybridflow.process.secret import without_credentials
+
 HYBRIDFLOW = Path(sys.executable).with_name("hybridflow")
 LOOPBACK = re.compile(r"127\.|::1$|::ffff:127\.")
 _MARK = "HYBRIDFLOW_TEST_RUN"
@@ -42,7 +44,7 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.temp_dir = Path(tempfile.mkdtemp(prefix="hft-", dir="/tmp"))  # short: Ray's sockets lie in it
         self._out, self._err = folder / f"out-{self.mark}", folder / f"err-{self.mark}"
-        env = {**os.environ, _MARK: self.mark, "TMPDIR": str(self.temp_dir), "COLUMNS": "200"}
+        env = {**without_credentials(), _MARK: self.mark, "TMPDIR": str(self.temp_dir), "COLUMNS": "200"}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [*HEAR_INTERRUPTS, *map(str, command), *words],

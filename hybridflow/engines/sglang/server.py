@@ -23,11 +23,13 @@ from typing import Any
 import requests
 
 from hybridflow.engines.sglang import guard
+from hybridflow.engines.sglang.closed_sockets import SCHEME
 from hybridflow.engines.sglang.weight_control import LOADER
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.process.fork_client import ForkedProcess, fork
 from hybridflow.process.rendezvous import master_store
+from hybridflow.process.secret import VARIABLE, job_secret, without_credentials
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
@@ -167,8 +169,13 @@ def common_environment(device: str) -> dict[str, str]:
 
 def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
-    env = {k: v for k, v in os.environ.items() if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")}
+    env = {
+        k: v
+        for k, v in without_credentials().items()
+        if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")
+    }
     env |= {
+        VARIABLE: job_secret(),  # the ranks meet the trainer's in its store
         "TMPDIR": folder,  # SGLang's zmq sockets: removed with the folder
         # torch's TCPStore listens on every interface whatever its host name says; a file needs no listener
         # (sglang/srt/distributed/bootstrap.py:238).
@@ -201,18 +208,13 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
 
 
 def _rendezvous_of_nodes(spec: EngineSpec) -> dict[str, str]:
-    """The ranks of all nodes meet in the store that the first node's `EngineServer` serves (see `EngineServer.start`).
+    """The ranks of all nodes meet in the job's store that the first node's `EngineServer` serves (see
+    `EngineServer.start`).
 
-    Left to SGLang, rank 0 would serve it, and torch's store would listen on every interface.
+    Left to SGLang, rank 0 would serve torch's store, which listens on every interface and answers anybody.
     """
     host, port = _address(spec)
-    return {
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{SCHEME}://{host}:{port}"}
 
 
 def _address(spec: EngineSpec) -> tuple[str, int]:

@@ -138,7 +138,9 @@ class _Transfer:
 def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device) -> Any:
     import torch.distributed as dist
 
-    store = dist.PrefixStore("group", meeting.store)
+    from hybridflow.process.torch_store import TorchStore
+
+    store = TorchStore(meeting.store.client, f"group/{endpoint.session}/")
     size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
     if _is_nccl(device):
         options = dist.ProcessGroupNCCL.Options()

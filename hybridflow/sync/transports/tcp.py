@@ -5,14 +5,12 @@ every `slots` messages and the last of a sync: who sends learns of a receiver th
 each message of 1 MiB costs a tenth of copying it.) Over the same kernel gloo has a thread in every rank, and asks the
 receiver before each message.
 
-A receiver listens where the trainer's store can be reached from, on loopback when that is where the store is. Its port
-and a key of its own are said through the store; a connection that does not begin with the key is closed.
+A receiver listens where the trainer's store can be reached from, on loopback when that is where the store is, and says
+its port through the store. Both ends of a connection prove that they know the job's secret before a message is sent.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import socket
 import struct
 import time
@@ -24,12 +22,12 @@ from typing import NoReturn
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.process.secret import greet, read_exactly
 from hybridflow.sync.meeting import Meeting, Member, Peers, meet, refuse_device
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import DONE, LAST_TAG, TRANSPORTS, Endpoint, Transport, Work
 
-_KEY_BYTES = 32
-_HELLO = struct.Struct(f"<{_KEY_BYTES}sq")  # key, trainer rank
+_RANK = struct.Struct("<q")  # the trainer rank that a connection is from
 _HEADER = struct.Struct("<qq")  # tag, bytes of the payload
 _TAKEN = struct.Struct("<q")  # tag
 _HELLO_S = 5.0  # a stranger that says nothing holds the others up no longer
@@ -49,7 +47,9 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
                     (said["host"], said["port"]), timeout=max(deadline - time.monotonic(), 0.001)
                 )
                 on_error.callback(link.close)
-                link.sendall(_HELLO.pack(bytes.fromhex(said["key"]), rank))
+                link.sendall(_RANK.pack(rank))
+                if greet(link, _purpose(member, rank, peer), is_client=True) is None:
+                    raise ConnectionRefusedError("who listens there does not know the job's secret")
             except OSError as error:
                 raise member.failure(
                     peer, 0, f"it cannot be reached at {said['host']}:{said['port']} ({error})"
@@ -64,10 +64,10 @@ def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Connec
     member = Member(endpoint, "engine", rank)
     refuse_device(member, device, "use p2p")
     deadline = time.monotonic() + endpoint.timeout_s
-    host, key = _own_address(endpoint), secrets.token_bytes(_KEY_BYTES)
+    host = _own_address(endpoint)
     with socket.create_server((host, 0), backlog=len(member.peers) + 8) as listener:
-        meeting = meet(member, host=host, port=listener.getsockname()[1], key=key.hex())
-        return Connections(member, meeting, _accept_all(member, listener, key, deadline))
+        meeting = meet(member, host=host, port=listener.getsockname()[1])
+        return Connections(member, meeting, _accept_all(member, listener, deadline))
 
 
 class _Link:
@@ -233,7 +233,7 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def _accept_all(member: Member, listener: socket.socket, key: bytes, deadline: float) -> dict[int, socket.socket]:
+def _accept_all(member: Member, listener: socket.socket, deadline: float) -> dict[int, socket.socket]:
     """One connection from each sender, by its rank."""
     links: dict[int, socket.socket] = {}
     with ExitStack() as on_error:
@@ -243,7 +243,7 @@ def _accept_all(member: Member, listener: socket.socket, key: bytes, deadline: f
                 link, _ = listener.accept()
             except TimeoutError as error:
                 raise member.failure(missing[0], 0, f"no connection came from trainer ranks {missing}") from error
-            rank = _greeted(link, key, min(_HELLO_S, max(deadline - time.monotonic(), 0.001)))
+            rank = _greeted(link, member, min(_HELLO_S, max(deadline - time.monotonic(), 0.001)))
             if rank in missing:
                 links[rank] = link
                 on_error.callback(link.close)
@@ -253,19 +253,18 @@ def _accept_all(member: Member, listener: socket.socket, key: bytes, deadline: f
     return links
 
 
-def _greeted(link: socket.socket, key: bytes, within_s: float) -> int:
-    """The rank that the other end says it is; -1 for a stranger."""
+def _greeted(link: socket.socket, member: Member, within_s: float) -> int:
+    """The rank that the other end has proven to be; -1 for a stranger."""
     link.settimeout(within_s)
     try:
-        hello = link.recv(_HELLO.size, socket.MSG_WAITALL)
-        while 0 < len(hello) < _HELLO.size and (more := link.recv(_HELLO.size - len(hello))):
-            hello += more
+        rank = int(_RANK.unpack(read_exactly(link, _RANK.size))[0])
+        return rank if greet(link, _purpose(member, rank, member.rank), is_client=False) else -1
     except OSError:
         return -1
-    if len(hello) != _HELLO.size:
-        return -1
-    said, rank = _HELLO.unpack(hello)
-    return int(rank) if hmac.compare_digest(said, key) else -1
+
+
+def _purpose(member: Member, sender: int, receiver: int) -> str:
+    return f"tcp/{member.endpoint.session}/{sender}/{receiver}"
 
 
 def _own_address(endpoint: Endpoint) -> str:

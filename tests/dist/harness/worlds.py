@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.process.rendezvous import client_store, master_store
+from hybridflow.process.torch_store import TorchStore
 
 TIMEOUT_S = 300.0
 
@@ -25,7 +26,7 @@ class Worlds:
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         connect = master_store if self.rank == 0 else client_store
-        self.store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S)
+        self.store = TorchStore(connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S))
         self.entered = 0
         torch.set_num_threads(1)
 

@@ -139,6 +139,15 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("rollout.pipeline=2",), ("rollout.pipeline=2", "rollout.sync.pause=abort", "not retract")),
         (("rollout.pipeline=3", "rollout.sync.pause=abort"), ("num_hidden_layers=2", "rollout.pipeline=3")),
         (("rollout.quantization=fp8",), ("rollout.quantization=fp8", "model.dtype=bfloat16", "not float32")),
+        (
+            ("+rollout.extra_args.host=0.0.0.0",),
+            ("rollout.extra_args.host='0.0.0.0'", "on loopback alone", "remove it"),
+        ),
+        (("+rollout.extra_args.admin_api_key=x",), ("rollout.extra_args.admin_api_key", "keys of the job's own")),
+        (
+            ("rollout.tensor=2", "rollout.nodes_per_engine=2", "cluster.address=10.0.0.1:6379"),
+            ("rollout.nodes_per_engine=2", "10.0.0.1:6379", "cluster.trusted_network=true"),
+        ),
         (("rollout.nodes_per_engine=2",), ("rollout.nodes_per_engine=2", "= 1 ranks of an engine", "divisor of 1")),
         (
             ("rollout.pipeline=2", "rollout.tensor=3", "rollout.nodes_per_engine=3"),

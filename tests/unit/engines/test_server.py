@@ -77,11 +77,14 @@ def test_only_the_model_file_of_the_architecture_is_loaded(tmp_path: Path) -> No
     assert unused_model_files(str(tmp_path)) == []
 
 
-def test_the_trainers_rank_does_not_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+def test_the_trainers_rank_and_rays_token_do_not_reach_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alien = {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    for name in alien:
         monkeypatch.setenv(name, "3")
     env = environment(EngineSpec(name="e", model_path=str(tmp_path), tensor=2), "/folder")
-    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(env)
+    assert not alien & set(env)
     assert env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
 
 

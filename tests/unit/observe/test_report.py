@@ -130,6 +130,19 @@ def test_the_report_of_a_whole_run_tells_its_story_and_loads_nothing(tmp_path: P
     assert not list(tmp_path.glob(".report*"))
 
 
+def test_no_script_runs_in_the_page_but_its_own(tmp_path: Path) -> None:
+    whole_run(tmp_path)
+    pages = [write_report(tmp_path).read_text(encoding="utf-8") for _ in range(2)]
+    nonces = []
+    for page in pages:
+        (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+        (nonce,) = re.findall(r"script-src 'nonce-([\w-]{20,})'", policy)
+        assert "default-src 'none'" in policy and page.index("Content-Security-Policy") < page.index("<style")
+        assert re.findall(r"<script[^>]*>", page) == [f'<script nonce="{nonce}">'] and " onclick" not in page
+        nonces.append(nonce)
+    assert nonces[0] != nonces[1]
+
+
 def test_charts_hold_as_many_points_as_steps(tmp_path: Path) -> None:
     whole_run(tmp_path)
     charts = {chart.title: chart for _, group in chart_groups(load_run(tmp_path)) for chart in group}

@@ -96,7 +96,7 @@ def test_without_gpus_an_engine_is_a_process_on_this_machine() -> None:
             4,
             (4, 8),
             {"num_engines": 17, "tensor": 2, "pool": "actor"},
-            r"actor needs 17 engines, each of 2 GPUs on one",
+            r"rollout needs 17 engines, each of 2 GPUs on one node, on the devices of actor,",
         ),
         (4, (2, 8), {"num_engines": 2, "tensor": 9}, r"rollout needs 2 engines, each of 9 GPUs on one node, which"),
         (

@@ -15,6 +15,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store, master_store
+from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import open_receiver, open_sender
 from hybridflow.sync.transports.base import Endpoint
@@ -101,7 +102,7 @@ def test_giving_up_wakes_another_thread_that_waits(pair: tuple[Connections, Conn
 
 
 def test_strangers_are_shown_the_door(store: Any) -> None:
-    """Connections that say nothing, too little, or not the key do not keep the sender out."""
+    """Connections that say nothing, too little, or do not know the job's secret do not keep the sender out."""
     endpoint = Endpoint("tcp", "strangers", HOST, store.port, (0,), (0,), 64, 20.0)
     with ThreadPoolExecutor(2) as pool:
         receiver = pool.submit(open_receiver, endpoint, 0)
@@ -111,13 +112,15 @@ def test_strangers_are_shown_the_door(store: Any) -> None:
         strangers = [socket.create_connection((said["host"], said["port"]), timeout=5) for _ in range(2)]
         strangers[0].sendall(b"hello")
         strangers[0].close()
-        strangers[1].sendall(bytes(40))
+        strangers[1].sendall(bytes(8 + CHALLENGE_BYTES + PROOF_BYTES))  # rank 0, a challenge, a guess
         sender = pool.submit(open_sender, endpoint, 0)
         ends = sender.result(30), receiver.result(30)
     payload, into = payloads(50)[0], zeros(50)
     ends[0].send(0, 1, payload)
     ends[1].receive(0, 1, into).wait()
-    assert torch.equal(payload.tensor, into.tensor) and strangers[1].recv(1) == b"", (
+    assert torch.equal(payload.tensor, into.tensor)
+    strangers[1].settimeout(5)
+    assert len(strangers[1].recv(1000)) <= CHALLENGE_BYTES + PROOF_BYTES and strangers[1].recv(1) == b"", (
         "the stranger's connection was closed"
     )
     for end in ends:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.engines.sglang import cpu_plugin
+from hybridflow.engines.sglang.closed_sockets import close_sockets
 
 
 def register() -> None:
     """Entry point: runs once in every SGLang process, from `load_plugins()`."""
+    close_sockets()
     if not cpu_plugin.wanted():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

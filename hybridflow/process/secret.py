@@ -1,0 +1,95 @@
+"""The job's secret, and how two processes prove to each other over a plain socket that they know it.
+
+The driver draws the secret. It reaches the ranks by a Ray call, which asks for Ray's own token, and the ranks' engines
+by their environment, which the kernel shows to this user only. It never travels over a connection that it protects:
+both ends send a random challenge and answer the other's with an HMAC.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+
+VARIABLE = "HYBRIDFLOW_JOB_SECRET"
+CHALLENGE_BYTES = PROOF_BYTES = 32
+# what opens doors to the whole job: no business of processes that run code of others
+_CREDENTIALS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE)
+_drawn = ""
+
+
+def job_secret() -> str:
+    """The job's secret: what this process was given, else drawn on the first call."""
+    global _drawn
+    if given := os.environ.get(VARIABLE):
+        return given
+    _drawn = _drawn or secrets.token_hex(32)
+    return _drawn
+
+
+def without_credentials() -> dict[str, str]:
+    """This process's environment without Ray's token and the job's secret, for processes that have no use for them."""
+    return {name: value for name, value in os.environ.items() if name not in _CREDENTIALS}
+
+
+def digest(*parts: str | bytes) -> bytes:
+    """HMAC-SHA256 of the parts under the job's secret; no two lists of parts give the same message."""
+    whole = [part.encode() if isinstance(part, str) else part for part in parts]
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in whole)
+    return hmac.digest(job_secret().encode(), framed, "sha256")
+
+
+class Greeting:
+    """One end of the mutual proof on one connection.
+
+    Args:
+        purpose: what the connection is for; both ends must name the same.
+        is_client: whether this end has connected. An answer of one end never serves as the other's.
+    """
+
+    def __init__(self, purpose: str, is_client: bool) -> None:
+        self._purpose, self._is_client = purpose, is_client
+        self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self.theirs = b""  # the other end's challenge, once it has come
+
+    def proof(self) -> bytes:
+        """The answer to the other end's challenge."""
+        return self._digest("client" if self._is_client else "server")
+
+    def is_proven(self, proof: bytes) -> bool:
+        """Whether the other end has answered our challenge."""
+        return hmac.compare_digest(self._digest("server" if self._is_client else "client"), proof)
+
+    def key(self) -> bytes:
+        """A key for the messages of this connection alone."""
+        return self._digest("key")
+
+    def _digest(self, use: str) -> bytes:
+        ordered = (self.challenge, self.theirs) if self._is_client else (self.theirs, self.challenge)
+        return digest(use, self._purpose, *ordered)
+
+
+def greet(connection: socket.socket, purpose: str, is_client: bool) -> Greeting | None:
+    """Both proofs over a blocking socket, within the socket's timeout for each wait. None when the other end is a
+    stranger.
+
+    Raises:
+        OSError: the connection broke, or the other end is silent.
+    """
+    greeting = Greeting(purpose, is_client)
+    connection.sendall(greeting.challenge)
+    greeting.theirs = read_exactly(connection, CHALLENGE_BYTES)
+    connection.sendall(greeting.proof())
+    return greeting if greeting.is_proven(read_exactly(connection, PROOF_BYTES)) else None
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """So many bytes. OSError when the connection ends before."""
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the other end has closed the connection")
+        data += part
+    return bytes(data)

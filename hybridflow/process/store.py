@@ -1,0 +1,350 @@
+"""A key-value store that the processes of a job share, with the methods of `torch.distributed.Store`.
+
+torch's own TCPStore answers whoever connects: another user of the machine could take a rank's place, or read and
+forge what ranks tell each other. Here both ends prove that they know the job's secret (`process.secret`), and every
+message carries an HMAC over its content and its number, under a key of that connection alone. Nothing is encrypted.
+
+A frame is its length, the HMAC and fields, each after its length. A request's fields are the method and its
+arguments, an answer's a status and the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES, Greeting, greet, read_exactly
+
+_PURPOSE = "store"
+_SIZE = struct.Struct("<Q")
+_MAC_BYTES = 32
+_MOST_BYTES = 1 << 30
+_GREETING_S = 5.0  # a stranger that says nothing is not listened to any longer
+_GRACE_S = 5.0  # an answer is late when the server's own deadline has passed by so much
+_RETRY_S = 0.05
+_OK, _LATE = b"ok", b"late"
+
+
+class StoreError(RuntimeError):
+    """The store cannot be reached any more, or a key is not there by the deadline."""
+
+
+class _Frames:
+    """Numbers, signs and checks the messages of one connection."""
+
+    def __init__(self, key: bytes, is_client: bool) -> None:
+        self._key, self._names = key, (b"c", b"s") if is_client else (b"s", b"c")
+        self._counts = [0, 0]
+
+    def pack(self, fields: Sequence[bytes]) -> bytes:
+        """A frame to send."""
+        body = b"".join(_SIZE.pack(len(field)) + field for field in fields)
+        return _SIZE.pack(len(body)) + self._mac(0, body) + body
+
+    def unpack(self, mac: bytes, body: bytes) -> list[bytes]:
+        """The fields of a frame that came. ConnectionError when nobody of this job can have written it."""
+        if not hmac.compare_digest(self._mac(1, body), mac):
+            raise ConnectionError("a message was forged, repeated or damaged")
+        fields, at = [], 0
+        while at < len(body):
+            size = _SIZE.unpack_from(body, at)[0]
+            fields.append(body[at + _SIZE.size : at + _SIZE.size + size])
+            at += _SIZE.size + size
+        return fields
+
+    def _mac(self, direction: int, body: bytes) -> bytes:
+        number = self._counts[direction]
+        self._counts[direction] += 1
+        return hmac.digest(self._key, self._names[direction] + _SIZE.pack(number) + body, "sha256")
+
+
+def _size(header: bytes) -> int:
+    size = int(_SIZE.unpack(header)[0])
+    if size > _MOST_BYTES:
+        raise ConnectionError(f"a message of {size} bytes is longer than {_MOST_BYTES}")
+    return size
+
+
+class StoreServer:
+    """The keys, and a thread that answers for them, as long as this object lives.
+
+    Args:
+        host, port: where it listens, there alone; port 0 takes a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # Connections of a former store on this port may linger for a minute. Another listener is still refused.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((host, port))
+            self._listener.listen(1024)
+        except OSError:
+            self._listener.close()
+            raise
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        keys = _Keys(self._loop)
+        threading.Thread(target=_serve, args=(self._loop, self._listener, keys), name="store", daemon=True).start()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            with suppress(RuntimeError, AttributeError):  # the interpreter ends, and the thread has ended before
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _serve(loop: asyncio.AbstractEventLoop, listener: socket.socket, keys: _Keys) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(asyncio.start_server(keys.attend, sock=listener, limit=1 << 20))
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    listener.close()
+    loop.close()
+
+
+class _Keys:
+    """What the server holds. Used by its thread alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._values: dict[bytes, bytes] = {}
+        self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}
+
+    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection until it ends."""
+        try:
+            frames = await asyncio.wait_for(_accept(reader, writer), _GREETING_S)
+            while frames is not None:
+                header = await reader.readexactly(_SIZE.size + _MAC_BYTES)
+                body = await reader.readexactly(_size(header[: _SIZE.size]))
+                method, *arguments = frames.unpack(header[_SIZE.size :], body)
+                writer.write(frames.pack(await self._answer(method.decode(), arguments)))
+                await writer.drain()
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # a stranger, a process that has ended, or the end of the server
+        finally:
+            writer.close()
+
+    async def _answer(self, method: str, arguments: list[bytes]) -> tuple[bytes, ...]:
+        if method == "wait":
+            seconds, *keys = arguments
+            if not await self._wait(keys, float(seconds)):
+                return (_LATE,)
+            return (_OK, *(self._values.get(key, b"") for key in keys))
+        result: bytes = getattr(self, f"_do_{method}")(*arguments)
+        return (_OK, result)
+
+    async def _wait(self, keys: list[bytes], seconds: float) -> bool:
+        deadline = self._loop.time() + seconds
+        while missing := [key for key in keys if key not in self._values]:
+            found: asyncio.Future[None] = self._loop.create_future()
+            self._awaited.setdefault(missing[0], set()).add(found)
+            try:
+                await asyncio.wait_for(found, max(0.0, deadline - self._loop.time()))
+            except TimeoutError:
+                return False
+            finally:
+                if waiting := self._awaited.get(missing[0]):
+                    waiting.discard(found)
+        return True
+
+    def _do_set(self, key: bytes, value: bytes) -> bytes:
+        self._values[key] = value
+        for found in self._awaited.pop(key, ()):
+            if not found.done():
+                found.set_result(None)
+        return b""
+
+    def _do_append(self, key: bytes, value: bytes) -> bytes:
+        return self._do_set(key, self._values.get(key, b"") + value)
+
+    def _do_add(self, key: bytes, amount: bytes) -> bytes:
+        total = str(int(self._values.get(key, b"0")) + int(amount)).encode()
+        self._do_set(key, total)
+        return total
+
+    def _do_compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        present = self._values.get(key)
+        if (present is None and expected) or (present is not None and present != expected):
+            return expected if present is None else present
+        self._do_set(key, desired)
+        return desired
+
+    def _do_check(self, *keys: bytes) -> bytes:
+        return b"1" if all(key in self._values for key in keys) else b""
+
+    def _do_delete_key(self, key: bytes) -> bytes:
+        return b"1" if self._values.pop(key, None) is not None else b""
+
+    def _do_num_keys(self) -> bytes:
+        return str(len(self._values)).encode()
+
+
+async def _accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Frames | None:
+    """The server's end of `secret.greet`; None for a stranger."""
+    greeting = Greeting(_PURPOSE, is_client=False)
+    writer.write(greeting.challenge)
+    greeting.theirs = await reader.readexactly(CHALLENGE_BYTES)
+    if not greeting.is_proven(await reader.readexactly(PROOF_BYTES)):
+        return None  # and nothing more is said to it
+    writer.write(greeting.proof())
+    return _Frames(greeting.key(), is_client=False)
+
+
+class StoreClient:
+    """A connection with a `StoreServer`; waits for it to come up. One thread at a time has the connection.
+
+    Args:
+        timeout_s: until the server is reached, and then of `get` and `wait` without a timeout of their own.
+
+    Raises:
+        StoreError: nobody who knows the job's secret answers there by then.
+    """
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._lock = threading.Lock()
+        self._connection, self._frames = self._connect(time.monotonic() + timeout_s)
+
+    def _connect(self, deadline: float) -> tuple[socket.socket, _Frames]:
+        while True:
+            connection = None
+            try:
+                left = max(deadline - time.monotonic(), 0.001)
+                connection = socket.create_connection((self.host, self.port), timeout=left)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if greeting := greet(connection, _PURPOSE, is_client=True):
+                    return connection, _Frames(greeting.key(), is_client=True)
+                raise ConnectionRefusedError("who listens there does not know the job's secret")
+            except OSError as error:
+                if connection is not None:
+                    connection.close()
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise StoreError(
+                        f"no store of this job answers at {self.host}:{self.port} within {self.timeout_s:g} s ({error})"
+                    ) from error
+            time.sleep(_RETRY_S)
+
+    def _ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
+        with self._lock:
+            try:
+                self._connection.settimeout(within_s + max(_GRACE_S, self.timeout_s))
+                self._connection.sendall(self._frames.pack((method.encode(), *arguments)))
+                header = read_exactly(self._connection, _SIZE.size + _MAC_BYTES)
+                body = read_exactly(self._connection, _size(header[: _SIZE.size]))
+                status, *results = self._frames.unpack(header[_SIZE.size :], body)
+            except OSError as error:
+                self._connection.close()
+                raise StoreError(f"the store at {self.host}:{self.port} cannot be reached any more: {error}") from error
+        if status == _LATE:
+            names = ", ".join(key.decode(errors="replace") for key in arguments[1:5])
+            raise StoreError(f"timeout after {within_s:g} s while waiting for {names}")
+        return results
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._ask("set", key.encode(), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value, waiting for it."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of several keys, waiting for them."""
+        return self._wait(keys, self.timeout_s)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write several values."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Write a value behind the present one."""
+        self._ask("append", key.encode(), _bytes(value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 at first, and return it."""
+        return int(self._ask("add", key.encode(), str(amount).encode())[0])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write `desired` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
+        then, `expected` when there is none."""
+        return self._ask("compare_set", key.encode(), _bytes(expected), _bytes(desired))[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys have a value."""
+        return bool(self._ask("check", *(key.encode() for key in keys))[0])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have a value. StoreError at the deadline."""
+        self._wait(keys, self.timeout_s if timeout is None else timeout.total_seconds())
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        return self._ask("wait", str(seconds).encode(), *(key.encode() for key in keys), within_s=seconds)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        return bool(self._ask("delete_key", key.encode())[0])
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return int(self._ask("num_keys")[0])
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_connection"):
+            self.close()
+
+
+class MasterStore(StoreClient):
+    """The server and a first client. OSError when the port is taken."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self._server = StoreServer(host, port)
+        super().__init__(host, self._server.port, timeout_s)
+
+
+class Prefixed:
+    """A store under a name: the keys of its users begin with it."""
+
+    def __init__(self, prefix: str, store: StoreClient) -> None:
+        self._prefix, self.client = prefix, store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self.client.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """The value, waiting for it."""
+        return self.client.get(self._key(key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys have a value."""
+        return self.client.check([self._key(key) for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have a value."""
+        self.client.wait([self._key(key) for key in keys], timeout)
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

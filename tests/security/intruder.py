@@ -1,0 +1,293 @@
+"""Attempts of another user of the machine against a live run: `python -m tests.security.intruder FACTS` imports what it
+needs, gives up root for uid 65534 for good, and prints one JSON object, attempt → what it got ("" for nothing).
+
+FACTS is a JSON file that says where everything is, which an intruder would have to find out: pids, listeners, folders.
+It holds no secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import hashlib
+import json
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch.distributed as dist
+import zmq
+from ray._raylet import GcsClient
+
+from hybridflow.process.store import StoreClient, StoreError
+
+NOBODY = 65534
+WAIT_S = 1.5
+MS = 1000
+
+
+class Trap:
+    """Pickled code that leaves a file where its reader can write."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+def drop_privileges() -> None:
+    """Become nobody, without a way back."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    try:
+        os.setuid(0)
+    except PermissionError:
+        return
+    raise SystemExit("still root: the attempts would show nothing")
+
+
+def refused(action: Callable[..., Any], *arguments: Any) -> str:
+    """What the action got; "" when the kernel or the other end refused it."""
+    try:
+        got = action(*arguments)
+    except (OSError, EOFError, RuntimeError, requests.RequestException, zmq.ZMQError):
+        return ""
+    return "done" if got is None else str(got)[:200] if got else ""
+
+
+# ---- files
+
+
+def on_files(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Folders of Ray, of the engines and of the run, and their shared memory."""
+    for name, folder in facts["private"].items():
+        yield f"list {name}", refused(os.listdir, folder)
+        yield f"create a file in {name}", refused(Path(folder, "intruder").write_text, "x")
+        yield f"rename {name}", refused(_rename, folder)
+        yield f"open {name} to all", refused(os.chmod, folder, 0o777)
+        yield f"watch {name}", _watch(folder)
+    for name, file in facts["files"].items():
+        yield f"write {name}", refused(_open, file, "r+b")
+        yield f"replace {name}", refused(_rename, file)
+    for name, file in facts["secret_files"].items():
+        yield f"read {name}", refused(_open, file, "rb")
+    for file in facts["shared_memory"]:
+        yield f"read {file}", refused(_open, file, "rb")
+        yield f"write {file}", refused(_open, file, "r+b")
+        yield f"remove {file}", refused(os.unlink, file)
+
+
+def _rename(path: str) -> str:
+    os.rename(path, f"{path}-moved")
+    os.rename(f"{path}-moved", path)
+    return "renamed"
+
+
+def _open(path: str, mode: str) -> str:
+    with open(path, mode):
+        return "open"
+
+
+def _watch(folder: str) -> str:
+    libc = ctypes.CDLL(None, use_errno=True)
+    queue = libc.inotify_init()
+    return "watching" if libc.inotify_add_watch(queue, folder.encode(), 0xFFF) >= 0 else ""
+
+
+# ---- processes
+
+
+def on_processes(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The environment, memory, descriptors and command lines of the run's processes, and signals to them."""
+    pids = facts["pids"]
+    for what in ("environ", "mem", "maps", "fd/0", "fd/1"):
+        yield f"read {what} of the processes", _first(_open_of_process, pids, what)
+    yield "list descriptors", _first(lambda pid: os.listdir(f"/proc/{pid}/fd"), pids)
+    yield "trace", _first(_trace, pids)
+    yield "stop", _first(os.kill, pids, 19)
+    commands = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if os.path.exists(f"/proc/{pid}"))
+    words = {word for part in commands.split(b"\0") for word in (part, *part.split(b"="))}
+    found = any(hashlib.sha256(word).hexdigest() in facts["digests"] for word in words)
+    yield "find a key in a command line", "found" if found else ""
+
+
+def _open_of_process(pid: int, what: str) -> str:
+    with open(f"/proc/{pid}/{what}", "rb") as file:
+        file.read(1)
+    return "open"
+
+
+def _trace(pid: int) -> str:
+    attach = 16
+    return "traced" if ctypes.CDLL(None).ptrace(attach, pid, 0, 0) == 0 else ""
+
+
+def _first(action: Callable[..., Any], pids: list[int], *arguments: Any) -> str:
+    return next((f"{pid}: {got}" for pid in pids if (got := refused(action, pid, *arguments))), "")
+
+
+# ---- sockets
+
+
+def on_unix_sockets(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Sockets with a name: connect, replace, and push a pickle."""
+    for path in facts["unix"]:
+        yield f"connect to {path}", refused(_connect_unix, path)
+        yield f"replace {path}", refused(_rename, path)
+
+
+def _connect_unix(path: str) -> str:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(WAIT_S)
+        link.connect(path)
+        return "connected"
+
+
+def on_tcp(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every TCP listener, in the languages that are spoken there: torch's store, ours, ZeroMQ, bare bytes."""
+
+    def one(role: str, host: str, port: int) -> list[tuple[str, str]]:
+        at = f"{role} at {port}"
+        return [
+            (f"speak torch's store to {at}", refused(_torch_store, host, port)),
+            (f"speak our store to {at}", refused(_our_store, host, port)),
+            (f"push a pickle over ZeroMQ to {at}", refused(_zmq_push, host, port, facts["trap"])),
+            (f"send bare pickles to {at}", refused(_bytes, host, port, facts["trap"])),
+        ]
+
+    with ThreadPoolExecutor(16) as pool:
+        for found in pool.map(lambda at: one(*at), facts["tcp"]):
+            yield from found
+
+
+def _torch_store(host: str, port: int) -> str:
+    # TCPStore retries an end that does not speak its language for its whole timeout
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=WAIT_S))
+    store.set("intruder", "1")
+    return f"{store.num_keys()} keys"
+
+
+def _our_store(host: str, port: int) -> str:
+    os.environ["HYBRIDFLOW_JOB_SECRET"] = secrets.token_hex(32)
+    try:
+        store = StoreClient(host, port, WAIT_S)
+    except StoreError:
+        return ""
+    return f"{store.num_keys()} keys"
+
+
+def _zmq_push(host: str, port: int, trap: str) -> str:
+    """Whether a ZeroMQ peer without the job's key gets through the handshake."""
+    context = zmq.Context()
+    try:
+        for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB):
+            link = context.socket(kind)
+            link.linger = 0
+            monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            link.connect(f"tcp://{host}:{port}")
+            if kind != zmq.SUB:
+                link.send(pickle.dumps(Trap(trap)), zmq.NOBLOCK) if link.poll(100, zmq.POLLOUT) else None
+            if monitor.poll(300):
+                return f"handshake as {kind}"
+            link.disable_monitor()
+            link.close()
+        return ""
+    finally:
+        context.destroy(linger=0)
+
+
+def _bytes(host: str, port: int, trap: str) -> str:
+    data = pickle.dumps(Trap(trap))
+    for head in (b"", struct.pack("<Q", len(data)), struct.pack(">Q", len(data)), bytes(8), bytes(32)):
+        with socket.create_connection((host, port), timeout=WAIT_S) as link:
+            link.sendall(head + data)
+    return ""
+
+
+def on_engines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The engines' HTTP interface without the key, with a guessed one, and with a pickle for weights."""
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+    packed = base64.b64encode(pickle.dumps([("w", Trap(facts["trap"]))])).decode()
+    tensors = {"serialized_named_tensors": [packed], "load_format": "hybridflow.engines.sglang.weight_receiver.load"}
+    asked = {
+        "/generate": body,
+        "/update_weights_from_tensor": tensors,
+        "/update_weights_from_disk": {"model_path": facts["trap"]},
+        "/init_weights_update_group": {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2},
+        "/pause_generation": {"mode": "abort"},
+        "/flush_cache": {},
+        "/weights_checker": {"action": "checksum"},
+        "/server_info": None,
+        "/get_model_info": None,
+        "/v1/models": None,
+        "/metrics": None,
+        "/abort_request": {"rid": "", "abort_all": True},
+    }
+    keys = {"no key": {}, "a guessed key": {"Authorization": "Bearer " + "0" * 32}}
+    for url in facts["engines"]:
+        for path, data in asked.items():
+            for name, header in keys.items():
+                yield f"{path} with {name}", refused(_http, url + path, data, header)
+
+
+def _http(url: str, body: Any, headers: dict[str, str]) -> str:
+    method = "GET" if body is None else "POST"
+    answer = requests.request(method, url, json=body, headers=headers, timeout=2 * WAIT_S)
+    return f"{answer.status_code} {answer.text[:80]}" if answer.status_code < 400 else ""
+
+
+def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Ray's gcs without a token and with a guessed one, and its agents' HTTP."""
+    for mode in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        yield f"keys of Ray's gcs with {mode}", _in_a_fork(_gcs, facts["gcs"], mode)
+    for role, host, port in facts["tcp"]:
+        if role.startswith("Ray"):
+            for path in ("/", "/metrics", "/get_or_create_runtime_env"):
+                yield f"GET {path} of {role} at {port}", refused(_http, f"http://{host}:{port}{path}", None, {})
+
+
+def _gcs(address: str, mode: dict[str, str]) -> str:
+    os.environ.update(mode)
+    return str(GcsClient(address).internal_kv_keys(b"", None, 5))
+
+
+def _in_a_fork(action: Callable[..., str], *arguments: Any) -> str:
+    """The action's result. Ray takes its settings once in a process, and this user may start no Python of root's."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, refused(action, *arguments).encode()[:1000])
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        os.wait()
+        return answer.read().decode()
+
+
+def warm_up() -> None:
+    """Load what is loaded on first use: modules under root's home cannot be read afterwards."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+        port = listener.getsockname()[1]
+        refused(_http, f"http://127.0.0.1:{port}/", None, {})
+        _zmq_push("127.0.0.1", port, "")
+        refused(_our_store, "127.0.0.1", port)
+
+
+ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_ray)
+
+if __name__ == "__main__":
+    known = json.loads(Path(sys.argv[1]).read_text())
+    warm_up()
+    drop_privileges()
+    print(json.dumps([entry for attempts in ATTEMPTS[: known["kinds"]] for entry in attempts(known)]))
