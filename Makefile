@@ -5,7 +5,8 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full lint type arch schema hooks bench clean distclean
+.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full faults lint type arch schema hooks bench clean \
+  distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -33,6 +34,9 @@ test-fast: setup-dev ## tests that start no engine and no cluster (under 2 minut
 
 test-full: setup-dev setup-slurm ## every test
 	@$(TESTS) $(ARGS)
+
+faults: setup-dev ## disturb whole runs at seeded moments; ARGS="--campaigns 15 --seed 1", then ARGS="--table"
+	@$(PY) -m tests.faults $(ARGS)
 
 lint: setup-dev ## ruff: rules and format
 	@$(PY) -m ruff check .

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from typing import Any
 
 
@@ -55,10 +56,11 @@ class StorageError(HybridFlowError):
     """A file cannot be written or read: the disk is full, the file system is read-only, or rights are missing."""
 
     @classmethod
-    def of(cls, error: OSError) -> StorageError | None:
-        """The error in words, with what to do; None when it is not about storage."""
-        remedy = _REMEDIES.get(error.errno or 0)
-        return cls(f"{error.filename or 'a file'}: {error.strerror}; {remedy}") if remedy else None
+    def of(cls, error: OSError, where: str = "") -> StorageError | None:
+        """The error in words, with what to do; None when it is not about storage. `where` replaces the file's name."""
+        number = error.errno or 0
+        remedy = _REMEDIES.get(number)
+        return cls(f"{where or error.filename or 'a file'}: {os.strerror(number)}; {remedy}") if remedy else None
 
 
 _MAKE_WRITABLE = "make it writable, or choose another place"

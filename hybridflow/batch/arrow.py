@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from hybridflow.batch.columns import Column
 from hybridflow.batch.jagged import Jagged, describe
 from hybridflow.batch.protocol import DataProto
-from hybridflow.errors import DataError, SchemaError
+from hybridflow.errors import DataError, SchemaError, StorageError
 
 _KEY = b"hybridflow"
 _PARQUET_MARK = b"PAR1"  # the first bytes of every parquet file
@@ -60,7 +60,7 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
     """Write one file with the rows of all `batches`, which have the same columns. It appears whole or not at all.
 
     Raises:
-        DataError: the file cannot be written.
+        StorageError: the disk is full or the file cannot be written.
         SchemaError: a column has no Arrow form.
     """
     path = Path(path)
@@ -78,9 +78,10 @@ def write_parquet(path: str | Path, batches: DataProto | Iterable[DataProto]) ->
             writer.close()
             os.replace(temporary, path)
     finally:
-        if writer is not None:
-            writer.close()
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # said already
+            if writer is not None:
+                writer.close()
+            temporary.unlink(missing_ok=True)
 
 
 def read_parquet(path: str | Path) -> DataProto:
@@ -151,11 +152,13 @@ def _refuse_bomb(path: str | Path, file: pq.ParquetFile) -> None:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError."""
+    """Errors of pyarrow as a DataError: a damaged footer is an ArrowInvalid, a page an OSError, a name a ValueError. A
+    full disk and the like become a StorageError."""
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{what}: {error}") from error
+        storage = StorageError.of(error, what) if isinstance(error, OSError) else None
+        raise (storage or DataError(f"{what}: {error}")) from error
 
 
 def to_stream(batch: DataProto) -> bytes:

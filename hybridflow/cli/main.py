@@ -21,6 +21,7 @@ from hybridflow.cli import checkpoint, config, doctor, plan, slurm
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
+from hybridflow.process.stopping import terminate_as_interrupt
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
         handler: Callable[[argparse.Namespace], int] = args.handler
-        return handler(args)
+        with terminate_as_interrupt():
+            return handler(args)
     except HybridFlowError as error:
         if os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
             raise

@@ -139,12 +139,15 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     from hybridflow.launch.site import read_site
 
     # The number of an array's task stands in for %a, so that the recipe is checked as the first task reads it.
-    run = load_config(args.config_name, [word.replace("%a", "1") for word in args.overrides], args.config_dir)
+    overrides = [word.replace("%a", "1") for word in args.overrides]
+    run = load_config(args.config_name, overrides, args.config_dir)
     check(run, args.job)
     if run.cluster.address is not None:
         raise ConfigError("cluster.address is set: a Slurm job starts its own Ray cluster; remove the key")
     if run.trainer.resume == "disable":
         raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
+    joined = [*overrides, "cluster.address='127.0.0.1:1'"]  # the job's own head: some settings go only without one
+    check(load_config(args.config_name, joined, args.config_dir), args.job)
     site = read_site(args.site)
     site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
     words = [args.job, "--config-name", args.config_name]
@@ -153,17 +156,20 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     per_task = [word.partition("=")[2] for word in args.overrides if word.startswith("name=") and "%a" in word]
     folder = Path(derived.run_dir(run))
     folder = folder.with_name(per_task[-1]) if args.array and per_task else folder
+    gpus = args.gpus_per_node
+    if gpus is None:
+        gpus = site.gpus_per_node if run.cluster.devices_per_node is None else run.cluster.devices_per_node
     job = Job(
         name=run.name,
         words=(*words, *args.overrides),
         workdir=here,
         out=here / run.output_dir / "slurm",
         run_dir=here / folder,
-        nodes=args.nodes or nodes_of(run),
+        nodes=args.nodes or nodes_of(run, args.job),
         other_nodes=args.other_nodes,
         other_options=tuple(args.other_sbatch),
         spares=args.spares,
-        gpus_per_node=site.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node,
+        gpus_per_node=gpus,
         time=args.time,
         array=args.array,
         dependency=args.dependency,

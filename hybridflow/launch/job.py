@@ -12,6 +12,7 @@ from pathlib import Path
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.launch.site import Site, launch_dir
+from hybridflow.placement.preview import preview
 
 PREFLIGHT_SHARE = 0.5  # of its time-out, for the others' files; the rest is for starting Python and for connecting
 
@@ -46,8 +47,14 @@ class Job:
     options: tuple[str, ...] = ()
 
 
-def nodes_of(config: RunConfig) -> int:
-    """How many nodes the run's processes and engines fill."""
+def nodes_of(config: RunConfig, job: str = "train") -> int:
+    """How many nodes the run's processes and engines fill: with `cluster.devices_per_node` as placement says.
+
+    Raises:
+        ResourceError: no number of nodes with so many GPUs is enough.
+    """
+    if config.cluster.devices_per_node is not None and (placed := preview(config, job)) is not None:
+        return max(config.cluster.nodes, len(placed.cluster.nodes))
     rollout = config.rollout
     engines = rollout.num_engines * rollout.nodes_per_engine if rollout.nodes_per_engine > 1 else 1
     return max(config.cluster.nodes, engines)

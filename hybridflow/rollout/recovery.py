@@ -84,7 +84,7 @@ class RestartingRollouts:
         """Start lost workers again; raise `error` when no more restarts are allowed."""
         if not self._restarts.take():
             raise error
-        log.warning("no engine is left; they start again (%d more times this hour): %s", self._restarts.left, error)
+        log.info("no engine is left; they start again (%d more times this hour): %s", self._restarts.left, error)
         self._told(str(error).splitlines()[0])
         if not self.engines.workers_alive():
             self.engines.restart_workers()

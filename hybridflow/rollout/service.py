@@ -75,7 +75,11 @@ class EngineGroup:
                     raise EnginesLostError(
                         f"no engine is left that could answer: {str(error).splitlines()[0]}\n{reasons}"
                     ) from error
-                _log.warning("an engine was lost while it generated; the others answer its prompts: %s", error)
+                _log.warning(
+                    "an engine was lost while it generated; the others answer its prompts: %s",
+                    str(error).splitlines()[0],
+                )
+                _log.info("%s", error)
 
     def _lost(self, error: EngineError) -> dict[int, str]:
         """Engines that cannot answer, after an error of one; one that hangs is given up."""

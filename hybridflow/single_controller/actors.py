@@ -46,7 +46,9 @@ def start_actors(cluster: Cluster, pool: ResourcePool, role: str, log_dir: Path,
             raise ResourceError(
                 f"a detached group named {name!r} exists already: join it, or choose another name"
             ) from error
-        ranks.append(Rank(actor, slot.node, log_dir / f"{role}-rank{r}.log", cluster.is_local or slot.node == here))
+        log = log_dir / f"{role}-rank{r}.log"
+        is_local = cluster.is_local or slot.node == here
+        ranks.append(Rank(actor, slot.node, log, is_local, log_from=log.stat().st_size if log.exists() else 0))
     return ranks
 
 

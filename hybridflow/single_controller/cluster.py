@@ -127,7 +127,7 @@ class Cluster:
         _set_environment()
         import ray
 
-        _refuse_second(ray)
+        _prepare_client(ray)
         _sweep_stale_dirs()
         local = _Local.make()
         slots = config.nodes * config.procs_per_node
@@ -163,7 +163,7 @@ class Cluster:
     def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
         import ray
 
-        _refuse_second(ray)
+        _prepare_client(ray)
         before = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
@@ -334,9 +334,12 @@ def _ray_processes() -> dict[str, int]:
     return {name: process.pid for name, process in running if name in ("gcs_server", "raylet")}
 
 
-def _refuse_second(ray: Any) -> None:
+def _prepare_client(ray: Any) -> None:
     if ray.is_initialized():
         raise ResourceError("Ray is already running in this process; shut the other Cluster down first")
+    # A thread of Ray prints what its processes have to say, when one is killed the end of its log. What is wrong is
+    # said once, by our errors, and Ray's logs are kept.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _restore_sigterm(handler: Any) -> None:

@@ -53,13 +53,14 @@ class Rank:
     log_path: Path
     is_local: bool  # on this machine: its process can be signalled from here
     pid: int = 0
+    log_from: int = 0  # where its part of the log begins: those of earlier processes in its place come before
 
     def log_tail(self) -> str:
         """The last lines of its log, empty where the file cannot be seen from here."""
         try:
             with open(self.log_path, "rb") as log:
                 log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - _TAIL_BYTES))
+                log.seek(max(self.log_from, log.tell() - _TAIL_BYTES))
                 return "\n".join(log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
         except OSError:
             return ""

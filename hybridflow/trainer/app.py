@@ -21,13 +21,22 @@ from hybridflow.data.custom import open_prompts
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
-from hybridflow.errors import ClusterLostError, ConfigError, RunInterrupted, StorageError
+from hybridflow.errors import (
+    ClusterLostError,
+    ConfigError,
+    EngineError,
+    RunInterrupted,
+    StorageError,
+    WeightSyncError,
+    WorkerError,
+)
 from hybridflow.observe.environment import write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
 from hybridflow.placement import pools_of
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.evaluation import Scorer, Validator
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
@@ -355,15 +364,20 @@ def _run_job(config: RunConfig, job: Callable[[_Job], dict[str, Any]], total_ste
         (folder / "config.yaml").write_text(dump_yaml(config))
         write_environment(folder)
         try:
-            with _terminate_as_interrupt(), _stop_when_asked(session):
+            with terminate_as_interrupt(), _stop_when_asked(session):
                 summary = _with_clusters(config, job, session, progress)
             session.close()
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(_how_to_resume(session.store)) from interrupt
-        except OSError as error:
-            if (storage := StorageError.of(error)) is None:
+        except (OSError, StorageError) as error:
+            where = "" if getattr(error, "filename", None) else f"a file of {folder}"
+            storage = StorageError.of(error, where) if isinstance(error, OSError) else error
+            if storage is None:
                 raise
             raise StorageError(f"{storage}; {_how_to_resume(session.store)}") from error
+        except (WorkerError, EngineError, WeightSyncError) as error:
+            error.args = (f"{error}\n{_how_to_resume(session.store)}",)
+            raise
         finally:
             with suppress(OSError):  # what could not be written is said already
                 session.close()
@@ -432,20 +446,6 @@ def _exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         handle.close()
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM, which schedulers send, as Ctrl-C: end all processes and leave a run that can be resumed."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

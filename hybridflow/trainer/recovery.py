@@ -53,7 +53,8 @@ def fit_with_restarts(
             lost = " and ".join(role for role, group in groups.items() if not group.is_alive())
             if not lost or not limit.take():
                 raise
-            log.warning("step %d: lost ranks of %s (%d more restarts): %s", trainer.step, lost, limit.left, error)
+            # into the log file with the tail of the rank's log; the terminal gets the first line
+            log.info("step %d: lost ranks of %s (%d more restarts): %s", trainer.step, lost, limit.left, error)
             reason = str(error).splitlines()[0]
         progress.message(f"step {trainer.step}: {reason}")
         with progress.stage(f"start the ranks of {' and '.join(groups)} again"):

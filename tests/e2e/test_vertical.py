@@ -38,6 +38,7 @@ SUMMARY = {
     "steps",
     "restarts",
     "engine_restarts",
+    "planned",
     "exported_to",
 }
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from hybridflow.process.stopping import terminate_as_interrupt
 from tests.e2e.runs import Run
 from tests.faults import oracle, table
 from tests.faults.campaign import Campaign, Trial, durations, moments_path
-from tests.faults.faults import draw
+from tests.faults.faults import COVERING, Fault, draw
 from tests.faults.shapes import SHAPES, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first; each next one has the next seed")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="for references and outcomes")
+    parser.add_argument("--cover", action="store_true", help="play the covering campaign of `make test-full`")
     parser.add_argument("--table", action="store_true", help="write docs/faults.md")
     args = parser.parse_args()
     outcomes = args.folder / "trials.jsonl"
@@ -39,21 +42,29 @@ def main() -> int:
         return 0
     if _INSIDE not in os.environ:
         return _in_own_namespace()
-    bad = 0
+    disks = os.environ[_INSIDE] == "1"
+    if args.cover:
+        return shown(play("one process", 0, args.folder, COVERING))
+    status = 0
     for number in range(args.seed, args.seed + args.campaigns):
         shape = args.shape or list(SHAPES)[number % len(SHAPES)]
-        for trial in play(shape, number, args.folder):
-            with outcomes.open("a") as file:
-                file.write(json.dumps(trial.__dict__) + "\n")
-            bad += bool(trial.faults)
-            verdict = "; ".join(trial.faults) or "ok"
-            print(
-                f"{shape}, seed {number}: {trial.title} [{trial.victim}] {trial.seconds:.1f} s: {verdict}", flush=True
-            )
-    return 1 if bad else 0
+        trials = play(shape, number, args.folder, draw(shape, number, disks))
+        with outcomes.open("a") as file:
+            file.writelines(json.dumps(trial.__dict__) + "\n" for trial in trials)
+        status |= shown(trials)
+    return status
 
 
-def play(shape: str, seed: int, folder: Path) -> list[Trial]:
+def shown(trials: Sequence[Trial]) -> int:
+    """Print a line for each; exit status 1 when one had a fault."""
+    for trial in trials:
+        verdict = "; ".join(trial.faults) or "ok"
+        who = f"{trial.shape}, seed {trial.seed}: {trial.title} [{trial.victim}]"
+        print(f"{who} {trial.seconds:.1f} s: {verdict}", flush=True)
+    return int(any(trial.faults for trial in trials))
+
+
+def play(shape: str, seed: int, folder: Path, todo: Sequence[Fault]) -> list[Trial]:
     """One campaign, with the comparison at its end."""
     reference = undisturbed(shape, folder)
     with tempfile.TemporaryDirectory(prefix="hybridflow-faults-", dir="/tmp") as name:
@@ -65,7 +76,7 @@ def play(shape: str, seed: int, folder: Path) -> list[Trial]:
             subprocess.run(["mount", "-t", "tmpfs", "-o", FILE_SYSTEM, "faults", str(out)], check=True)
         campaign = Campaign(shape, seed, words, out / "e2e", durations(reference / "moments"), Path(name) / "output")
         try:
-            trials = campaign.play(draw(shape, seed, disks))
+            trials = campaign.play(todo)
             trials[-1].faults += oracle.differences(out / "e2e", reference / "out" / "e2e")
             if any(trial.faults for trial in trials):
                 shutil.copytree(name, folder / f"{shape}-{seed}".replace(" ", "-"), dirs_exist_ok=True)
@@ -100,4 +111,5 @@ def _in_own_namespace() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with terminate_as_interrupt():  # so that a campaign that is ended leaves no run behind
+        sys.exit(main())

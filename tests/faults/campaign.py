@@ -9,7 +9,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -34,9 +34,10 @@ class Trial:
     kind: str
     victim: str
     moment: str
+    step: int
     ended: bool = False  # the driver ended over it, and the same command was given again
     message: str = ""  # what it said then
-    seconds: float = 0.0  # until the next step was finished
+    seconds: float = 0.0  # until the next whole step was finished; -1: none came
     faults: list[str] = field(default_factory=list)
 
 
@@ -128,9 +129,9 @@ class Campaign:
     def _notice(self, word: str, name: str, step: int, left: list[Fault]) -> None:
         now = time.monotonic()
         if word == "end" and name == "step":
-            for trial in self._open:
+            for trial in [trial for trial in self._open if step > trial.step]:
                 trial.seconds = now - trial.seconds
-            self._open.clear()
+                self._open.remove(trial)
         if not left or self._due is not None:
             return
         fault = left[0]
@@ -152,7 +153,8 @@ class Campaign:
             victim, pid = next(((name, pid) for name, pid in found if pid is not None), ("", None))
             if pid is None:
                 return False
-        trial = Trial(self.shape, self.seed, fault.title, fault.kind, victim or fault.kind, fault.moment)
+        fault = replace(fault, victims=(victim,) if victim else ())  # the one that ran
+        trial = Trial(self.shape, self.seed, fault.title, fault.kind, victim or fault.kind, fault.moment, fault.step)
         trial.seconds = time.monotonic()
         self.trials.append(trial)
         self._open.append(trial)

@@ -52,6 +52,17 @@ class Fault:
         return f"{self.kind}{whom} at {self.part:.2f} of {at}"
 
 
+# the covering part that `make test-full` plays: one of each way back, in one campaign without a second start of the
+# driver
+COVERING = (
+    Fault(KILL, "gen", 1, 0.5, ("engine scheduler",), 0.0),
+    Fault(KILL, "update_actor", 2, 0.5, ("actor rank 0",), 0.0),
+    Fault(KILL, "update_weights", 3, 0.5, ("rollout worker",), 0.0),
+    Fault(KILL, "old_log_prob", 4, 0.5, ("gcs",), 0.0),
+    Fault(STOP, "gen", 6, 0.5, ("engine scheduler",), 0.0),
+)
+
+
 def draw(shape: str, seed: int, disks: bool) -> list[Fault]:
     """The disturbances of a campaign in the order of their moments: one while it starts, one in every step but the
     last, one at its end.

@@ -49,6 +49,7 @@ def words_of(shape: str, work: Path, out: Path) -> list[str]:
         *(f"data.prepare.out={work / 'data'}", f"output_dir={out}", "actor.optim.lr=3e-3"),
         *("reward=custom", f"reward.path={work / 'reward.py'}", "rollout.n=1"),
         *("rollout.sampling.top_k=1", "rollout.logprob_diff_bound=null", *scored),
+        "actor.ppo_mini_batch_size=2",  # two updates a step, and so a pass for the old log-probabilities
         *("data.val_max_prompts=4", "rollout.extra_args={disable_radix_cache: true}"),
         *(f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1", "trainer.test_every_steps=4"),
         *("trainer.max_restarts=1000", "rollout.max_restarts=1000", "trainer.report=false"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,8 @@ one small run with greedy sampling on a shared two-core machine, which is distur
 at its end, at moments drawn by a seed; whatever becomes of it, the same command is given until it has finished. A
 trial is one disturbance. A campaign passes when metrics, samples and final weights are bit-identical to those of an
 undisturbed run, each step is recorded once, no process, shared memory or temporary folder is left, no output has a
-traceback, and every message names a remedy.
+traceback, and every message names a remedy. A fault stays in the list below when it has been fixed since. Seconds run
+to the end of the next whole step, on a machine that several jobs shared.
 """
 
 
@@ -25,12 +27,15 @@ def page(trials: Sequence[Trial]) -> str:
     bad = [trial for trial in trials if trial.faults]
     lines = [HEAD, f"{len(trials)} trials in {len({(t.shape, t.seed) for t in trials})} campaigns, {len(bad)} with a "
              "fault.", ""]  # fmt: skip
+    lines += _by("Disturbance", trials, lambda trial: trial.kind)
     lines += _by("Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}")
     lines += _by("Moment", trials, lambda trial: trial.moment.replace("_", " "))
     lines += _by("Shape", trials, lambda trial: trial.shape)
     if bad:
         lines += ["## Faults found", ""]
-        lines += [f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0][:200]!r}" for trial in bad]
+        for trial in bad:
+            text = f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0].split(chr(58))[0]}"
+            lines.append(textwrap.fill(text, 118, subsequent_indent="  "))
         lines.append("")
     return "\n".join(lines)
 

@@ -133,3 +133,6 @@ def test_the_shipped_site_file_has_every_key_and_reads_back(tmp_path: Path) -> N
 def test_the_number_of_nodes_follows_from_the_recipe() -> None:
     assert nodes_of(load_config("e2e", ["cluster.nodes=3"])) == 3
     assert nodes_of(load_config("e2e", ["rollout.nodes_per_engine=2", "rollout.num_engines=2"])) == 4
+    gpus = ["cluster.devices_per_node=2", "cluster.nodes=2", "cluster.procs_per_node=2"]
+    assert nodes_of(load_config("e2e", gpus)) == 3  # four ranks and two engines, on GPUs of their own
+    assert nodes_of(load_config("e2e", [*gpus, "rollout.pool=actor"])) == 2

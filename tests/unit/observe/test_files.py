@@ -3,6 +3,7 @@ resumes."""
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import logging
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.errors import ConfigError, DataError, SchemaError
+from hybridflow.errors import ConfigError, DataError, SchemaError, StorageError
 from hybridflow.observe.environment import describe_environment, write_environment
 from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observe.logfile import setup_logging, stop_logging
@@ -266,6 +267,16 @@ def test_a_dump_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         dump_rollouts(path, torn())
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001.parquet"]
     assert read_rollouts(path) == [{"score": 1.0}]
+
+
+def test_a_dump_on_a_full_disk_says_so_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", full)
+    with pytest.raises(StorageError, match=r"step_000001\.parquet: .*No space left on device; make room"):
+        dump_rollouts(dump_path(tmp_path, 1), {"step": [1], "score": [0.5]})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pieces_of_a_dump_lie_one_after_another_in_one_file(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_a_run_without_held_out_prompts_writes_json_without_nan(tmp_path: Path) 
 def test_a_file_of_the_run_never_holds_nan(tmp_path: Path) -> None:
     session = Session(config_of(tmp_path))
     session.folder.mkdir(parents=True)
+    path = session.write_json("summary.json", {"score_before": math.nan, "score_after": 0.5})
+    assert json.loads(path.read_text()) == {"score_before": None, "score_after": 0.5}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        session.write_json("summary.json", {"score_before": math.nan})
-    assert not (session.folder / "summary.json").exists()
+        session.write_json("summary.json", {"deep": {"score": math.nan}})
+    assert json.loads(path.read_text())["score_after"] == 0.5  # whole or not at all

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hybridflow.single_controller import watch
+from hybridflow.single_controller.future import _STOPPED_LOOKS, Future, Rank
 
 
 @pytest.fixture
@@ -61,3 +63,14 @@ def test_the_main_thread_is_interrupted_where_it_waits(sleeper: subprocess.Popen
     assert "has ended" in watched.lost()
     watched.stop()
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(sleeper: subprocess.Popen[bytes]) -> None:
+    ranks = [Rank(None, "here", Path("log"), True, pid) for pid in (os.getpid(), sleeper.pid)]
+    waiting = Future("actor", "nap", ranks=ranks, refs={0: "a", 1: "b"}, collect=dict, default_timeout_s=1.0)
+    looks: dict[int, int] = {}
+    assert [waiting._stopped(looks) for _ in range(20)] == [None] * 20  # busy, but not stopped
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    found = [waiting._stopped(looks) for _ in range(_STOPPED_LOOKS)]
+    assert found == [None] * (_STOPPED_LOOKS - 1) + [1]
