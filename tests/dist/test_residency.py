@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+from hybridflow.config.schema import ParallelConfig
+from hybridflow.planning.devices import DEVICES
+from hybridflow.planning.job import cut_of
+from hybridflow.planning.sizes import decoder_of
+from hybridflow.planning.training import Precision, Training
 from tests.dist.harness.policies import FULL
 from tests.dist.harness.ranks import NOTHING, run_ranks
 from tests.models import LARGE, TINY, WITHOUT_VOCABULARY
@@ -92,3 +97,18 @@ def test_a_role_that_does_not_train_holds_its_weights_alone(tmp_path: Any) -> No
     assert found["freed"] > 0.9 * found["reference"]["weights"] and "weights" in found["asleep"]
     assert found["same"] and found["filled"] and found["likeliest"]
     assert found["refused"] == "an optimizer for a model that does not train"
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"), [(layout, role) for layout, (*_, roles) in LAYOUTS.items() for role in roles]
+)
+def test_a_plan_knows_what_every_role_holds(layout: str, role: str) -> None:
+    """Within 20% of the bytes of the rank with most, each part of weights, gradients and optimizer state."""
+    world, parallel, dtype, _ = LAYOUTS[layout]
+    sizes = {"vocab_size": LARGE["vocab_size"], **(LARGE if role == "actor" else WITHOUT_VOCABULARY)}
+    cut = cut_of(ParallelConfig(**parallel), world)
+    plan = Training(decoder_of(sizes), cut, DEVICES["cpu"], Precision.of(dtype), scalar_head=role != "actor")
+    held = [rank[role]["held"] for rank in of_layout(layout)]
+    for part, planned in (("weights", plan.weights), ("gradients", plan.gradients), ("optimizer", plan.optimizer)):
+        most = max(planned(stage) for stage in range(cut.pipeline))
+        assert most == pytest.approx(max(rank[part] for rank in held), rel=0.2), part
