@@ -1,9 +1,9 @@
 """Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
 
 `python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on every core, then tests/dist,
-tests/e2e and tests/faults, which start several processes themselves, one after another, and tests/slurm, left out where
-no Slurm is installed: the closing line says so. `--check` runs lint and types before; a check that fails counts as an
-error of the summary. Arguments that name files or folders run alone, in one part.
+tests/e2e, tests/faults and tests/security, which start several processes themselves, one after another, and
+tests/slurm, left out where no Slurm is installed: the closing line says so. `--check` runs lint and types before; a
+check that fails counts as an error of the summary. Arguments that name files or folders run alone, in one part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
-SERIAL = ("tests/dist", "tests/e2e", "tests/faults")
+SERIAL = ("tests/dist", "tests/e2e", "tests/faults", "tests/security")
 SLURM, SLURMCTLD = "tests/slurm", "slurmctld"
 CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow")
 NOTHING_SELECTED = 5  # pytest's exit status
