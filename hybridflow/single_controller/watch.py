@@ -47,7 +47,8 @@ class Watch:
         while not self._over.wait(_POLL_S):
             self._lost = self._watched.ended() or self._watched.silent()
             if self._lost:
-                if self._before is not None and not self._over.is_set():
+                ours = self._before is not None and signal.getsignal(signal.SIGUSR2) is _interrupt
+                if ours and not self._over.is_set():  # without the handler the signal would end this process
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
                 return
 

@@ -130,6 +130,7 @@ def test_columns_share_an_object_on_one_node_and_have_their_own_elsewhere(
 ) -> None:
     pool = ResourcePool.allocate(cluster, 1, 1)
     joined = Cluster(cluster.config, tmp_path, None)  # as one that this driver did not start
+    joined._watch.stop()  # the fixture's cluster is watched already
     apart = WorkerGroup(joined, pool, sw.Tokens, role="apart", args=(1,), log_dir=tmp_path)
     made = [group.submit(sw.Tokens.generate, prompts(6)) for group in (groups[0], apart)]
     assert [[len(set(refs.values())) for refs in future._stored.values()] for future in made] == [[1, 1], [3]]

@@ -182,13 +182,11 @@ def facts_of(run: Run, shared: Path) -> dict[str, Any]:
         "unix": [one.address for one in found if one.kind == "unix"],
         "tcp": [[one.role, *_host_port(one)] for one in found if one.kind == "tcp"],
         "engines": [
-            f"http://{h}:{p}"
+            "http://{}:{}".format(*_host_port(one))
             for one in found
-            if one.role == "engine server"
-            for h, p in [_host_port(one)]
-            if one.kind == "tcp"
+            if one.role == "engine server" and one.kind == "tcp"
         ],
-        "gcs": next("{}:{}".format(*_host_port(one)) for one in found if one.role == "Ray gcs"),
+        "gcs": next("{}:{}".format(*_host_port(one)) for one in found if one.role == "Ray gcs" and one.kind == "tcp"),
         "kinds": len(ATTEMPTS),
         "trap": str(shared / "open" / "trap"),
     }

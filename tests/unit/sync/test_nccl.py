@@ -72,8 +72,7 @@ def channel(monkeypatch: pytest.MonkeyPatch, peer: subprocess.Popen[bytes]) -> A
     from hybridflow.sync import meeting
 
     said = {0: {"process": peer.pid, "kernel": meeting._kernel()}}
-    monkeypatch.setattr(p2p, "meet", lambda member: Meeting(dist.HashStore(), said))  # type: ignore[arg-type]
-    monkeypatch.setattr(dist, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(p2p, "meet", lambda member: Meeting(SimpleNamespace(client=None), said))  # type: ignore[arg-type]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return p2p.open_sender(ENDPOINT, 0, torch.device("cuda"))
