@@ -170,7 +170,8 @@ def test_every_default_is_allowed() -> None:
     ],
 )
 def test_bad_overrides_are_config_errors_that_name_the_override(override: str) -> None:
-    named = {"trainer=3": "choose one of: demo, long, smoke", "name=${oops}": "oops", "algorithm=nope": "algorithm/nope"}
+    groups = "choose one of: demo, long, smoke"
+    named = {"trainer=3": groups, "name=${oops}": "oops", "algorithm=nope": "algorithm/nope"}
     assert named.get(override, override) in message(override)
 
 
