@@ -6,11 +6,14 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from hybridflow.process.secret import VARIABLE, job_secret
 
 _PATIENCE_S = 200
 
@@ -26,6 +29,7 @@ class Pool:
     """One process a rank, each with a `module:class` made as `cls(rank, **arguments)`; its methods are the jobs."""
 
     def __init__(self, world: int, target: str, /, **arguments: Any) -> None:
+        os.environ.setdefault(VARIABLE, job_secret())  # ranks meet in a store that asks for it
         # ranks are forks of one process that has torch loaded: eight imports of it take minutes on a busy machine
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed"])

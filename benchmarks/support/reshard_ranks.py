@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hybridflow.device.platform import Platform
 from hybridflow.models import family_of
 from hybridflow.process.rendezvous import client_store, master_store
+from hybridflow.process.torch_store import TorchStore
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.layout import PADDING, Catalog, Layout, ParallelShape, megatron_layout
 from hybridflow.reshard.planner import make_plan
@@ -135,7 +136,7 @@ class Ranks:
     def join(self) -> None:
         """The other way: torch's global group, and a group of each stage's leader and the engine's ranks."""
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("world", self.store), rank=self.rank, world_size=self.trainers + self.engines
+            "gloo", store=TorchStore(self.store, "world/"), rank=self.rank, world_size=self.trainers + self.engines
         )
         engines = list(range(self.trainers, self.trainers + self.engines))
         for stage in self.stages:
@@ -195,7 +196,7 @@ class Ranks:
         """The limit: a group of its own."""
         world = self.trainers + self.engines
         self.bare_group = dist.ProcessGroupGloo(
-            dist.PrefixStore("bare", self.store), self.rank, world, timedelta(seconds=60)
+            TorchStore(self.store, "bare/"), self.rank, world, timedelta(seconds=60)
         )
 
     def bare(self, bucket_bytes: int, cached: bool = False) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.process.rendezvous import client_store, master_store
+from hybridflow.process.torch_store import TorchStore
 
 LAYERS, ROWS, COLUMNS = 4, 64, 48
 HOST = "127.0.0.1"
@@ -65,7 +66,7 @@ class Ranks:
     def __init__(self, rank: int, port: int, world: int) -> None:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60)
+        store = TorchStore(master_store(HOST, port, 60) if rank == 0 else client_store(HOST, port, 60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         self.rank, self.received, self.peak = rank, 0, 0
 

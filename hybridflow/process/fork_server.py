@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +67,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _load(modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # libraries complain about devices; this process writes to the user's terminal
+        for module in modules:
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks share what is loaded: a collection in one of them neither walks nor copies it
 

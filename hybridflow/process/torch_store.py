@@ -14,13 +14,19 @@ _held: list[TorchStore] = []
 
 
 class TorchStore(Store):
-    """`torch.distributed.Store` over a client, which is held until this process ends. `prefix` keeps the keys of one
-    process group apart from others'."""
+    """`torch.distributed.Store` over a client, which is held until `release` or the end of this process. `prefix` keeps
+    the keys of one process group apart from others'."""
 
     def __init__(self, client: StoreClient, prefix: str = "") -> None:
         super().__init__()
         self._client, self._prefix = client, prefix
         _held.append(self)
+
+    def release(self) -> None:
+        """End the connection of a group that has ended."""
+        if self in _held:
+            _held.remove(self)
+        self._client.close()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""

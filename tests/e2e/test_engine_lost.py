@@ -41,7 +41,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
 def schedulers_of(run: Run) -> list[int]:
     """The processes of the engine that compute."""
     run._look()
-    names = {pid: name for (pid, _), name in run.seen.items() if psutil.pid_exists(pid)}
+    alive = [psutil.Process(pid) for pid, _ in run.seen if psutil.pid_exists(pid)]
+    names = {process.pid: " ".join(process.cmdline()) for process in alive}  # of now: forks are renamed as they start
     found = [pid for pid, name in names.items() if "sglang" in name and "scheduler" in name]
     assert found, names
     return found

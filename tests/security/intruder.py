@@ -27,7 +27,6 @@ from typing import Any
 import requests
 import torch.distributed as dist
 import zmq
-from ray._raylet import GcsClient
 
 from hybridflow.process.store import StoreClient, StoreError
 
@@ -161,12 +160,14 @@ def on_tcp(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     def one(role: str, host: str, port: int) -> list[tuple[str, str]]:
         at = f"{role} at {port}"
         return [
-            (f"speak torch's store to {at}", refused(_torch_store, host, port)),
             (f"speak our store to {at}", refused(_our_store, host, port)),
             (f"push a pickle over ZeroMQ to {at}", refused(_zmq_push, host, port, facts["trap"])),
             (f"send bare pickles to {at}", refused(_bytes, host, port, facts["trap"])),
         ]
 
+    stores = [_fork(_torch_store, host, port) for _, host, port in facts["tcp"]]  # before there are threads
+    for (role, _, port), store in zip(facts["tcp"], stores, strict=True):
+        yield f"speak torch's store to {role} at {port}", _result(store)
     with ThreadPoolExecutor(16) as pool:
         for found in pool.map(lambda at: one(*at), facts["tcp"]):
             yield from found
@@ -251,33 +252,48 @@ def _http(url: str, body: Any, headers: dict[str, str]) -> str:
 def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Ray's gcs without a token and with a guessed one, and its agents' HTTP."""
     for mode in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        yield f"keys of Ray's gcs with {mode}", _in_a_fork(_gcs, facts["gcs"], mode)
-    for role, host, port in facts["tcp"]:
-        if role.startswith("Ray"):
-            for path in ("/", "/metrics", "/get_or_create_runtime_env"):
-                yield f"GET {path} of {role} at {port}", refused(_http, f"http://{host}:{port}{path}", None, {})
+        yield f"keys of Ray's gcs with {mode}", _result(_fork(_gcs, facts["gcs"], mode))
+    paths = ("/", "/metrics", "/get_or_create_runtime_env")
+    asked = [(*at, path) for at in facts["tcp"] if at[0].startswith("Ray") for path in paths]
+
+    def one(role: str, host: str, port: int, path: str) -> tuple[str, str]:
+        return f"GET {path} of {role} at {port}", refused(_http, f"http://{host}:{port}{path}", None, {})
+
+    with ThreadPoolExecutor(16) as pool:  # who speaks gRPC alone lets a client wait
+        yield from pool.map(lambda at: one(*at), asked)
 
 
 def _gcs(address: str, mode: dict[str, str]) -> str:
+    from ray._raylet import GcsClient  # here: tests that start a cluster must be the first to import Ray
+
     os.environ.update(mode)
     return str(GcsClient(address).internal_kv_keys(b"", None, 5))
 
 
-def _in_a_fork(action: Callable[..., str], *arguments: Any) -> str:
-    """The action's result. Ray takes its settings once in a process, and this user may start no Python of root's."""
+def _fork(action: Callable[..., str], *arguments: Any) -> tuple[int, int]:
+    """Start the action in a fork; its pid and where `_result` reads. Ray takes its settings once in a process, torch's
+    store waits without end for who does not speak its language, and this user may start no Python of root's."""
     read, write = os.pipe()
-    if os.fork() == 0:
-        signal.alarm(10)  # Ray's client asks again for a minute
+    if (pid := os.fork()) == 0:
+        signal.alarm(10)
         os.write(write, refused(action, *arguments).encode()[:1000])
         os._exit(0)
     os.close(write)
+    return pid, read
+
+
+def _result(fork: tuple[int, int]) -> str:
+    pid, read = fork
     with open(read, "rb") as answer:
-        os.wait()
-        return answer.read().decode()
+        got = answer.read().decode()
+    os.waitpid(pid, 0)
+    return got
 
 
 def warm_up() -> None:
     """Load what is loaded on first use: modules under root's home cannot be read afterwards."""
+    import ray._raylet  # noqa: F401
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.1)
         port = listener.getsockname()[1]

@@ -17,7 +17,8 @@ import torch
 
 from hybridflow.device.platform import Platform
 from hybridflow.errors import WeightSyncError
-from hybridflow.sync.meeting import Meeting, Member, Peers, meet
+from hybridflow.process.torch_store import TorchStore
+from hybridflow.sync.meeting import Member, Peers, meet
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
 
@@ -51,8 +52,9 @@ class PeerToPeer:
             else len(endpoint.senders) + endpoint.receivers.index(member.rank)
         )
         self.peers, self.is_nccl = Peers(member, meeting), _is_nccl(device)
+        self._store = TorchStore(meeting.store.client, f"group/{endpoint.session}/")
         try:
-            self._group = _group(endpoint, meeting, mine, device)
+            self._group = _group(endpoint, self._store, mine, device)
         except RuntimeError as error:
             raise self._unopened(error) from error
 
@@ -93,6 +95,7 @@ class PeerToPeer:
     def close(self) -> None:
         """End the session in good order."""
         self._group = None  # its destructor closes the sockets
+        self._store.release()
         self.peers.forget()
 
     def abort(self) -> None:
@@ -100,6 +103,7 @@ class PeerToPeer:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
+        self._store.release()
         self.peers.forget()
 
 
@@ -135,12 +139,9 @@ class _Transfer:
             raise channel.member.late(self._peer, self._tag)
 
 
-def _group(endpoint: Endpoint, meeting: Meeting, rank: int, device: torch.device) -> Any:
+def _group(endpoint: Endpoint, store: TorchStore, rank: int, device: torch.device) -> Any:
     import torch.distributed as dist
 
-    from hybridflow.process.torch_store import TorchStore
-
-    store = TorchStore(meeting.store.client, f"group/{endpoint.session}/")
     size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
     if _is_nccl(device):
         options = dist.ProcessGroupNCCL.Options()

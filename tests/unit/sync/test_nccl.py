@@ -71,8 +71,9 @@ def peer() -> Iterator[subprocess.Popen[bytes]]:
 def channel(monkeypatch: pytest.MonkeyPatch, peer: subprocess.Popen[bytes]) -> Any:
     from hybridflow.sync import meeting
 
+    client = SimpleNamespace(close=lambda: None)
     said = {0: {"process": peer.pid, "kernel": meeting._kernel()}}
-    monkeypatch.setattr(p2p, "meet", lambda member: Meeting(SimpleNamespace(client=None), said))  # type: ignore[arg-type]
+    monkeypatch.setattr(p2p, "meet", lambda member: Meeting(SimpleNamespace(client=client), said))  # type: ignore[arg-type]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return p2p.open_sender(ENDPOINT, 0, torch.device("cuda"))
