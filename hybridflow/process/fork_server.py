@@ -23,6 +23,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class _Child:
 def main(argv: Sequence[str]) -> None:
     """Be the servers of the command line, and in a fork the program that was asked for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    _name(["-m", "hybridflow.process.fork_server", *argv])
     groups: list[list[str]] = [[]]
     for word in argv:
         if word == "/":
@@ -64,6 +66,15 @@ def main(argv: Sequence[str]) -> None:
         if number != chosen:
             listener.close()
     run(_serve(listeners[chosen])["argv"])
+
+
+def _name(words: Sequence[str]) -> None:
+    """Show this process as `python WORDS...`. SGLang names its processes with the same library, which needs to have
+    been used once before the environment changes."""
+    with suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(" ".join(["python", *words]))
 
 
 def _load(modules: Sequence[str]) -> None:
@@ -173,6 +184,7 @@ def _begin(order: dict[str, Any], files: Sequence[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.chdir(order["cwd"])
+    _name(order["argv"])
     os.environ.clear()
     os.environ.update(order["env"])
     tempfile.tempdir = None  # TMPDIR may be another
