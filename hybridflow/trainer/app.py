@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +69,7 @@ from hybridflow.workers.rollout_node import RolloutNodeWorker
 
 First = TypeVar("First")
 Second = TypeVar("Second")
+_STOP_S = 10.0
 _ENGINE_WORKERS = (RolloutWorker, RolloutNodeWorker)
 _log = logging.getLogger(__name__)
 
@@ -312,10 +313,13 @@ def _both(first: Callable[[], First], second: Callable[[], Second], *, at_once: 
     """What both return; `at_once`: the first in a thread, where most of the time is spent in waiting for processes."""
     if not at_once:
         return first(), second()
-    threads = ThreadPoolExecutor(1, "start")
-    begun = threads.submit(first)
-    threads.shutdown(wait=False)  # after an error of the second, the end of the cluster ends the first as well
-    found = second()
+    begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)
+    threads.shutdown(wait=False)
+    try:
+        found = second()
+    except BaseException:
+        wait([begun], _STOP_S)  # Ray ends the whole process when a thread calls it after its shutdown
+        raise
     return begun.result(), found
 
 
