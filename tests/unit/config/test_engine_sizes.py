@@ -13,24 +13,14 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import family_of
 from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
-from tests.models import FAMILIES
-
-SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
-WIDTHS = st.sampled_from([16, 24, 32, 33, 36, 48, 96])
+from tests.unit.random_sizes import PARTS, draw_sizes
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, Any], RolloutConfig]:
     """A tiny model of any family with some sizes changed, and an engine whose own sizes divide each other."""
-    hf = dict(FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))])
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if hf.get(name):
-            hf[name] = draw(WIDTHS)
-    hf["num_hidden_layers"] = draw(st.sampled_from([3, 4, 5, 8]))
-    if not hf.get("kv_lora_rank"):
-        heads = hf["num_attention_heads"] = draw(st.sampled_from([4, 6, 8, 12]))
-        hf["num_key_value_heads"] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if not heads % n]))
-    tensor = draw(SIZES)
+    hf = draw_sizes(draw)
+    tensor = draw(PARTS)
     divisors = st.sampled_from([n for n in range(1, tensor + 1) if not tensor % n])
     experts = bool(derived.num_experts(hf))
     return hf, RolloutConfig(

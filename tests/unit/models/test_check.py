@@ -23,9 +23,7 @@ from hybridflow.models.layout import Coordinates
 from hybridflow.models.published import published
 from hybridflow.reshard.layout import ParallelShape
 from tests.models import FAMILIES
-
-SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
-WIDTHS = st.sampled_from([16, 24, 32, 33, 36, 48, 96])
+from tests.unit.random_sizes import PARTS, draw_sizes
 
 
 def ranks(parallel: ParallelConfig) -> Iterator[Coordinates]:
@@ -56,22 +54,15 @@ def is_whole(hf: Any, parallel: ParallelConfig) -> bool:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
     """A tiny model of any family with some sizes changed, and parallel sizes that may or may not fit."""
-    hf = dict(FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))])
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if hf.get(name):
-            hf[name] = draw(WIDTHS)
-    hf["num_hidden_layers"] = draw(st.sampled_from([3, 4, 5, 8]))
-    if not hf.get("kv_lora_rank"):
-        heads = hf["num_attention_heads"] = draw(st.sampled_from([4, 6, 8, 12]))
-        hf["num_key_value_heads"] = draw(st.sampled_from([n for n in (1, 2, 3, 4) if not heads % n]))
+    hf = draw_sizes(draw)
     experts = bool(derived.num_experts(hf))
     return hf, ParallelConfig(
-        tensor=draw(SIZES),
+        tensor=draw(PARTS),
         pipeline=draw(st.sampled_from([1, 2, 3, 4])),
         first_stage_layers=draw(st.sampled_from([0, 0, 1, 2])),
         last_stage_layers=draw(st.sampled_from([0, 0, 1])),
         virtual_pipeline=draw(st.sampled_from([None, 2])),
-        expert=draw(SIZES) if experts else 1,
+        expert=draw(PARTS) if experts else 1,
         expert_tensor=draw(st.sampled_from([None, 1, 2, 3])) if experts else None,
     )
 
