@@ -22,6 +22,8 @@ from hybridflow.reshard.engine_layouts import EngineShape
 _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
 _TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 4, 7, 8, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 
+_LAYOUT = ("tensor", "pipeline", "expert", "sequence")  # keys of a layout that a mapping chooses
+
 
 @dataclass
 class Search:
@@ -184,20 +186,16 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
 
 
 def _layout(name: str, cut: Cut) -> dict[str, Any]:
-    keys = ("tensor", "pipeline", "expert", "sequence")
-    return {f"{name}.parallel.{key}": getattr(cut, key) for key in keys}
+    return {f"{name}.parallel.{key}": getattr(cut, key) for key in _LAYOUT}
 
 
 def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
     """A role in the actor's pool and layout lives in its processes."""
     for name in ("critic", "reference", "reward_model"):
-        same = all(
-            change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}")
-            for key in ("tensor", "pipeline", "expert", "sequence")
-        )
+        same = all(change.get(f"{name}.parallel.{key}") == change.get(f"actor.parallel.{key}") for key in _LAYOUT)
         if change.get(f"{name}.pool") == "actor" and same:
             plain = type(config.actor.parallel)()
-            for key in ("tensor", "pipeline", "expert", "sequence"):
+            for key in _LAYOUT:
                 change[f"{name}.parallel.{key}"] = getattr(plain, key)
             change |= {f"{name}.placement": "colocated", f"{name}.pool": None, f"{name}.procs": 1}
     return change

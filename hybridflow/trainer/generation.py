@@ -103,7 +103,7 @@ class EngineHere:
         self.engine.start()
 
     def check_starting(self) -> None:
-        """It has started."""
+        """Return at once: the engine started when this object was made."""
 
     def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
         """Calls of the engine, and copies from the policy's tensors."""
@@ -115,7 +115,7 @@ class EngineHere:
         return rollouts, rollouts
 
     def wait_ready(self, progress: Progress) -> None:
-        """It is."""
+        """Return at once: the engine is ready, and no transfer is planned."""
 
     def stop(self) -> None:
         """Stop what was started."""

@@ -174,7 +174,6 @@ def on_tcp(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_store(host: str, port: int) -> str:
-    # TCPStore retries an end that does not speak its language for its whole timeout
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=WAIT_S))
     store.set("intruder", "1")
     return f"{store.num_keys()} keys"

@@ -40,7 +40,7 @@ class HfEngine:
         self._model: Any = None
         self._version: str | None = None
 
-    # ---- life
+    # ---- start and stop
 
     def start(self) -> None:
         """Build the model; its weights have no values yet.
@@ -62,7 +62,7 @@ class HfEngine:
         self._model = model.eval().requires_grad_(False)
 
     def wait_ready(self) -> None:
-        """It is ready when it has been started."""
+        """Return at once: a started engine is ready. EngineError when it was not started."""
         self.check_alive()
 
     def check_alive(self) -> None:
@@ -72,7 +72,7 @@ class HfEngine:
             raise EngineError("is not running", engine=self.spec.name)
 
     def log_tail(self) -> str:
-        """It has no log: it writes to this process's."""
+        """Return no text: the engine writes to the log of this process."""
         return ""
 
     def stop(self) -> None:
@@ -164,10 +164,10 @@ class HfEngine:
         return refuse(order, _WHY)
 
     def sleep(self) -> None:
-        """It keeps its memory."""
+        """Do nothing: the engine shares the trainer's device and keeps its memory."""
 
     def wake(self, tags: Sequence[str]) -> None:
-        """It has kept its memory."""
+        """Do nothing: `sleep` gave no memory back."""
 
 
 class _LogProbs:
