@@ -36,6 +36,18 @@ class StoreError(RuntimeError):
     """The store cannot be reached any more, or a key is not there by the deadline."""
 
 
+class StoreLate(StoreError):
+    """Some keys have no value by the deadline.
+
+    Attributes:
+        missing: which, as the server's last look found it.
+    """
+
+    def __init__(self, message: str, missing: list[str]) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
 class _Frames:
     """Numbers, signs and checks the messages of one connection."""
 
@@ -141,13 +153,14 @@ class _Keys:
     async def _answer(self, method: str, arguments: list[bytes]) -> tuple[bytes, ...]:
         if method == "wait":
             seconds, *keys = arguments
-            if not await self._wait(keys, float(seconds)):
-                return (_LATE,)
+            if missing := await self._wait(keys, float(seconds)):
+                return (_LATE, *missing)
             return (_OK, *(self._values.get(key, b"") for key in keys))
         result: bytes = getattr(self, f"_do_{method}")(*arguments)
         return (_OK, result)
 
-    async def _wait(self, keys: list[bytes], seconds: float) -> bool:
+    async def _wait(self, keys: list[bytes], seconds: float) -> list[bytes]:
+        """The keys that have no value when all have one or the time is over."""
         deadline = self._loop.time() + seconds
         while missing := [key for key in keys if key not in self._values]:
             found: asyncio.Future[None] = self._loop.create_future()
@@ -155,11 +168,11 @@ class _Keys:
             try:
                 await asyncio.wait_for(found, max(0.0, deadline - self._loop.time()))
             except TimeoutError:
-                return False
+                return [key for key in missing if key not in self._values]
             finally:
                 if waiting := self._awaited.get(missing[0]):
                     waiting.discard(found)
-        return True
+        return []
 
     def _do_set(self, key: bytes, value: bytes) -> bytes:
         self._values[key] = value
@@ -250,8 +263,8 @@ class StoreClient:
                 self._connection.close()
                 raise StoreError(f"the store at {self.host}:{self.port} cannot be reached any more: {error}") from error
         if status == _LATE:
-            names = ", ".join(key.decode(errors="replace") for key in arguments[1:5])
-            raise StoreError(f"timeout after {within_s:g} s while waiting for {names}")
+            missing = [key.decode(errors="replace") for key in results]
+            raise StoreLate(f"timeout after {within_s:g} s while waiting for {', '.join(missing[:4])}", missing)
         return results
 
     def set(self, key: str, value: str | bytes) -> None:

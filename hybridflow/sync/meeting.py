@@ -10,7 +10,6 @@ import json
 import os
 import select
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
-from hybridflow.process.store import Prefixed, StoreClient
+from hybridflow.process.store import Prefixed, StoreClient, StoreError, StoreLate
 from hybridflow.sync.transports.base import Endpoint
 
 if TYPE_CHECKING:
@@ -91,18 +90,22 @@ def meet(member: Member, **said: Any) -> Meeting:
     """
     endpoint, deadline = member.endpoint, time.monotonic() + member.endpoint.timeout_s
     store = Prefixed(f"transport/{endpoint.session}", _store(endpoint, deadline))
-    store.set(f"{member.side}/{member.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
     ranks = [("trainer", rank) for rank in endpoint.senders] + [("engine", rank) for rank in endpoint.receivers]
     keys = [f"{side}/{rank}" for side, rank in ranks]
     try:
+        store.set(f"{member.side}/{member.rank}", json.dumps({"process": os.getpid(), "kernel": _kernel(), **said}))
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         found = {rank: json.loads(store.get(f"{member.peer_side}/{rank}")) for rank in member.peers}
-    except RuntimeError as error:
-        missing = _missing(store, keys)
-        what = f"{', '.join(missing)} did not come" if missing else f"the store failed: {error}"
+    except StoreLate as error:
+        missing = [" rank ".join(key.split("/")[-2:]) for key in error.missing]
         raise WeightSyncError(
-            f"session {endpoint.session}, {member.side} rank {member.rank}: {what} within {endpoint.timeout_s:g} s; "
-            "look at the logs of those ranks"
+            f"session {endpoint.session}, {member.side} rank {member.rank}: {', '.join(missing)} did not come within "
+            f"{endpoint.timeout_s:g} s; look at the logs of those ranks"
+        ) from error
+    except StoreError as error:
+        raise WeightSyncError(
+            f"session {endpoint.session}, {member.side} rank {member.rank}: {error}; look at the log of the process "
+            "that holds the store"
         ) from error
     return Meeting(store, found)
 
@@ -115,12 +118,6 @@ def _store(endpoint: Endpoint, deadline: float) -> StoreClient:
             f"session {endpoint.session}: no store answers at {endpoint.host}:{endpoint.port} "
             f"within {endpoint.timeout_s:g} s ({error}); is the trainer up?"
         ) from error
-
-
-def _missing(store: Prefixed, keys: list[str]) -> list[str]:
-    with suppress(RuntimeError):
-        return [key.replace("/", " rank ") for key in keys if not store.check([key])]
-    return []
 
 
 def _kernel() -> str:

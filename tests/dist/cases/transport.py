@@ -51,6 +51,16 @@ def line_up(name: str, world: int = TRAINERS + 3) -> None:
     store.wait([f"line up/{name}/{rank}" for rank in range(world)], timedelta(seconds=120))
 
 
+def _hold_store(name: str, rank: int, world: int = TRAINERS + 2) -> None:
+    """Rank 0, whose end is the store's, waits until the others have had their answers from it."""
+    from hybridflow.process.rendezvous import client_store
+
+    store = client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60)
+    store.set(f"answered/{name}/{rank}", "")
+    if rank == 0:
+        store.wait([f"answered/{name}/{peer}" for peer in range(world)], timedelta(seconds=120))
+
+
 class Case:
     """A plan of the tiny MoE, and the weights that it carries: a value of its own for every element, another in every
     version."""
@@ -307,6 +317,7 @@ def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> 
     )
     facts["after"] = _take_part(case, endpoint, rank, "", False)
     facts["absent"] = _absent(transport, folder, rank, host, port)
+    _hold_store(f"{transport}, absent", rank)
     gc.collect()
     facts["left"] = _left_behind(folder)
     return facts

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hybridflow.process import secret, signed_objects
 from hybridflow.process.secret import CHALLENGE_BYTES, PROOF_BYTES, VARIABLE, Greeting, digest, greet
-from hybridflow.process.store import MasterStore, StoreClient, StoreError, _Frames
+from hybridflow.process.store import MasterStore, StoreClient, StoreError, StoreLate, _Frames
 from hybridflow.process.torch_store import TorchStore
 
 HOST = "127.0.0.1"
@@ -61,8 +61,9 @@ def test_a_wait_ends_with_the_key_or_at_its_deadline(master: MasterStore) -> Non
     threading.Timer(0.2, master.set, ("late", "here")).start()
     assert client.get("late") == b"here"
     started = time.monotonic()
-    with pytest.raises(StoreError, match=r"timeout after 0\.3 s while waiting for late, never"):
-        client.wait(["late", "never"], timedelta(seconds=0.3))
+    with pytest.raises(StoreLate, match=r"timeout after 0\.3 s while waiting for never, not this") as late:
+        client.wait(["late", "never", "not this"], timedelta(seconds=0.3))
+    assert late.value.missing == ["never", "not this"]
     assert 0.2 < time.monotonic() - started < 3
     assert client.check(["late"]), "the connection is of use after a deadline"
 
