@@ -133,7 +133,7 @@ def test_an_aborted_request_keeps_what_came_of_it(stub: Stub, client: EngineClie
     assert (answer.token_ids.tolist(), answer.finish_reason) == ([5, 6], "abort")
 
 
-def test_an_event_of_any_request_is_a_sign_of_life() -> None:
+def test_an_event_of_any_request_shows_that_the_engine_works() -> None:
     """Silence is the engine's, not one request's."""
 
     async def heard() -> str:
