@@ -35,19 +35,24 @@ class ResponseTokens(Protocol):
 LossFunction = Callable[[torch.Tensor, torch.Tensor | None, ResponseTokens], tuple[torch.Tensor, torch.Tensor, Metrics]]
 
 
-def aggregate(values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def aggregate(
+    values_T: torch.Tensor, lengths_S: torch.Tensor, mode: str, norm: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum, count) of per-token values so that the global mean is sum / count over all micro-batches and ranks.
 
     Args:
         values_T: [T] per-token values, sequences one after another.
         lengths_S: [S] response tokens of each sequence; sequences of length 0 take no part.
-        mode: token-mean | seq-mean-token-sum | seq-mean-token-mean.
+        mode: token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm.
+        norm: what seq-mean-token-sum-norm divides sums by, a constant (Dr.GRPO, arXiv 2503.20783, section 3.2).
     """
     if mode == "token-mean":
         return values_T.sum(), lengths_S.sum()
     sums = sums_of_rows(values_T, lengths_S)
     if mode == "seq-mean-token-mean":
         sums = sums / lengths_S.clamp(min=1)
+    elif mode == "seq-mean-token-sum-norm":
+        sums = sums / norm
     elif mode != "seq-mean-token-sum":
         raise ValueError(f"loss_agg_mode {mode!r}")
     return sums.sum(), (lengths_S > 0).sum()
@@ -59,7 +64,14 @@ def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: s
     k1 = d; abs = |d|; k2 = d^2/2; k3 = exp(-d) + d - 1, where d = log p - log p_ref. k3 grows exponentially: there d is
     clamped to +-20 and the result to +-10. The others are not clamped, so that a policy far from the reference is still
     pulled back (as in verl).
+
+    `+` behind a kind (k1+, abs+, k3+): its value with the gradient of k2. The mean gradient of k1 and k3 is not that of
+    the divergence, that of k2 is (arXiv 2506.09477, section 4).
     """
+    if kind.endswith("+"):
+        with_gradient = kl_penalty(log_probs_T, ref_log_probs_T, "k2")
+        value = kl_penalty(log_probs_T, ref_log_probs_T, kind[:-1])
+        return with_gradient - with_gradient.detach() + value.detach()
     difference = log_probs_T - ref_log_probs_T
     if kind == "k1":
         return difference

@@ -72,6 +72,7 @@ def _convert(value: Any, kind: Kind, key: str) -> Any:
         return float(value)
     if kind.is_list or type(value) is not kind.plain:
         raise ConfigError(f"{key}: got {value!r}, expected {kind}{_hint(value, kind, key)}")
+    value = dict(kind.aliases).get(value, value) if kind.aliases else value
     if not kind.accepts(value):
         near = difflib.get_close_matches(value, kind.choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

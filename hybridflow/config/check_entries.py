@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
-from hybridflow.config.entries import ESTIMATORS, TRACKERS, estimator_options, policy_loss_options
+from hybridflow.config.entries import (
+    ESTIMATORS,
+    POLICY_LOSSES,
+    STATISTICS,
+    TRACKERS,
+    estimator_options,
+    policy_loss_options,
+)
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
@@ -22,6 +31,57 @@ def problems(config: RunConfig) -> Iterator[str]:
             build()
         except ConfigError as error:
             yield str(error)
+
+
+def loss_problems(config: RunConfig) -> Iterator[str]:
+    """The policy loss against its aggregation and the correction of rollouts; a critic that nobody would ask."""
+    actor, correction = config.actor, config.actor.rollout_correction
+    loss = POLICY_LOSSES.get(actor.policy_loss)
+    if loss.aggregations and actor.loss_agg_mode not in loss.aggregations:
+        yield (
+            f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss={actor.policy_loss}, which is a mean of "
+            f"sequences: set actor.loss_agg_mode={loss.aggregations[0]}"
+        )
+    if correction.weight != "none" and actor.old_log_probs == "engine" and "old_log_probs" in loss.reads:
+        yield (
+            f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine: the ratio of "
+            f"actor.policy_loss={actor.policy_loss} is that weight already, and it would count twice; set weight=none, "
+            "old_log_probs=trainer, or policy_loss=reinforce"
+        )
+    if correction.lower is not None and not correction.lower <= correction.upper:
+        yield (
+            f"actor.rollout_correction.lower={correction.lower} is more than upper={correction.upper}: every weight "
+            "would be 0"
+        )
+    if correction.lower is not None and correction.weight == "none":
+        yield (
+            f"actor.rollout_correction.lower={correction.lower} bounds weights, and weight=none: set weight=token or "
+            "sequence, or lower=null"
+        )
+    for name, bound in correction.reject.items():
+        if problem := _bound_problem(str(name), bound):
+            yield f"actor.rollout_correction.reject.{name}={bound}: {problem}"
+    if config.critic.path is not None and not ESTIMATORS.get(config.algorithm.adv_estimator).needs_critic:
+        yield (
+            f"critic.path={config.critic.path} with algorithm.adv_estimator={config.algorithm.adv_estimator}, which "
+            "asks no critic: remove it, or set adv_estimator=gae"
+        )
+
+
+def _bound_problem(name: str, bound: Any) -> str:
+    """What is wrong with the bound of a statistic of rejection; empty when nothing is."""
+    if name not in STATISTICS:
+        near = difflib.get_close_matches(name, STATISTICS, n=1, cutoff=0.0)[0]
+        return f"there is no such statistic; did you mean {near}? (choose of {', '.join(STATISTICS)})"
+    numbers = bound if isinstance(bound, list | tuple) else [bound]
+    if not all(type(number) in (int, float) and number > 0 for number in numbers):
+        return "bounds must be numbers above 0"
+    if name.endswith("k1"):
+        if len(numbers) != 2 or numbers[0] > numbers[1]:
+            return "a bound of k1 is two numbers, [lowest, highest] ratio engine / trainer, for example [0.99, 1.01]"
+    elif isinstance(bound, list | tuple):
+        return "this bound is one number, the largest value"
+    return ""
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:

@@ -18,6 +18,12 @@ from hybridflow.config.registry import Registry
 from hybridflow.config.schema import ActorConfig, AlgorithmConfig
 from hybridflow.errors import ConfigError
 
+# statistics of actor.rollout_correction.reject: of each token, or over the tokens of a sequence
+STATISTICS = (
+    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k1", "k2", "k3")),
+    "seq_min_k1",
+)
+
 
 @dataclass(frozen=True)
 class NoOptions:
@@ -49,11 +55,13 @@ class TokenLoss:
     Attributes:
         reads: columns over response tokens that it needs.
         options: a frozen dataclass; every field has a default.
+        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines; empty: any.
     """
 
     function: Callable[..., Any]
     reads: tuple[str, ...]
     options: type
+    aggregations: tuple[str, ...] = ()
 
 
 ESTIMATORS: Registry[Estimator] = Registry(ESTIMATOR.kind, ESTIMATOR.package, "algorithm.adv_estimator")

@@ -108,7 +108,18 @@ def _algorithm(config: RunConfig) -> list[str]:
         f"scores{''.join(f', {name}' for name in estimator.reads)}; {_options(estimator_options(config.algorithm))}",
         f"  policy loss = actor.policy_loss {config.actor.policy_loss} of {', '.join(loss.reads)}; "
         f"{_options(policy_loss_options(config.actor))}",
+        f"  correction  = actor.rollout_correction: {_correction(config)}",
     ]
+
+
+def _correction(config: RunConfig) -> str:
+    correction = config.actor.rollout_correction
+    below = f"0 outside {correction.lower}..{correction.upper}" if correction.lower else f"at most {correction.upper}"
+    parts = [f"{correction.weight} weights trainer / engine, {below}"] if correction.weight != "none" else []
+    parts += (
+        [f"rejection by {', '.join(f'{k}={v}' for k, v in correction.reject.items())}"] if correction.reject else []
+    )
+    return "; ".join(parts) or "none (the engine's log-probs enter no weight)"
 
 
 def _options(options: Any) -> str:

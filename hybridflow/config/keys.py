@@ -60,6 +60,13 @@ class Below(Bound):
 
 
 @dataclasses.dataclass(frozen=True)
+class Aliases:
+    """Other names of values, (name, value), which are read as these values: those of other trainers."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """The key names an entry of the registry of this package, one in a user's file (`path/to/file.py:name`), or a value
     of `also`, which is no entry."""
@@ -98,6 +105,7 @@ class Kind:
     optional: bool = False
     bounds: tuple[Bound, ...] = ()
     entry: Entry | None = None
+    aliases: tuple[tuple[str, str], ...] = ()
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -134,7 +142,8 @@ def kind_of(annotation: Any) -> Kind:
         inner, marks = kind_of(args[0]), annotation.__metadata__
         entry = next((mark for mark in marks if isinstance(mark, Entry)), inner.entry)
         bounds = tuple(mark for mark in marks if isinstance(mark, Bound))
-        return dataclasses.replace(inner, bounds=inner.bounds + bounds, entry=entry)
+        aliases = tuple(pair for mark in marks if isinstance(mark, Aliases) for pair in mark.pairs)
+        return dataclasses.replace(inner, bounds=inner.bounds + bounds, entry=entry, aliases=inner.aliases + aliases)
     if origin in (types.UnionType, typing.Union):
         inner = kind_of(next(member for member in args if member is not type(None)))
         return dataclasses.replace(inner, optional=True)

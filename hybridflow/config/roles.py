@@ -17,7 +17,7 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
     """Every problem as one line, for `hybridflow train` or `train-reward`; without `files` folders may be missing."""
     found: list[str] = []
     if job == "train":
-        found += [*_steering(config), *check_entries.sample_problems(config)]
+        found += [*_steering(config), *check_entries.sample_problems(config), *check_entries.loss_problems(config)]
         if derived.has_critic(config):
             found += [*_role(config, "critic", files), *_critic_batches(config)]
         elif config.trainer.critic_warmup:

@@ -18,6 +18,7 @@ from hybridflow.config.keys import (
     TRANSPORT,
     VERIFIER,
     Above,
+    Aliases,
     AtLeast,
     AtMost,
     Below,
@@ -30,8 +31,13 @@ NonNegative = Annotated[float, AtLeast(0)]
 Share = Annotated[float, AtLeast(0), AtMost(1)]
 Decay = Annotated[float, AtLeast(0), Below(1)]
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
-KlEstimate = Literal["k1", "abs", "k2", "k3"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+_VERL_KL = Aliases((("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("kl+", "k1+"), ("low_var_kl+", "k3+")))
+_VERL_LOSSES = Aliases((("vanilla", "ppo"), ("geo_mean", "gmpo")))
+_VERL_ESTIMATORS = Aliases((("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")))
+KlEstimate = Annotated[Literal["k1", "abs", "k2", "k3"], _VERL_KL]
+# with +: the value of the estimate, and the gradient of k2, whose mean is that of the divergence
+KlLoss = Annotated[Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"], _VERL_KL]
 Placement = Literal["colocated", "own"]
 Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
 Packing = Literal["pack", "spread", "whole_nodes"]
@@ -162,6 +168,20 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """What becomes of tokens that the engine gave another probability than the trainer: low precision, other kernels,
+    weights of an earlier step (docs/rollout-correction.md; verl's names in brackets)."""
+
+    # importance weight, trainer / engine, of each token's loss; token: its own; sequence: the product over its sequence
+    weight: Literal["none", "token", "sequence"] = "none"  # [rollout_is]
+    upper: Positive = 2.0  # larger weights count as it [rollout_is_threshold]
+    lower: Positive | None = None  # with it, weights outside lower..upper count 0 (IcePop); null: without
+    # bounds of statistics; tokens or sequences beyond them are left out of the loss and its counts, e.g. {seq_mean_k1:
+    # [0.999, 1.001], token_k3: 0.5} [rollout_rs, rollout_rs_threshold]
+    reject: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
@@ -180,7 +200,9 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     # what to do with an update whose loss or gradient is NaN or infinite
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    policy_loss: Annotated[str, POLICY_LOSS] = "ppo"  # CONTRIBUTING.md says what a loss of yours holds
+    # CONTRIBUTING.md says what a loss of yours holds; verl's bypass_mode is actor.old_log_probs=engine with ppo or
+    # reinforce
+    policy_loss: Annotated[str, POLICY_LOSS, _VERL_LOSSES] = "ppo"
     policy_loss_options: dict[str, Any] = field(default_factory=dict)  # of the loss, besides the keys of this section
     # what updates compare with; trainer: the policy's log-probs before the first update of a step (where a step has one
     # update, its own values: no pass computes them); engine: those of the engine that sampled (verl's bypass_mode)
@@ -189,11 +211,14 @@ class ActorConfig:
     clip_ratio_high: NonNegative = 0.2
     clip_ratio_c: Annotated[float, Above(1)] | None = 3.0  # dual clip; null switches it off
     loss_agg_mode: Aggregation = "token-mean"
+    # what seq-mean-token-sum-norm divides a sequence's sum by (Dr.GRPO; verl: data.max_response_length)
+    loss_norm_tokens: PositiveInt = 1024
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     entropy_coef: float = 0.0
     # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
     expert_bias_update_rate: NonNegative = 0.0
     kl_loss_coef: NonNegative = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
-    kl_loss_type: KlEstimate = "k3"  # estimate of the KL divergence at each token
+    kl_loss_type: KlLoss = "k3"  # estimate of the KL divergence at each token
     # which experts the tokens of an update go through; none: those the live router chooses; compare: the same, and how
     # often the engine chose otherwise is measured; r2: those of the old-log-prob pass; r3: those the engine used, in
     # the old-log-prob pass and in updates
@@ -247,7 +272,7 @@ class CriticConfig(RoleConfig):
     ppo_mini_batch_size: PositiveInt | None = None
     ppo_epochs: PositiveInt = 1
     cliprange_value: Positive | None = 0.5  # how far an update may move a value; null: anywhere
-    loss_agg_mode: Aggregation = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
 
 
 @dataclass(frozen=True)
@@ -278,11 +303,12 @@ class RewardTrainingConfig:
 class AlgorithmConfig:
     """How rewards become advantages."""
 
-    # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO)
-    adv_estimator: Annotated[str, ESTIMATOR] = "grpo"
+    # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO); docs/algorithms.md
+    # has all. Not supported: verl's optimal_token_baseline
+    adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"
     adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
-    norm_adv_by_std: bool = True  # grpo; False: Dr.GRPO
-    gamma: Share = 1.0  # gae: discount of a token
+    norm_adv_by_std: bool = True  # grpo, grpo_passk, gdpo; False with grpo: Dr.GRPO
+    gamma: Share = 1.0  # gae, reinforce_plus_plus: discount of a token
     lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
     kl_coef: NonNegative = 0.0  # KL penalty inside the reward
     kl_penalty: KlEstimate = "k1"  # estimate of the KL divergence at each token

@@ -84,6 +84,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
                     include=zero,
                 ),
                 _difference(run),
+                _mismatch(run),
                 _routes(run),
             ],
         ),
@@ -226,6 +227,15 @@ def _difference(run: RunFolder) -> Chart:
     lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return Chart("Log-probability difference", _series(run, names), "nats", about, log=True, lines=lines)
+
+
+def _mismatch(run: RunFolder) -> Chart:
+    names = [
+        ("of all tokens, by importance weights", "rollout/mismatch/ess", 0),
+        ("as the updates weight them", "rollout_correction/ess", 1),
+    ]
+    about = "rollout/mismatch/ess, rollout_correction/ess: mean(w)^2 / mean(w^2), w = trainer / engine"
+    return Chart("Effective sample size", _series(run, names), "share of tokens", about, percent=True, include=(0.0,))
 
 
 def _routes(run: RunFolder) -> Chart:

@@ -49,7 +49,9 @@ class Advantages:
         samples = self._samples(batch)
         advantages, returns = self.estimator.function(samples, self.options)
         offsets = torch.cat([samples.lengths.new_zeros(1), samples.lengths.cumsum(0)])
-        found = {"advantages": (advantages, offsets)} | ({} if returns is None else {"returns": (returns, offsets)})
+        found = {"advantages": (advantages.float(), offsets)}
+        if returns is not None:
+            found["returns"] = (returns.float(), offsets)
         return batch.with_torch(rewards=samples.scores, **found)
 
     def state(self) -> dict[str, float]:
@@ -87,7 +89,8 @@ class Advantages:
             groups=torch.tensor(batch["uid"]),
             lengths=lengths,
             mask=mask,
-            columns={name: batch.torch(name)[0] for name in self.estimator.reads},
+            columns={name: _values(batch, name) for name in self.estimator.reads},
+            parts=_reward_parts(batch),
         )
 
     def _penalties(self, batch: DataProto, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
@@ -102,3 +105,19 @@ class Advantages:
         self.control.update(kl, len(lengths_B))
         self.metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
         return coefficient * divergence
+
+
+def _values(batch: DataProto, name: str) -> torch.Tensor:
+    """[T] values of a jagged column, [B] of a dense one."""
+    found = batch.torch(name)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
+    """{name: [B] f32} of what the reward returned as a number for every sample beside the score."""
+    if "reward_extra" not in batch:
+        return {}
+    rows = batch["reward_extra"].tolist()
+    shared = set.intersection(*(set(row) for row in rows)) if rows else set()
+    numeric = [name for name in sorted(shared) if all(isinstance(row[name], int | float) for row in rows)]
+    return {name: torch.tensor([float(row[name]) for row in rows]) for name in numeric}

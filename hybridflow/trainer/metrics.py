@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridflow.batch import DataProto
 from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.trainer.mismatch import mismatch_metrics
 from hybridflow.trainer.protocols import Update
 
 
@@ -57,6 +58,7 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
         "actor/entropy": _token_spread("", scored, "entropys").get("/mean", 0.0),
         "rollout/logprob_diff/mean": difference,
         "rollout/logprob_diff/max": largest,
+        **mismatch_metrics(scored),
         "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
         "critic/solved_groups": _share_of_groups(batch, 1.0),
         "critic/unsolved_groups": _share_of_groups(batch, 0.0),
@@ -105,6 +107,8 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     if not updates:
         return {}
     metrics = _update_means(updates, "actor", "actor/loss")
+    if squared := metrics.pop("rollout_correction/weight_squared", 0.0):
+        metrics["rollout_correction/ess"] = metrics["rollout_correction/weight"] ** 2 / squared
     if "actor/ppo_kl" in updates[0].means:
         metrics["actor/first_ppo_kl"] = updates[0].means["actor/ppo_kl"]
     return metrics

@@ -9,6 +9,8 @@ import torch
 
 from hybridflow.algorithms.losses import LossFunction, Metrics, ResponseTokens, aggregate, kl_penalty
 from hybridflow.algorithms.policy_losses.base import Tokens
+from hybridflow.algorithms.rewards import sums_of_rows
+from hybridflow.algorithms.rollout_correction import importance_weights, kept_tokens
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
@@ -40,23 +42,66 @@ class PolicyLoss:
         config = self.config
         old = log_probs.detach() if self.old is None else micro.columns.get(self.old)
         columns = micro.columns if old is None else {**micro.columns, "old_log_probs": old}
-        loss, reported = self.function(Tokens(log_probs, micro.lengths, columns), self.options)
-        metrics = {name: (values.detach().sum(), micro.lengths.sum()) for name, values in reported.items()}
-        metrics["actor/pg_loss"] = aggregate(loss.detach(), micro.lengths, config.loss_agg_mode)
+        tokens, weights = Tokens(log_probs, micro.lengths, columns), None
+        metrics: Metrics = {}
+        if corrects(config):
+            tokens, entropy, weights, metrics = self._corrected(tokens, entropy)
+        loss, reported = self.function(tokens, self.options)
+        metrics |= {name: (values.detach().sum(), tokens.lengths.sum()) for name, values in reported.items()}
+        if weights is not None:
+            loss = loss * weights
+        metrics["actor/pg_loss"] = self._aggregate(loss.detach(), tokens)
         if config.entropy_coef and entropy is not None:
             loss = loss - config.entropy_coef * entropy
         if config.kl_loss_coef:
-            penalty = kl_penalty(log_probs, micro.columns["ref_log_probs"], config.kl_loss_type)
-            metrics["actor/kl_loss"] = aggregate(penalty.detach(), micro.lengths, config.loss_agg_mode)
+            penalty = kl_penalty(tokens.log_probs, tokens.columns["ref_log_probs"], config.kl_loss_type)
+            metrics["actor/kl_loss"] = self._aggregate(penalty.detach(), tokens)
             loss = loss + config.kl_loss_coef * penalty
-        return *aggregate(loss, micro.lengths, config.loss_agg_mode), metrics
+        return *self._aggregate(loss, tokens), metrics
+
+    def _aggregate(self, values: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        return aggregate(values, tokens.lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)
+
+    def _corrected(
+        self, tokens: Tokens, entropy: torch.Tensor | None
+    ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, Metrics]:
+        """The tokens that are not rejected with their entropies and importance weights, and metrics of the correction.
+
+        The policy that engines are compared with is the one before the step's updates; where updates compare with the
+        engine itself (actor.old_log_probs=engine), it is the present one.
+        """
+        correction, count = self.config.rollout_correction, tokens.lengths.sum()
+        engine, trainer = tokens.columns["rollout_log_probs"], tokens.columns["old_log_probs"]
+        log_ratio = (tokens.log_probs.detach() if self.old == "rollout_log_probs" else trainer) - engine
+        metrics: Metrics = {}
+        weights = None
+        if correction.weight != "none":
+            bounds = correction.upper, correction.lower
+            weights = importance_weights(log_ratio, tokens.lengths, correction.weight, *bounds)
+            metrics["rollout_correction/weight"] = (weights.sum(), count)
+            metrics["rollout_correction/weight_squared"] = ((weights**2).sum(), count)
+            metrics["rollout_correction/bounded"] = (((weights == 0) | (weights >= correction.upper)).sum(), count)
+        if not correction.reject:
+            return tokens, entropy, weights, metrics
+        kept = kept_tokens(log_ratio, tokens.lengths, correction.reject)
+        metrics["rollout_correction/rejected"] = ((~kept).sum(), count)
+        lengths = sums_of_rows(kept.to(tokens.lengths.dtype), tokens.lengths)
+        columns = {name: values[kept] for name, values in tokens.columns.items()}
+        entropy, weights = (None if values is None else values[kept] for values in (entropy, weights))
+        return Tokens(tokens.log_probs[kept], lengths, columns), entropy, weights, metrics
 
 
 def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") -> tuple[str, ...]:
     """Columns over response tokens that an update of the policy reads; `old` as for `PolicyLoss`."""
     reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
-    wanted = (RESPONSE_MASK, *reads, *(("ref_log_probs",) if config.kl_loss_coef else ()))
+    engine = ("rollout_log_probs", old) if corrects(config) else ()
+    wanted = (RESPONSE_MASK, *reads, *engine, *(("ref_log_probs",) if config.kl_loss_coef else ()))
     return tuple(dict.fromkeys(name for name in wanted if name is not None))
+
+
+def corrects(config: ActorConfig) -> bool:
+    """Whether tokens are weighted or rejected by what the engine's log-probs say of them."""
+    return config.rollout_correction.weight != "none" or bool(config.rollout_correction.reject)
 
 
 class Noted:

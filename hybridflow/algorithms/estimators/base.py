@@ -8,7 +8,7 @@ what it likes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.entries import ESTIMATORS, Estimator, NoOptions
@@ -30,7 +30,8 @@ class Samples:
         groups: [B] int64 the prompt of each sample.
         lengths: [B] int64 response tokens of each sample.
         mask: [T] bool, whether the policy sampled the token. Advantages and returns of other tokens are 0.
-        columns: [T] the columns that the estimator declared to read, by name.
+        columns: [T], or [B] where the batch has one value a sample: the columns that the estimator declared to read.
+        parts: [B] numbers that the reward returned for every sample beside the score, by name.
     """
 
     scores: torch.Tensor
@@ -39,10 +40,11 @@ class Samples:
     lengths: torch.Tensor
     mask: torch.Tensor
     columns: Mapping[str, torch.Tensor]
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def over_tokens(self, values_B: torch.Tensor) -> torch.Tensor:
-        """[T] f32 the value of its sample at each sampled token, 0 at all others."""
-        return values_B.float().repeat_interleave(self.lengths).where(self.mask, 0.0)
+        """[T] the value of its sample at each sampled token, 0 at all others."""
+        return values_B.repeat_interleave(self.lengths).where(self.mask, 0.0)
 
 
 def estimator(

@@ -58,9 +58,9 @@ def gae(
             value and the running sum reach over them, and their own advantage and return are 0. None: all were sampled.
 
     Returns:
-        [T] advantages, [T] returns; fp32.
+        [T] advantages, [T] returns.
     """
-    rewards, values = rewards_T.float(), values_T.float()
+    rewards, values = rewards_T, values_T.to(rewards_T.dtype)
     if mask_T is not None and not bool(mask_T.all()):
         row = (lengths_S.new_ones(len(lengths_S)).cumsum(0) - 1).repeat_interleave(lengths_S)
         kept = row[mask_T].bincount(minlength=len(lengths_S))
@@ -73,6 +73,13 @@ def gae(
     following[ends[lengths_S > 0] - 1] = 0.0
     advantages = _discounted_sums(rewards + gamma * following - values, lengths_S, ends, gamma * lam)
     return advantages, advantages + values
+
+
+def discounted_returns(
+    rewards_T: torch.Tensor, lengths_S: torch.Tensor, mask_T: torch.Tensor, gamma: float
+) -> torch.Tensor:
+    """[T] G_t = r_t + gamma G_{t+1} over the tokens of the mask in each row, which skips the others; 0 at those."""
+    return gae(rewards_T, rewards_T * 0.0, lengths_S, gamma=gamma, lam=1.0, mask_T=mask_T)[0]
 
 
 def _discounted_sums(

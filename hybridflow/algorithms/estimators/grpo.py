@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridflow.algorithms.estimators._groups import Groups
 from hybridflow.algorithms.estimators.base import Samples, estimator
 
 if TYPE_CHECKING:
@@ -40,19 +41,10 @@ def grpo_advantages(
         groups_B: [B] integer id of the prompt each sample belongs to, in any order.
 
     Returns:
-        [B] fp32.
+        [B] of the type of the scores.
     """
-    scores = scores_B.double()
-    _, group = groups_B.unique(return_inverse=True)
-    num_groups = int(group.max()) + 1 if len(group) else 0
-    count = scores.new_zeros(num_groups).index_add_(0, group, scores.new_ones(len(scores)))
-    mean = scores.new_zeros(num_groups).index_add_(0, group, scores) / count
-    mean = mean.where(count > 1, 0.0)
-    first = scores.new_zeros(num_groups).scatter_(0, group, scores)  # any score of the group
-    differs = scores.new_zeros(num_groups).index_add_(0, group, (scores != first[group]).double())
-    centred = (scores - mean[group]).where((differs > 0)[group] | (count == 1)[group], 0.0)
-    if not norm_by_std:
-        return centred.float()
-    variance = scores.new_zeros(num_groups).index_add_(0, group, centred**2) / (count - 1).clamp(min=1)
-    std = variance.sqrt().where(count > 1, 1.0)
-    return (centred / (std[group] + eps)).float()
+    groups = Groups.by(groups_B)
+    centred = groups.centred(scores_B)
+    if norm_by_std:
+        centred = centred / (groups.std(scores_B)[groups.of] + eps)
+    return centred.to(scores_B.dtype)

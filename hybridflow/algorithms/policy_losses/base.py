@@ -34,9 +34,19 @@ class Tokens:
     lengths: torch.Tensor
     columns: Mapping[str, torch.Tensor]
 
+    def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
+        """[T] the mean over its sequence, at each token."""
+        row = (self.lengths.new_ones(len(self.lengths)).cumsum(0) - 1).repeat_interleave(self.lengths)
+        sums = values_T.new_zeros(len(self.lengths)).index_add(0, row, values_T)
+        return (sums / self.lengths.clamp(min=1))[row]
+
 
 def policy_loss(
-    name: str, *, reads: tuple[str, ...] = ("old_log_probs", "advantages"), options: type = NoOptions
+    name: str,
+    *,
+    reads: tuple[str, ...] = ("old_log_probs", "advantages"),
+    options: type = NoOptions,
+    aggregations: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
     """Register a function (tokens, options) -> (loss of each token, metrics); see `TokenLoss` for the arguments.
 
@@ -45,7 +55,7 @@ def policy_loss(
     """
 
     def registered(function: Function) -> Function:
-        POLICY_LOSSES.register(name, TokenLoss(function, reads, options))
+        POLICY_LOSSES.register(name, TokenLoss(function, reads, options, aggregations))
         return function
 
     return registered

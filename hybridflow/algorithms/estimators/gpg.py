@@ -1,0 +1,19 @@
+"""Group policy gradient: scores less the mean of their prompt, scaled by the share of scores that are not 0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.estimators._groups import Groups
+from hybridflow.algorithms.estimators.base import Samples, estimator
+
+if TYPE_CHECKING:
+    import torch
+
+
+@estimator("gpg", compares_samples=True)
+def gpg(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+    """alpha (score - mean) with alpha = samples / samples whose score is not 0 (arXiv 2504.02546, eq. 6 and 7)."""
+    scores = samples.scores
+    alpha = len(scores) / (scores != 0).sum().clamp(min=1)
+    return samples.over_tokens((Groups.by(samples.groups).centred(scores) * alpha).to(scores.dtype)), None

@@ -1,0 +1,30 @@
+"""REINFORCE++: discounted returns of token rewards, whitened over the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.gae import discounted_returns
+from hybridflow.algorithms.whitening import whiten
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusOptions:
+    """`gamma` discounts a token."""
+
+    gamma: float = 1.0
+
+
+@estimator("reinforce_plus_plus", options=ReinforcePlusPlusOptions)
+def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> tuple[torch.Tensor, None]:
+    """Whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3); the KL penalty is part of the rewards.
+
+    Tokens that the policy did not sample are skipped: a return reaches over them without a discount.
+    """
+    returns = discounted_returns(samples.rewards, samples.lengths, samples.mask, options.gamma)
+    return whiten(returns, samples.mask), None

@@ -1,0 +1,44 @@
+"""Clip-Cov: PPO's clipped surrogate, where a few tokens of high covariance have no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ClipCovOptions:
+    """PPO's clipping; and the `share` of tokens without gradient, chosen among those whose covariance of advantage and
+    log-probability lies between `lower` and `upper`."""
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    share: float = 0.0002
+    lower: float = 1.0
+    upper: float = 5.0
+
+
+@policy_loss("clip_cov", options=ClipCovOptions)
+def clip_cov(tokens: Tokens, options: ClipCovOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO without the tokens that would lower the entropy most (arXiv 2505.22617, eq. 10 and 11).
+
+    Means are those of the micro-batch. Of more candidates than are left out, evenly spaced ones are: ranks that share a
+    sequence choose the same ones without a common random generator.
+    """
+    advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
+    new = tokens.log_probs.detach()
+    covariance = (advantages - advantages.mean()) * (new - new.mean())
+    wanted = (covariance > options.lower) & (covariance < options.upper) & ~(clipped > unclipped).detach()
+    candidates = wanted.nonzero()[:, 0]
+    number = min(max(int(options.share * len(new)), 1), len(candidates))
+    chosen = candidates[[i * len(candidates) // number for i in range(number)]] if number else candidates
+    kept = new.new_ones(len(new)).index_fill(0, chosen, 0.0)
+    return unclipped.maximum(clipped) * kept, {"actor/ppo_kl": -log_ratio.detach(), "actor/pg_clipfrac": kept == 0}

@@ -1,0 +1,30 @@
+"""KL-Cov: policy gradient with a penalty on the few tokens of highest covariance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class KlCovOptions:
+    """`share` of the tokens that are penalised, and the strength of that."""
+
+    share: float = 0.0002
+    ppo_kl_coef: float = 1.0
+
+
+@policy_loss("kl_cov", options=KlCovOptions)
+def kl_cov(tokens: Tokens, options: KlCovOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-A ratio, plus coefficient x |log-ratio| at the tokens whose covariance of advantage and log-probability is
+    largest (arXiv 2505.22617, eq. 12 and 13). Means are those of the micro-batch."""
+    advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
+    new, number = tokens.log_probs.detach(), min(max(int(options.share * len(advantages)), 1), len(advantages))
+    covariance = (advantages - advantages.mean()) * (new - new.mean())
+    penalised = new.new_zeros(len(new)).index_fill(0, covariance.topk(number).indices, options.ppo_kl_coef)
+    return -advantages * log_ratio.exp() + penalised * log_ratio.abs(), {"actor/ppo_kl": log_ratio.detach().abs()}

@@ -1,0 +1,17 @@
+"""REINFORCE: the plain policy gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
+
+if TYPE_CHECKING:
+    import torch
+
+
+@policy_loss("reinforce", reads=("advantages",))
+def reinforce(tokens: Tokens, options: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-A log p (arXiv 2402.14740, eq. 3, by token). Nothing bounds how far an update moves the
+    policy: one update a step."""
+    return -tokens.columns["advantages"] * tokens.log_probs, {}
