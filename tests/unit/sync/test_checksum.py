@@ -14,12 +14,12 @@ from hybridflow.sync.payload import (
     DIGEST_BYTES,
     Digest,
     Payload,
-    device_digest,
     first_difference,
     joined,
     message_key,
     seeds_of,
 )
+from hybridflow_kernels.digest import digest as device_digest
 
 
 def digest_of_host(body: torch.Tensor, seed: int) -> int:
