@@ -4,6 +4,7 @@ lost."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
 _SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
+_MARGIN_S = 30.0
+_SLOWEST_TOKEN_S = 1.0  # of a request that runs
 _log = logging.getLogger(__name__)
 
 
@@ -57,16 +60,17 @@ class EngineGroup:
             EngineError: an engine refused, and still runs.
         """
         rollout, limit = self.config.rollout, self.config.data.max_response_length
-        sampling, timeout = rollout.sampling if training else rollout.val_sampling, rollout.request_timeout_s + 30
+        sampling = rollout.sampling if training else rollout.val_sampling
         while True:
             healthy = [number for number in range(self.group.world_size) if number not in self.stale]
+            timeout = longest_wait(self.config, math.ceil(len(prompts) / max(1, len(healthy))))
             arguments = (prompts, sampling, limit, self.stop_ids)
             # validation has no use for routes, which are large
             method = generate_method(self.config) if training else RolloutWorker.generate
             try:
                 return as_batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
             except EngineError as error:
-                lost = self._lost(error)
+                lost = self._lost(error, timeout)
                 if not lost.keys() - self.stale.keys():
                     raise
                 self.quarantine(self.stale | lost)
@@ -81,12 +85,12 @@ class EngineGroup:
                 )
                 _log.info("%s", error)
 
-    def _lost(self, error: EngineError) -> dict[int, str]:
-        """Engines that cannot answer, after an error of one; one that hangs is given up."""
+    def _lost(self, error: EngineError, busy_s: float) -> dict[int, str]:
+        """Engines that cannot answer, after an error of one; one that hangs is given up. The others may still be at
+        their share for `busy_s`."""
         silent, settled = isinstance(error, EngineSilent), time.monotonic() + _SETTLE_S
         while True:
-            # the others may still answer their share
-            states = self.states(busy_s=self.config.rollout.request_timeout_s)
+            states = self.states(busy_s=busy_s)
             lost = {
                 n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
                 for n, state in enumerate(states)
@@ -153,6 +157,17 @@ class EngineGroup:
     def stop(self) -> None:
         """Stop the engines."""
         self.group.run(RolloutWorker.stop, timeout=30)
+
+
+def longest_wait(config: RunConfig, prompts: int) -> float:
+    """Seconds after which an engine's worker must have answered so many prompts, however long the answers are.
+
+    Workers give up an engine that is silent for `rollout.request_timeout_s`, and a worker that ends is noticed at once:
+    this is for a worker that hangs.
+    """
+    rounds = math.ceil(prompts / config.rollout.max_running_requests)
+    tokens = rounds * config.data.max_response_length
+    return config.rollout.request_timeout_s + _MARGIN_S + tokens * _SLOWEST_TOKEN_S
 
 
 def generate_method(config: RunConfig) -> Callable[..., Any]:

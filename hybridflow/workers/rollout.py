@@ -184,7 +184,7 @@ class RolloutWorker:
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
-        if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
+        if completion.routes is None or not len(completion.token_ids):  # an empty response: nothing of it is trained on
             return unknown_routes(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
         return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
 

@@ -335,7 +335,7 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     heal(world, 45)
     monkeypatch.setattr(service, "_SETTLE_S", 1.0)
     restarts = world.engines.states()[1].restarts
-    world.workers[1].supervisor.engine.client.request_timeout_s = 3.0
+    world.workers[1].supervisor.engine.client.tokens.silence_s = 3.0
     os.kill(_scheduler(world, 1), signal.SIGSTOP)
     batch = world.engines.generate(_prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
