@@ -16,8 +16,8 @@ def advantages(place: Place) -> Iterator[Metric]:
     """GAE and whitening of 256 responses of 1 to 2,048 tokens beside a copy of what is read and written"""
     import torch
 
-    from hybridflow.algorithms.estimators.gae import gae
     from hybridflow.algorithms.whitening import whiten
+    from hybridflow_kernels.scans import gae
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
