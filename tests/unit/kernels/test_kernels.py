@@ -13,6 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OPERATIONS = sorted(path.stem for path in (ROOT / "kernels").glob("[a-z]*.py"))
+CASES = [str(HERE / f"{name}_cases.py") for name in OPERATIONS]
 
 
 def run(words: list[str], interpreted: bool) -> subprocess.CompletedProcess[str]:
@@ -30,9 +31,14 @@ def test_every_operation_has_its_cases() -> None:
     assert sorted(path.stem.removesuffix("_cases") for path in HERE.glob("*_cases.py")) == OPERATIONS
 
 
+@pytest.mark.parametrize("name", ["scans"])
+def test_torch_forms_equal_the_same_references(name: str) -> None:
+    found = run(["-m", "pytest", "-p", "no:cacheprovider", str(HERE / f"{name}_cases.py")], interpreted=False)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+
+
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    cases = [str(HERE / f"{name}_cases.py") for name in OPERATIONS]
-    found = run(["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *cases], interpreted=True)
+    found = run(["-m", "pytest", "-p", "no:cacheprovider", *CASES], interpreted=True)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     assert "skipped" not in found.stdout
 
