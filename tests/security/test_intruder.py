@@ -126,7 +126,7 @@ def test_another_user_gets_nothing(shared: Path, shape: Sequence[str]) -> None:
     words += [f"output_dir={shared}", "sft.steps=1", "trainer.total_steps=2", "trainer.val_before_train=false"]
     with Run(shared / "output", "train", *words) as run:
         os.chmod(run.temp_dir, 0o1777)  # as /tmp is: what protects must not be the test's own folder
-        run.wait_for((shared / "live").exists)
+        run.wait_for((shared / "live").exists, 600)
         facts = facts_of(run, shared)
         (shared / "facts.json").write_text(json.dumps(facts))
         attempts = attempts_of_nobody(shared / "facts.json")
