@@ -211,6 +211,11 @@ def pool_of(config: RunConfig, section: str) -> str:
     return getattr(config, section).pool or section
 
 
+def shares_devices(config: RunConfig) -> bool:
+    """Whether engines use the devices of the trainer's ranks, in turns with them."""
+    return pool_of(config, "rollout") == "actor"
+
+
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
     """The layout of a role: its own, or the actor's where it lives in the actor's processes."""
     layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel

@@ -129,12 +129,22 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+def entry_name(transport: str) -> str:
+    """The name of a built-in transport, or of one in a file."""
+    return transport.rpartition(":")[2]
+
+
+def _peers_of_lender(transport: str, peers: tuple[int, ...]) -> int:
+    """Peers that a rank has memory of its own for."""
+    return 1 if entry_name(transport) in ("tcp", "p2p", "disk") else len(peers)
+
+
 def all_syncs(transports: list[str], folder: str) -> Any:
     """Everything, transport after transport, in one start of seven processes."""
     rank, host, port = rank_and_store()
     facts: dict[str, Any] = {}
     for transport in transports:
-        good, bad = Path(folder) / f"{transport}-good", Path(folder) / f"{transport}-bad"
+        good, bad = (Path(folder) / f"{entry_name(transport)}-{kind}" for kind in ("good", "bad"))
         for path in (good, bad):
             path.mkdir(exist_ok=True)
         line_up(f"{transport}, good")
@@ -193,7 +203,7 @@ def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     channel.close()
     del channel, staging
     gc.collect()
-    peers = len(endpoint.receivers) if endpoint.transport == "shared_memory" else 1
+    peers = _peers_of_lender(endpoint.transport, endpoint.receivers)
     bound = endpoint.slots * largest_message(messages) * peers
     return {"syncs": found, "bound": bound, "files": len(os.listdir("/proc/self/fd")) - files}
 
@@ -215,7 +225,7 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
         untouched = all(torch.equal(live[n].nan_to_num(9.0), before[n].nan_to_num(9.0)) for n in live)
         received.commit(live)
         want = case.buffers(case.plan.target, rank, version)
-        peers = len(endpoint.senders) if endpoint.transport == "shared_memory" else 1
+        peers = _peers_of_lender(endpoint.transport, endpoint.senders)
         found.append(
             vars(received.stats)
             | {
