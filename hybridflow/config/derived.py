@@ -216,6 +216,11 @@ def shares_devices(config: RunConfig) -> bool:
     return pool_of(config, "rollout") == "actor"
 
 
+def takes_turns(config: RunConfig) -> bool:
+    """Whether engines release the devices that they share with the trainer while it uses them, from their start on."""
+    return shares_devices(config) and config.rollout.sleep_while_training and not config.cluster.in_process
+
+
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
     """The layout of a role: its own, or the actor's where it lives in the actor's processes."""
     layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel

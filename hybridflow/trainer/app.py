@@ -189,16 +189,14 @@ class _Job:
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
         """The engines, which go on starting in the background where they have processes of their own."""
-        config = self.config.rollout
-        dtype, quantization = self.config.model.dtype, config.quantization
-        folder = assets.write_engine_folder(
-            self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization
-        )
+        target, dtype, fp8 = self.session.folder / "model", self.config.model.dtype, self.config.rollout.quantization
+        folder = assets.write_engine_folder(target, self.hf_config, dtype, self.tokenizer, fp8)
         if cluster is None:
             return EngineHere(self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids)
         told = self.session.note_restart("engine_restarts", self.progress.message, "engines start again: ")
         workers, others = self._start_engine_workers(cluster, folder)
-        return EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
+        engines = EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
+        return engines.give_way(self.progress)
 
     def _start_engine_workers(self, cluster: Cluster, folder: Path) -> tuple[WorkerGroup, WorkerGroup | None]:
         """The workers on the engines' first nodes, and on their others if they have any."""
@@ -261,7 +259,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engines, workers = _both(
         lambda: job.start_engines(cluster),
         lambda: job.start_roles(cluster, roles, trained),
-        at_once=cluster is not None,
+        at_once=cluster is not None and not derived.takes_turns(config),
     )
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
@@ -287,6 +285,7 @@ def _train(job: _Job) -> dict[str, Any]:
         trainer.start_from_present_weights()
         if config.sft.steps:
             trainer.save()  # a run that is killed from here on does not repeat the warm start
+    trainer.phases.make_room()
     engines.wait_ready(job.progress)
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}
