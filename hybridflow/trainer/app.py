@@ -53,7 +53,7 @@ from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.folder import exclusive, make_room
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
-from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
+from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps, tell_backend
 from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.preload import Preload
@@ -154,6 +154,7 @@ class _Job:
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
         if shared:
             groups |= dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared]))
+            tell_backend(groups[shared[0]], self.session.folder, self.progress.message)
         own = [role for role in roles if role not in shared]
         return groups | {role: self._start_own(cluster, specs[role]) for role in own if cluster is not None}
 

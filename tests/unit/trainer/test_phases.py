@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from hybridflow.config.schema import ActorConfig, CriticConfig, OffloadConfig, RolloutConfig, RunConfig
 from hybridflow.observe.progress import Progress
 from hybridflow.trainer.generation import EngineProcesses
+from hybridflow.trainer.groups import tell_backend
 from hybridflow.trainer.phases import Phases
 
 
@@ -121,3 +124,28 @@ def test_other_roles_are_off_the_device_before_weights_travel_and_bring_in_what_
         "SYNC",
         "TRAIN",
     ]  # nothing of the reward model is offloaded
+
+
+class Describing:
+    """A policy whose layers are computed by this."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def run(self, method: Any) -> dict[str, str]:
+        assert method.__name__ == "describe"
+        return {"backend": self.backend, "megatron_core": "0.16.1"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "warns"), [("torch (cpu)", False), ("torch (cuda)", True), ("transformer-engine", False)]
+)
+def test_what_computes_is_said_once_and_recorded(backend: str, warns: bool, tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text('{"cores": 2}')
+    said: list[str] = []
+    actor: Any = Describing(backend)
+    tell_backend(actor, tmp_path, said.append)
+    assert said[0] == f"the policy computes with backend {backend}, megatron_core 0.16.1"
+    assert [line.startswith("warning: Transformer Engine") for line in said[1:]] == [True] * warns
+    recorded = json.loads((tmp_path / "environment.json").read_text())
+    assert recorded == {"cores": 2, "policy": {"backend": backend, "megatron_core": "0.16.1"}}
