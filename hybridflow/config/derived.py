@@ -216,7 +216,7 @@ def shares_devices(config: RunConfig) -> bool:
     return pool_of(config, "rollout") == "actor"
 
 
-def takes_turns(config: RunConfig) -> bool:
+def alternates(config: RunConfig) -> bool:
     """Whether engines release the devices that they share with the trainer while it uses them, from their start on."""
     return shares_devices(config) and config.rollout.sleep_while_training and not config.cluster.in_process
 

@@ -260,7 +260,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engines, workers = _both(
         lambda: job.start_engines(cluster),
         lambda: job.start_roles(cluster, roles, trained),
-        at_once=cluster is not None and not derived.takes_turns(config),
+        at_once=cluster is not None and not derived.alternates(config),
     )
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)

@@ -62,7 +62,7 @@ class EngineProcesses:
 
     def give_way(self, progress: Progress) -> EngineProcesses:
         """Where the trainer's ranks come to the same devices, wait until the engines have started and released them."""
-        if derived.takes_turns(self.config):
+        if derived.alternates(self.config):
             with progress.stage("wait for the engines to start and to release the GPUs"):
                 self.engines.wait_ready()
                 self.engines.sleep()
@@ -87,7 +87,7 @@ class EngineProcesses:
         assert self._weights is not None
         with progress.stage("wait for the engines"):
             self.engines.wait_ready()
-        if derived.takes_turns(self.config):
+        if derived.alternates(self.config):
             self.engines.wake(("weights",))
         with progress.stage("plan the weight sync"):
             plan = self._weights.prepare()

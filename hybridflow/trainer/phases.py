@@ -39,7 +39,7 @@ class Phases:
         offload = config.actor.offload
         self._policy_sleeps = offload.weights or offload.gradients or offload.optimizer
         self._engines_sleep = config.rollout.sleep_while_training
-        self._engines_asleep = derived.takes_turns(config)
+        self._engines_asleep = derived.alternates(config)
 
     @contextmanager
     def training(self) -> Iterator[None]:
