@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ class Ranks:
     def _take(self, stage: Any) -> None:
         wanted = self._wanted()
         for bucket in stage.buckets:
-            flat = torch.empty(bucket.numel, dtype=self.dtype)
+            flat = torch.empty(sum(prod(shape) for _, shape in bucket.tensors), dtype=self.dtype)
             dist.broadcast(flat, stage.leader, group=self.groups[stage.stage])
             begin = 0
             for name, shape in bucket.tensors:

@@ -311,7 +311,8 @@ class SyncConfig:
     """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one
     transaction an engine."""
 
-    transport: Annotated[str, TRANSPORT] = "auto"  # auto: p2p with GPUs, else tcp
+    # auto: with GPUs cuda_ipc where engines use those of the trainer and p2p elsewhere, else tcp
+    transport: Annotated[str, TRANSPORT] = "auto"
     # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes, and
     # an engine whose transfer fails is left out until the next; null: in_place on GPUs, where memory is short, else
     # staged
@@ -351,7 +352,7 @@ class RolloutConfig:
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
     start_timeout_s: Positive = 300.0
-    request_timeout_s: Positive = 300.0
+    request_timeout_s: Positive = 300.0  # an engine that was asked and sends no token for so long hangs
     max_restarts: NonNegativeInt = 3  # of one engine within an hour; then it is given up, and the others go on
     sync: SyncConfig = field(default_factory=SyncConfig)
     # stop when mean |rollout - trainer| log-prob of a step exceeds it; null: never

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-import time
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -66,11 +65,9 @@ def test_torch_is_installed_first_and_checked_before_the_rest(tree: Tree) -> Non
     assert "verify.py cpu requirements/torch-cpu.txt" in calls[2]
 
 
-def test_a_second_setup_installs_nothing_and_takes_no_time(tree: Tree) -> None:
+def test_a_second_setup_installs_nothing(tree: Tree) -> None:
     tree.setup("cpu", "dev")
-    start = time.perf_counter()
     assert tree.setup("cpu", "dev") == (0, [])
-    assert time.perf_counter() - start < 0.5
     assert tree.setup("cpu") == (0, [])
 
 

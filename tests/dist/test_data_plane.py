@@ -3,7 +3,6 @@ is read."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,11 +74,10 @@ def test_a_batch_of_references_is_cut_reordered_and_sent_to_another_group(
 def test_futures_of_two_groups_run_at_the_same_time(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     wide, narrow = groups
     out = wide.run(sw.Tokens.generate, prompts(9))
-    start = time.monotonic()
-    slow = wide.submit(sw.Tokens.generate, prompts(9), 0.5)
+    slow = wide.submit(sw.Tokens.generate, prompts(9), 3.0)
     sums = narrow.submit(sw.Tokens.sums, out)
-    assert time.monotonic() - start < 0.4 and not slow.done()
     assert sums.result(timeout=30)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(9)]
+    assert not slow.done()
     assert slow.result()["uid"].tolist() == list(range(9))
 
 
