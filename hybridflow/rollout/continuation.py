@@ -45,5 +45,6 @@ def joined(answers: DataProto, cut: np.ndarray, rest: DataProto, limit: int) -> 
         rows = [row[: len(row) - beyond] for row, beyond in zip(found, over, strict=True)]
         columns[ROUTES] = Jagged.from_rows(rows, found.values.dtype)
     others = np.setdiff1d(np.arange(len(answers)), cut)
-    parts = [answers.rows(others)] * bool(len(others)) + [DataProto.from_columns(columns)]
+    # columns in the store and columns here do not make one column: after a loss the tokens of all rows are here
+    parts = [answers.rows(others).fetch()] * bool(len(others)) + [DataProto.from_columns(columns)]
     return DataProto.concat(parts).reorder(np.argsort(np.concatenate([others, cut]), kind="stable"))

@@ -6,12 +6,45 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.batch import ROUTES, DataProto, Deferred, Jagged
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.rollout.continuation import continued, cut_short, joined
 from hybridflow.workers.rollout import CUT_SHORT, response_columns
 
 LIMIT = 6
+
+
+class Far(Deferred):
+    """Rows that a worker has put into the store."""
+
+    def __init__(self, rows: Jagged) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, index: np.ndarray) -> Far:
+        return Far(Jagged.from_rows([self.rows.row(int(i)) for i in index], self.rows.values.dtype))
+
+    def fetch(self) -> tuple[Jagged, bool]:
+        return self.rows, False
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.rows.lengths
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def concat(self, others: Any) -> Far:
+        return Far(Jagged.concat([self.rows, *(other.rows for other in others)]))
+
+
+def stored(batch: DataProto) -> DataProto:
+    """The batch as workers return it: large columns are in the store."""
+    jagged = {name: column for name, column in batch.items() if isinstance(column, Jagged)}
+    return DataProto.from_columns(dict(batch.items()) | {name: Far(column) for name, column in jagged.items()})
 
 
 def whole(row: int) -> list[int]:
@@ -40,7 +73,7 @@ def test_any_number_of_losses_gives_the_answers_without_one() -> None:
                 answers.append(completion(rest[: random.integers(0, len(rest))], CUT_SHORT, version))
             else:
                 answers.append(completion(rest, "stop", version))
-        return response_columns(answers)
+        return stored(response_columns(answers))
 
     answers, version = ask(prompts, 1), 1
     while len(cut := cut_short(answers)):
