@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow_kernels"],
     package_dir={"hybridflow_kernels": "kernels"},
-    package_data={"hybridflow": ["**/*.html", "**/*.j2"]},
+    package_data={"hybridflow": ["**/*.html", "**/*.j2", "**/*.schema.json"]},
     data_files=[
         (f"share/hybridflow/{folder.relative_to(root)}", [str(f) for f in sorted(folder.glob("*.*"))])
         for top in shipped

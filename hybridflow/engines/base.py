@@ -81,7 +81,12 @@ class Engine(Protocol):
         *,
         with_routes: bool = False,
     ) -> list[Completion]:
-        """One response for each prompt, in order; the stop token ends a response and is part of it."""
+        """One response for each prompt, in order; the stop token ends a response and is part of it.
+
+        Raises:
+            EngineError: with `begun`, where the engine tells what it has before the end: other engines go on from
+                there. An answer of `begun` that has not ended has the finish reason `abort`.
+        """
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
         """Have each rank post to the sync's store where its weights lie."""

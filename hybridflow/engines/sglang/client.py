@@ -71,7 +71,7 @@ class EngineClient:
                 `EngineSpec.return_routed_experts`.
 
         Raises:
-            EngineError: refused, malformed, or nothing came for `request_timeout_s`.
+            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).
         """
         rows = [[int(token) for token in prompt] for prompt in prompts]
         empty = [i for i, row in enumerate(rows) if not row]
@@ -87,7 +87,12 @@ class EngineClient:
         found: list[Completion | None] = [None] * len(rows)
         asked = Asked(rows, [parameters] * len(rows), with_routes, found.__setitem__)
         self.tokens.ask(asked)
-        asked.done.result()
+        try:
+            asked.done.result()
+        except EngineError as error:
+            pairs = zip(found, asked.answers, strict=True)
+            error.begun = tuple(done or answer.completion(0, False) for done, answer in pairs)
+            raise
         return [completion for completion in found if completion is not None]
 
     # ---- memory
