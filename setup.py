@@ -16,8 +16,9 @@ setup(
     description="Megatron-first trainer for reinforcement learning of large language models",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["hybridflow", "hybridflow.*"])],
-    package_data={"hybridflow": ["**/*.html", "**/*.j2"]},
+    packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow_kernels"],
+    package_dir={"hybridflow_kernels": "kernels"},
+    package_data={"hybridflow": ["**/*.html", "**/*.j2", "**/*.schema.json"]},
     data_files=[
         (f"share/hybridflow/{folder.relative_to(root)}", [str(f) for f in sorted(folder.glob("*.*"))])
         for top in shipped

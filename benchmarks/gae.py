@@ -10,8 +10,8 @@ if __name__ == "__main__":
 
 import torch
 
-from hybridflow.algorithms.estimators.gae import gae
 from hybridflow.algorithms.whitening import whiten
+from hybridflow_kernels.scans import gae
 from support import peer
 from support.report import Figure, faster, interleaved, median, write
 

@@ -108,10 +108,12 @@ class WorkerError(HybridFlowError):
 
 
 class EngineError(HybridFlowError):
-    """A rollout engine failed to start, died, timed out or refused a request. Carries the tail of its log."""
+    """A rollout engine failed to start, died, timed out or refused a request. Carries the tail of its log, and in the
+    process that asked the answers as far as they had come (`begun`: a `Completion` for each prompt)."""
 
     def __init__(self, message: str, *, engine: str = "", log_tail: str = "") -> None:
         self.engine, self.log_tail = engine, log_tail
+        self.begun: tuple[Any, ...] = ()
         prefix = f"engine {engine}: " if engine else ""
         tail = f"\n--- last lines of its log ---\n{log_tail.rstrip()}" if log_tail else ""
         super().__init__(f"{prefix}{message}{tail}")

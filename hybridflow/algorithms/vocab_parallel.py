@@ -1,9 +1,9 @@
 """Log-probabilities, entropy and the most likely tokens from hidden states, where the output layer's rows are split
 over tensor ranks.
 
-Logits exist for one chunk of rows at a time, forward and backward (they are computed again there), so the memory they
-take is bounded by the chunk and not by the batch. Shapes: n rows, h hidden size, v vocabulary rows of this rank (rank r
-holds [r v, (r + 1) v), padding at the end). All arithmetic on logits in fp32.
+Each rank sums over its own rows of the vocabulary (`hybridflow_kernels.linear_log_probs`): whole logits never exist,
+forward or backward, so the memory they take is bounded by a chunk and not by the batch. Shapes: n rows, h hidden size,
+v vocabulary rows of this rank (rank r holds [r v, (r + 1) v), padding at the end). All arithmetic on logits in fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
 
 
 class SumOverGroup(torch.autograd.Function):
@@ -107,6 +109,12 @@ class _Shard:
     """This rank's real rows of the output layer."""
 
     def __init__(self, weight: torch.Tensor, scoring: Scoring, group: Any) -> None:
+        held = dist.get_world_size(group) * len(weight)
+        if held < scoring.vocab_size:
+            raise ValueError(
+                f"the output layer has {held} rows on the {dist.get_world_size(group)} ranks of the group, "
+                f"{len(weight)} each, for a vocabulary of {scoring.vocab_size}: the shard is not this group's"
+            )
         self.first = dist.get_rank(group) * len(weight)
         self.rows = max(0, min(len(weight), scoring.vocab_size - self.first))
         self.weight, self.scoring, self.group = weight[: self.rows], scoring, group
@@ -117,11 +125,10 @@ class _Shard:
             rows = slice(start, min(start + self.scoring.chunk, len(hidden)))
             yield rows, F.linear(hidden[rows], self.weight).float().div_(self.scoring.temperature)
 
-    def local(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each target's row here (0 where it is elsewhere), and whether it is here."""
+    def local(self, targets: torch.Tensor) -> torch.Tensor:
+        """Each target's row here, -1 where it is elsewhere."""
         local = targets - self.first
-        mine = (local >= 0) & (local < self.rows)
-        return torch.where(mine, local, 0), mine
+        return torch.where((local >= 0) & (local < self.rows), local, -1)
 
 
 def _normaliser(
@@ -133,22 +140,15 @@ def _normaliser(
     Two small all-reduces however many chunks there are: latency is what tensor parallelism costs over gloo.
     """
     entropy = shard.scoring.with_entropy and targets is not None
-    tops = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-    # exponentials, target logits, exponentials times logits: all relative to the local maximum
-    sums = tops.new_zeros((3, len(hidden)))
-    for rows, logits in shard.chunks(hidden):
-        if not shard.rows:
-            continue
-        tops[rows] = top = logits.amax(-1)
-        if targets is not None:
-            index, mine = shard.local(targets[rows])
-            sums[1, rows] = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0.0)
-        shifted = logits.sub_(top[:, None])
-        if entropy:
-            exponentials = shifted.exp()
-            sums[0, rows], sums[2, rows] = exponentials.sum(-1), exponentials.mul_(shifted).sum(-1)
-        else:
-            sums[0, rows] = shifted.exp_().sum(-1)
+    local = hidden.new_full((len(hidden),), -1, dtype=torch.int64) if targets is None else shard.local(targets)
+    tops, sums = partial_sums(
+        hidden,
+        shard.weight,
+        local,
+        temperature=shard.scoring.temperature,
+        with_entropy=entropy,
+        chunk=shard.scoring.chunk,
+    )
     highest = tops.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
     if shard.rows:
@@ -162,7 +162,7 @@ def _normaliser(
 
 
 class _Scores(torch.autograd.Function):
-    """Chunked log-probs and entropy; the backward computes each chunk's logits again."""
+    """Log-probs and entropy; the backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -170,6 +170,7 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] log-probs and [n] entropies; only each row's normaliser and entropy are kept for the backward."""
         ctx.set_materialize_grads(False)  # entropies that are only looked at have no gradient, and cost none
+        hidden = hidden.contiguous()
         log_z, picked, entropy = _normaliser(_Shard(weight, scoring, group), hidden, targets)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.scoring, ctx.group = scoring, group
@@ -179,28 +180,20 @@ class _Scores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """d log p / dx = onehot - p; dH / dx = -p (log p + H); this rank's columns alone."""
+        """This rank's share of the hidden states' gradient, and its rows of the weight's; padding rows take none."""
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         shard = _Shard(weight, ctx.scoring, ctx.group)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows, logits in shard.chunks(hidden):
-            log_p = logits.sub_(log_z[rows, None])
-            index, mine = shard.local(targets[rows])
-            from_log_probs = grad_log_probs[rows]
-            if grad_entropy is not None:
-                factor = log_p + entropy[rows, None]
-                factor.mul_(grad_entropy[rows, None]).add_(from_log_probs[:, None])
-                grad = log_p.exp_().mul_(factor).neg_()
-            else:
-                grad = log_p.exp_().mul_(-from_log_probs[:, None])
-            if shard.rows:
-                grad.scatter_add_(-1, index[:, None], torch.where(mine, from_log_probs, 0.0)[:, None])
-            grad = grad.div_(ctx.scoring.temperature).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad @ shard.weight
-            if grad_weight is not None:
-                grad_weight[: shard.rows] += grad.t() @ hidden[rows]
+        grad_hidden = gradients(
+            hidden,
+            shard.weight,
+            shard.local(targets),
+            Upstream(grad_log_probs, grad_entropy, log_z, entropy),
+            temperature=ctx.scoring.temperature,
+            chunk=ctx.scoring.chunk,
+            of_hidden=ctx.needs_input_grad[0],
+            grad_weight_VH=None if grad_weight is None else grad_weight[: shard.rows],
+        )
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

@@ -14,10 +14,13 @@ def whiten(values_T: torch.Tensor, mask_T: torch.Tensor | None = None) -> torch.
     One token alone has no variance and becomes 0. Computed in fp64: of equal values, fp32 would leave rounding errors
     times 1e4.
     """
-    chosen = (values_T if mask_T is None else values_T[mask_T]).double()
-    centred = chosen - chosen.mean() if len(chosen) else chosen
-    variance = (centred**2).sum() / max(len(chosen) - 1, 1)
-    whitened = (centred * (variance + 1e-8).rsqrt()).to(values_T.dtype)
+    import torch
+
+    chosen = (values_T if mask_T is None else values_T[mask_T]).to(torch.float64, copy=True)
+    if len(chosen):
+        chosen -= chosen.mean()
+    variance = chosen.square().sum() / max(len(chosen) - 1, 1)
+    whitened = chosen.mul_((variance + 1e-8).rsqrt()).to(values_T.dtype)
     if mask_T is None:
         return whitened
     out = values_T.new_zeros(values_T.shape)

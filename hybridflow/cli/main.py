@@ -1,5 +1,5 @@
 """`hybridflow train | sft | train-reward | prepare | report | plan | reshard | checkpoint | slurm | doctor |
-config | version`.
+bench | config | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
 broken.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import checkpoint, config, doctor, plan, slurm
+from hybridflow.cli import bench, checkpoint, config, doctor, plan, slurm
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
@@ -33,6 +33,7 @@ OPTIONS = (
     *checkpoint.OPTIONS,
     *doctor.OPTIONS,
     *slurm.OPTIONS,
+    *bench.OPTIONS,
 )
 
 TOP = """\
@@ -152,6 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     checkpoint.add(commands, _add)
     slurm.add(commands, _add)
     doctor.add(commands, _add)
+    bench.add(commands, _add)
     config.add(commands, _add)
     _add(commands, "version", "print the version", "", run_version)
     return parser

@@ -174,6 +174,8 @@ def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
         parallel.context,
         parallel.expert,
         derived.expert_tensor_size(parallel),
+        parallel.first_stage_layers,
+        parallel.last_stage_layers,
     )
     engines = [
         EngineShape(

@@ -351,7 +351,7 @@ class RolloutConfig:
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
     start_timeout_s: Positive = 300.0
-    request_timeout_s: Positive = 300.0
+    request_timeout_s: Positive = 300.0  # an engine that was asked and sends no token for so long hangs
     max_restarts: NonNegativeInt = 3  # of one engine within an hour; then it is given up, and the others go on
     sync: SyncConfig = field(default_factory=SyncConfig)
     # stop when mean |rollout - trainer| log-prob of a step exceeds it; null: never

@@ -38,8 +38,10 @@ class WeightSpan:
 class Completion:
     """One response."""
 
-    token_ids: list[int]  # the stop token included when there was one
-    log_probs: list[float]  # log softmax(logits / temperature), before top-k and top-p cut it; of the logits at 0
+    token_ids: Sequence[int] | np.ndarray  # [t] the stop token included when there was one
+    log_probs: (
+        Sequence[float] | np.ndarray
+    )  # [t] log softmax(logits / temperature), before top-k and top-p cut it; of the logits at 0
     finish_reason: str  # stop | length | abort
     weight_versions: tuple[WeightSpan, ...]  # which weights made which tokens, in order
     # [prompt + response tokens - 1, layers x experts a token] int32, the experts each token went through, when asked
@@ -79,7 +81,12 @@ class Engine(Protocol):
         *,
         with_routes: bool = False,
     ) -> list[Completion]:
-        """One response for each prompt, in order; the stop token ends a response and is part of it."""
+        """One response for each prompt, in order; the stop token ends a response and is part of it.
+
+        Raises:
+            EngineError: with `begun`, where the engine tells what it has before the end: other engines go on from
+                there. An answer of `begun` that has not ended has the finish reason `abort`.
+        """
 
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
         """Have each rank post to the sync's store where its weights lie."""

@@ -31,7 +31,7 @@ class EngineSpec:
         extra_args: arguments of the kind's own server by name (`-` or `_`), overriding ours: True is a bare flag, False
             or None removes it, a list becomes several values, a mapping JSON.
         start_timeout_s: deadline of `wait_ready`.
-        request_timeout_s: deadline of a request for tokens.
+        request_timeout_s: deadline of a control call; an engine that sends no token for so long hangs.
         seed: the engine's own random seed.
         device: cpu | cuda.
         return_routed_experts: keep each token's experts, for `generate(with_routes=True)`; costs host memory of

@@ -22,7 +22,8 @@ from hybridflow.reshard.engine_layouts import EngineShape
 _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
 _TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 4, 7, 8, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 
-_LAYOUT = ("tensor", "pipeline", "expert", "sequence")  # keys of a layout that a mapping chooses
+# keys of a layout that a mapping chooses
+_LAYOUT = ("tensor", "pipeline", "first_stage_layers", "last_stage_layers", "expert", "sequence")
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Search:
             yield Option(size, held, 0.0 if held else working, (seconds, 0.0, 0.0), EngineChoice(engine, count))
 
     def _role_options(self, role: RolePlan, size: int) -> Iterator[Option]:
-        for cut in _cuts(role.training, size):
+        for cut in cuts(role.training, size):
             training = replace(role.training, cut=cut)
             count = max(self._tokens / cut.data / (role.micro_tokens * PACKED), 1.0)
             length = self.job.prompt_tokens + self.job.lengths.weighted
@@ -110,7 +111,8 @@ class EngineChoice:
     count: int
 
 
-def _cuts(training: Training, size: int) -> Iterator[Cut]:
+def cuts(training: Training, size: int) -> Iterator[Cut]:
+    """The legal layouts of a role on `size` devices."""
     experts = max((layer.experts for layers in training.layers for layer in layers), default=0)
     for tensor in _TENSOR:
         for pipeline in _PIPELINE:
@@ -118,12 +120,31 @@ def _cuts(training: Training, size: int) -> Iterator[Cut]:
                 if size % (tensor * pipeline) or size % (expert * pipeline):
                     continue
                 sequence = tensor > 1
-                cut = Cut(size, tensor, pipeline, expert=expert, sequence=sequence)
+                first, last = end_stages(training.decoder.num_layers, pipeline)
+                cut = Cut(
+                    size,
+                    tensor,
+                    pipeline,
+                    expert=expert,
+                    sequence=sequence,
+                    first_stage_layers=first,
+                    last_stage_layers=last,
+                )
                 try:
                     training.decoder.check(cut.place(0))
                 except HybridFlowError:
                     continue
                 yield cut
+
+
+def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
+    """Layers of the first and of the last stage that leave the others equal numbers: (0, 0) where all are equal. The
+    ends, which hold embedding and output layer, have as many as the others or fewer."""
+    if layers % pipeline == 0:
+        return 0, 0
+    most = -(-layers // pipeline)
+    fewer = most * pipeline - layers
+    return max(most - fewer // 2, 0), max(most - (fewer - fewer // 2), 0)
 
 
 def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps: bool) -> tuple[dict[str, Any], Mapped]:

@@ -210,4 +210,6 @@ def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:
         expert_tensor=derived.expert_tensor_size(parallel),
         sequence=parallel.sequence,
         distributed_optimizer=parallel.distributed_optimizer,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
     )

@@ -24,8 +24,8 @@ A recipe has the sizes of its model (`configs/model/`), a layout, and what all s
 data.val_files=[...]`; the folder's config.json must be that of the recipe's model. Prompts have at most 2,048 tokens
 and responses at most 8,192 (half of that in the mean is assumed here), a step 128 prompts x 16 samples.
 
-DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the trainer cuts layers evenly, so these recipes have no
-pipeline, or two stages. DeepSeek-V3 therefore spreads its experts over 256 ranks, which costs network time.
+DeepSeek-V3 and Kimi-K2 have 61 layers, Qwen3-235B-A22B 94: the first and the last pipeline stage of these recipes have
+fewer layers than the others (`actor.parallel.first_stage_layers`, `last_stage_layers`).
 
 """
 

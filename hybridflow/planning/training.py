@@ -54,6 +54,8 @@ class Cut:
     sequence: bool = False
     distributed_optimizer: bool = True
     fully_sharded: bool = False  # FSDP2: weights and gradients over all ranks as well
+    first_stage_layers: int = 0  # of the first and of the last pipeline stage; 0: an even share
+    last_stage_layers: int = 0
 
     @property
     def data(self) -> int:
@@ -80,6 +82,8 @@ class Cut:
             ep_size=self.expert,
             etp_size=self.expert_tensor,
             vpp_size=self.virtual,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
         )
 
 

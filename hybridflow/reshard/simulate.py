@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.reshard.links import LinkLoads, link_loads, staging_peak
-from hybridflow.reshard.regions import ranges
+from hybridflow.reshard.regions import group_rows, ranges
 from hybridflow.reshard.slices import SlicePlan
 
 
@@ -122,17 +122,24 @@ def _send(sender: np.ndarray, sender_free: np.ndarray, ready: np.ndarray, durati
 def _messages(plan: SlicePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(step, sender, receiver, bytes) of all messages, ordered by (step, sender, receiver)."""
     table, sends = plan.deliveries, plan.sends
+    # slices from one rank to the same receivers in one bucket travel together: they are added up before they are spread
+    # over the receivers, of which there may be thousands
+    delivery = sends.delivery
+    columns = (sends.source, table.receiver[delivery], table.bucket[delivery], sends.first, sends.last)
+    route = np.stack(columns, axis=1)
+    firsts, member = group_rows(route)
+    sizes = np.bincount(member, weights=table.nbytes[delivery], minlength=len(firsts))
+    source, rank_class, bucket, low, high = route[firsts].T
     order = np.argsort(plan.target.rank_class, kind="stable")
     first = np.searchsorted(plan.target.rank_class[order], np.arange(len(plan.target.classes)))
-    counts = sends.last - sends.first
-    row = np.repeat(sends.delivery, counts)
-    receiver = order[np.repeat(first[table.receiver[sends.delivery]] + sends.first, counts) + ranges(counts)]
+    counts = high - low
+    receiver = order[np.repeat(first[rank_class] + low, counts) + ranges(counts)]
     buckets = np.zeros(len(plan.target.classes), dtype=np.int64)
     np.maximum.at(buckets, table.receiver, table.bucket + 1)
-    step = (table.bucket[row] - plan.phase[receiver]) % buckets[plan.target.rank_class[receiver]]
-    key = (step * plan.source.num_ranks + np.repeat(sends.source, counts)) * plan.target.num_ranks + receiver
+    step = (np.repeat(bucket, counts) - plan.phase[receiver]) % buckets[plan.target.rank_class[receiver]]
+    key = (step * plan.source.num_ranks + np.repeat(source, counts)) * plan.target.num_ranks + receiver
     distinct, group = np.unique(key, return_inverse=True)
-    nbytes = np.bincount(group, weights=table.nbytes[row], minlength=len(distinct))
+    nbytes = np.bincount(group, weights=np.repeat(sizes, counts), minlength=len(distinct))
     rest, receiver = np.divmod(distinct, plan.target.num_ranks)
     step, sender = np.divmod(rest, plan.source.num_ranks)
     return step, sender, receiver, nbytes

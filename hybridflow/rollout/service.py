@@ -4,7 +4,7 @@ lost."""
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +12,14 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.supervisor import UP, EngineState
-from hybridflow.errors import EngineError, EngineSilent, EnginesLostError
+from hybridflow.errors import EngineError, EnginesLostError
+from hybridflow.rollout.continuation import continued, cut_short, joined
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
+_MARGIN_S = 30.0
+_SLOWEST_TOKEN_S = 1.0  # of a request that runs
 _log = logging.getLogger(__name__)
 
 
@@ -50,56 +52,44 @@ class EngineGroup:
 
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
         """Answer the prompts. Only engines that took the last weights get rows; when one is lost over them, the others
-        answer all again.
+        go on with its answers from their last tokens.
 
         Raises:
             EnginesLostError: there are no others. The lost ones are being started again, and hold no weights.
             EngineError: an engine refused, and still runs.
         """
-        rollout, limit = self.config.rollout, self.config.data.max_response_length
-        sampling, timeout = rollout.sampling if training else rollout.val_sampling, rollout.request_timeout_s + 30
-        while True:
-            healthy = [number for number in range(self.group.world_size) if number not in self.stale]
-            arguments = (prompts, sampling, limit, self.stop_ids)
-            # validation has no use for routes, which are large
-            method = generate_method(self.config) if training else RolloutWorker.generate
-            try:
-                return as_batch(self.group.run(method, *arguments, timeout=timeout, only=healthy))
-            except EngineError as error:
-                lost = self._lost(error)
-                if not lost.keys() - self.stale.keys():
-                    raise
-                self.quarantine(self.stale | lost)
-                if len(self.stale) == self.group.world_size:
-                    reasons = "\n".join(f"  - {why}" for why in self.stale.values())
-                    raise EnginesLostError(
-                        f"no engine is left that could answer: {str(error).splitlines()[0]}\n{reasons}"
-                    ) from error
-                _log.warning(
-                    "an engine was lost while it generated; the others answer its prompts: %s",
-                    str(error).splitlines()[0],
-                )
-                _log.info("%s", error)
+        limit = self.config.data.max_response_length
+        answers = self._ask(prompts, limit, training)
+        while len(cut := cut_short(answers)):
+            self._leave_out_lost(len(cut))
+            begun = answers.rows(cut).fetch()
+            room = limit - int(begun.lengths("response_ids").min())
+            answers = joined(answers, cut, self._ask(continued(prompts.rows(cut), begun), room, training), limit)
+        return answers
 
-    def _lost(self, error: EngineError) -> dict[int, str]:
-        """Engines that cannot answer, after an error of one; one that hangs is given up."""
-        silent, settled = isinstance(error, EngineSilent), time.monotonic() + _SETTLE_S
-        while True:
-            # the others may still answer their share
-            states = self.states(busy_s=self.config.rollout.request_timeout_s)
-            lost = {
-                n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
-                for n, state in enumerate(states)
-                if not state.has_weights
-            }
-            if lost.keys() - self.stale.keys() or not silent:
-                return lost
-            if time.monotonic() > settled:
-                silent = False
-                hanging = [number for number, state in enumerate(states) if state.name == error.engine]
-                if hanging:
-                    self.group.run(RolloutWorker.replace_engine, str(error).splitlines()[0], only=hanging)
-            time.sleep(_SETTLE_POLL_S)
+    def _ask(self, prompts: DataProto, limit: int, training: bool) -> DataProto:
+        """Answers of up to `limit` tokens; engines that are lost cut theirs short."""
+        sampling = self.config.rollout.sampling if training else self.config.rollout.val_sampling
+        healthy = [number for number in range(self.group.world_size) if number not in self.stale]
+        # validation has no use for routes, which are large
+        method = generate_method(self.config) if training else RolloutWorker.generate
+        timeout = longest_wait(self.config, math.ceil(len(prompts) / max(1, len(healthy))))
+        return as_batch(self.group.run(method, prompts, sampling, limit, self.stop_ids, timeout=timeout, only=healthy))
+
+    def _leave_out_lost(self, answers: int) -> None:
+        """Ask no engine again that has cut answers short."""
+        lost = {
+            n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
+            for n, state in enumerate(self.states())
+            if not state.has_weights
+        }
+        if not lost.keys() - self.stale.keys():
+            raise EngineError(f"{answers} answers were cut short, and no engine is lost")
+        self.quarantine(self.stale | lost)
+        if len(self.stale) == self.group.world_size:
+            reasons = "\n".join(f"  - {why}" for why in self.stale.values())
+            raise EnginesLostError(f"no engine is left that could answer\n{reasons}")
+        _log.warning("an engine was lost while it generated; the others go on with its %d answers", answers)
 
     def workers_alive(self) -> bool:
         """Whether every engine's worker still runs, on each of its nodes."""
@@ -118,12 +108,9 @@ class EngineGroup:
         self._ready = self.group.submit(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
         self.wait_ready()
 
-    def states(self, wait_s: float = 0.0, busy_s: float = 0.0) -> list[EngineState]:
+    def states(self, wait_s: float = 0.0) -> list[EngineState]:
         """The state of each engine, after waiting up to `wait_s` for restarts in progress. Engines that have ended are
         started again.
-
-        Args:
-            busy_s: how long a worker may still be at an earlier call before it answers.
 
         Raises:
             WorkerError: a worker is lost. Without that of another node an engine cannot start again, and would wait for
@@ -131,7 +118,7 @@ class EngineGroup:
         """
         if self.others is not None:
             self.others.run(RolloutNodeWorker.is_following, timeout=60)
-        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + busy_s + 60)
+        states: list[EngineState] = self.group.run(RolloutWorker.engine_state, wait_s, timeout=wait_s + 60)
         return states
 
     def quarantine(self, stale: Mapping[int, str]) -> None:
@@ -153,6 +140,17 @@ class EngineGroup:
     def stop(self) -> None:
         """Stop the engines."""
         self.group.run(RolloutWorker.stop, timeout=30)
+
+
+def longest_wait(config: RunConfig, prompts: int) -> float:
+    """Seconds after which an engine's worker must have answered so many prompts, however long the answers are.
+
+    Workers give up an engine that is silent for `rollout.request_timeout_s`, and a worker that ends is noticed at once:
+    this is for a worker that hangs.
+    """
+    rounds = math.ceil(prompts / config.rollout.max_running_requests)
+    tokens = rounds * config.data.max_response_length
+    return config.rollout.request_timeout_s + _MARGIN_S + tokens * _SLOWEST_TOKEN_S
 
 
 def generate_method(config: RunConfig) -> Callable[..., Any]:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import xxhash
 
+from hybridflow_kernels.digest import digest as device_digest
+
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -51,8 +53,6 @@ def _memory_of(tensor: torch.Tensor) -> memoryview:
 
 DIGEST_BYTES = 8
 Digest = int | torch.Tensor  # of a CPU payload; of one on a GPU: int64 `[1]` there
-_CHUNK = 1 << 17  # words; bounds the memory of the digest on a device
-_ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # splitmix64's constants
 
 
 def message_key(sender: int, receiver: int, tag: int) -> int:
@@ -85,32 +85,3 @@ def first_difference(digests: Sequence[Digest], sent: torch.Tensor) -> int | Non
     equal."""
     wrong = (joined(digests, sent.device).view(torch.int64) != sent.view(torch.int64)).nonzero()
     return int(wrong[0]) if len(wrong) else None
-
-
-def device_digest(body: torch.Tensor, seed: int) -> torch.Tensor:
-    """Sum modulo 2^64 of mix(word XOR key of its position): int64 `[1]` on the body's device, nothing is waited for.
-
-    For a given position mix is a bijection, so one changed word always changes the sum; several cancel out with
-    probability 2^-64.
-    """
-    whole = body.numel() // 8 * 8
-    total = torch.zeros(1, dtype=torch.int64, device=body.device)
-    rest = torch.zeros(8, dtype=torch.uint8, device=body.device)
-    rest[: body.numel() - whole] = body[whole:]
-    words = body[:whole].view(torch.int64) if body.data_ptr() % 8 == 0 else body[:whole].clone().view(torch.int64)
-    position = 0
-    for part in (*words.split(_CHUNK), rest.view(torch.int64)):
-        key = torch.arange(position + 1, position + 1 + len(part), device=body.device) * _signed(_ODD) + _signed(seed)
-        total += _mixed(part ^ _mixed(key)).sum()
-        position += len(part)
-    return total
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    # torch's >> keeps the sign: the mask makes it a logical shift, without which this were no bijection
-    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _signed(_MIX)
-    return words ^ ((words >> 27) & ((1 << 37) - 1))
-
-
-def _signed(value: int) -> int:
-    return (value ^ (1 << 63)) - (1 << 63)

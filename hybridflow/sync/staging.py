@@ -15,9 +15,9 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import SCALES, Blocks
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
-from hybridflow.sync.fp8_cast import write_scales, write_weights
 from hybridflow.sync.messages import Item, Message
 from hybridflow.sync.payload import DIGEST_BYTES, Payload, message_key, seeds_of
+from hybridflow_kernels.fp8_cast import write_scales, write_weights
 
 # fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
 _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}

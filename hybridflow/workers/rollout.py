@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from hybridflow.engines.base import Completion, Engine
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
-from hybridflow.errors import ConfigError, EngineError, WeightSyncError
+from hybridflow.errors import ConfigError, EngineError, EngineSilent, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
 
+CUT_SHORT = "cut short"  # finish reason of an answer that the engine, which is lost, has not ended
+_SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
 FP8_CAPABILITY = (8, 9)
 WRITES = (
     "response_ids",
@@ -149,10 +152,11 @@ class RolloutWorker:
     def generate(
         self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
     ) -> DataProto:
-        """One response a row. The stop token is part of the response.
+        """One response a row. The stop token is part of the response. Where the engine is lost, or holds no whole
+        weights since its last start, rows end with the finish reason `CUT_SHORT` and the tokens that had come.
 
         Raises:
-            EngineError: the engine has died, or holds no whole weights since its last start.
+            EngineError: the engine refused, and still runs.
         """
         return response_columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
 
@@ -174,17 +178,41 @@ class RolloutWorker:
         stop_token_ids: Sequence[int],
         with_routes: bool = False,
     ) -> list[Completion]:
-        state, engine = self.supervisor.state(), self.supervisor.engine
-        if state.state != UP or state.restarts != self._served_start:
-            reason = state.reason or "its last weight sync failed"
-            raise EngineError(f"cannot answer: {reason}", engine=state.name, log_tail=engine.log_tail())
-        prompts = batch.jagged("prompt_ids")
+        engine, prompts = self.supervisor.engine, batch.jagged("prompt_ids")
+        lost = Completion([], [], CUT_SHORT, ())
+        if self._lost():
+            return [lost] * len(prompts)
         rows = [prompts.row(i).tolist() for i in range(len(prompts))]
-        return engine.generate(rows, sampling, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
+        try:
+            return engine.generate(rows, sampling, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
+        except EngineError as error:
+            begun, error.begun = error.begun, ()
+            if not self._settle(error):
+                raise
+            print(f"{error}", flush=True)  # the worker's log
+            ends = [replace(one, finish_reason=CUT_SHORT) if one.finish_reason == "abort" else one for one in begun]
+            return ends or [lost] * len(prompts)
+
+    def _lost(self) -> bool:
+        """Whether the engine has ended, or holds no whole weights since its last start."""
+        state = self.supervisor.state()
+        return state.state != UP or state.restarts != self._served_start
+
+    def _settle(self, error: EngineError) -> bool:
+        """Whether the engine is lost, after an error of it; one that hangs is given up and started again."""
+        settled = time.monotonic() + _SETTLE_S
+        while not self._lost():
+            if not isinstance(error, EngineSilent):
+                return False
+            if time.monotonic() > settled:
+                self.supervisor.restart(str(error).splitlines()[0])
+                return True
+            time.sleep(_SETTLE_POLL_S)
+        return True
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])
-        if completion.routes is None or not completion.token_ids:  # an empty response: nothing of it is trained on
+        if completion.routes is None or not len(completion.token_ids):  # empty, or cut short
             return unknown_routes(tokens, layers, int(self._hf_config["num_experts_per_tok"]))
         return with_free_end(completion.routes, tokens, layers, f"engine {self.supervisor.spec.name}")
 
@@ -243,11 +271,6 @@ class RolloutWorker:
         self.supervisor.state()
         state = self.supervisor.wait_restarted(wait_s)
         return replace(state, has_weights=state.state == UP and state.restarts == self._served_start)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def replace_engine(self, reason: str) -> None:
-        """Give up an engine that hangs: it is stopped and started again in the background."""
-        self.supervisor.restart(reason)
 
     @register(Dispatch.ONE_TO_ALL)
     def stop(self) -> None:

@@ -22,8 +22,8 @@ import pytest
 from hybridflow.engines.sglang import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
-from hybridflow.rollout import service
 from hybridflow.rollout.protocols import SyncReport
+from hybridflow.workers import rollout
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 from tests.models import SYNC_MOE
 
@@ -333,9 +333,9 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     """The engine's process runs and does nothing. The other engine answers all prompts; this one starts again and takes
     the next weights."""
     heal(world, 45)
-    monkeypatch.setattr(service, "_SETTLE_S", 1.0)
+    monkeypatch.setattr(rollout, "_SETTLE_S", 1.0)
     restarts = world.engines.states()[1].restarts
-    world.workers[1].supervisor.engine.client.request_timeout_s = 3.0
+    world.workers[1].supervisor.engine.client.tokens.silence_s = 3.0
     os.kill(_scheduler(world, 1), signal.SIGSTOP)
     batch = world.engines.generate(_prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {1}

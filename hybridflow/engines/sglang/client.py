@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server: generation and the weight-update session. JSON only; every call has a deadline.
+"""HTTP client of one SGLang server: generation and the weight-update session. Every call has a deadline.
 
 Log-probabilities: SGLang returns, for each generated token, log softmax(logits / temperature) over the whole
 vocabulary, taken *before* top-k, top-p and min-p cut the distribution (sglang/srt/layers/sampler.py, standard path). At
@@ -8,27 +8,20 @@ ignores top-k and top-p.
 
 from __future__ import annotations
 
-import base64
-import secrets
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import requests
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.engines.base import Completion
+from hybridflow.engines.sglang.token_stream import Asked, TokenStreams
 from hybridflow.engines.sglang.weight_control import LOADER, Control, payload
 from hybridflow.errors import EngineError, EngineSilent
 
 PauseMode = Literal["abort", "retract", "in_place"]
-_ABORT_S = 5.0
 _SETTLE_S = 30  # for the scheduler to let go of a batch that has been answered
-FINISH_REASONS = ("stop", "length", "abort")
 
 
 class EngineClient:
@@ -37,9 +30,9 @@ class EngineClient:
     Args:
         url: base address, e.g. `EngineServer.url`.
         admin_key: bearer key of the engine.
-        request_timeout_s: deadline of each call, in seconds.
+        request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing at all may come.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: prompts in one HTTP request; a longer list goes out as several requests at once.
+        batch_size: prompts in one HTTP request; a longer list goes out as several.
     """
 
     def __init__(
@@ -49,6 +42,7 @@ class EngineClient:
         self.request_timeout_s, self.batch_size = request_timeout_s, batch_size
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._local = threading.local()
+        self.tokens = TokenStreams(self.url, self._headers, self.name, request_timeout_s, batch_size)
 
     def with_timeout(self, request_timeout_s: float) -> EngineClient:
         """The same engine with another deadline."""
@@ -77,7 +71,7 @@ class EngineClient:
                 `EngineSpec.return_routed_experts`.
 
         Raises:
-            EngineError: refused, malformed, or not answered within `request_timeout_s`.
+            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).
         """
         rows = [[int(token) for token in prompt] for prompt in prompts]
         empty = [i for i, row in enumerate(rows) if not row]
@@ -90,45 +84,16 @@ class EngineClient:
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": [int(token) for token in stop_token_ids],
         }
-        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        if len(chunks) == 1:  # in this thread, whose connection is kept
-            return self._generate_chunk(rows, parameters, with_routes)
-        with ThreadPoolExecutor(max(1, len(chunks))) as pool:
-            done = pool.map(lambda chunk: self._generate_chunk(chunk, parameters, with_routes), chunks)
-            return [completion for answers in done for completion in answers]
-
-    def _generate_chunk(
-        self, prompts: list[list[int]], parameters: dict[str, Any], with_routes: bool
-    ) -> list[Completion]:
-        request = secrets.token_hex(8)
-        names = [f"{request}-{number}" for number in range(len(prompts))]
-        body: dict[str, Any] = {"rid": names, "input_ids": prompts, "sampling_params": parameters}
-        body |= {"return_logprob": True} | ({"return_routed_experts": True} if with_routes else {})
+        found: list[Completion | None] = [None] * len(rows)
+        asked = Asked(rows, [parameters] * len(rows), with_routes, found.__setitem__)
+        self.tokens.ask(asked)
         try:
-            answer = self._call("/generate", body)
-        except EngineSilent:
-            self._abort(names)
+            asked.done.result()
+        except EngineError as error:
+            pairs = zip(found, asked.answers, strict=True)
+            error.begun = tuple(done or answer.completion(0, False) for done, answer in pairs)
             raise
-        if not isinstance(answer, list) or len(answer) != len(prompts):
-            got = len(answer) if isinstance(answer, list) else type(answer).__name__
-            raise EngineError(f"/generate answered {got} for {len(prompts)} prompts", engine=self.name)
-        try:
-            completions = [_completion(item) for item in answer]
-            if not with_routes:
-                return completions
-            rows = zip(completions, answer, prompts, strict=True)
-            return [_routed(completion, item, len(prompt)) for completion, item, prompt in rows]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(
-                f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name
-            ) from error
-
-    def _abort(self, names: Sequence[str]) -> None:
-        """Have an engine that answers too late, but still runs, give up requests that nobody waits for any longer."""
-        client = self.with_timeout(_ABORT_S)
-        with suppress(EngineError):
-            for name in names:
-                client._request("/abort_request", {"rid": name})
+        return [completion for completion in found if completion is not None]
 
     # ---- memory
 
@@ -157,6 +122,11 @@ class EngineClient:
     def resume(self) -> None:
         """Continue generating after `pause`."""
         self._post("/continue_generation", {})
+        self.tokens.heard()
+
+    def close(self) -> None:
+        """Give up the prompts under way."""
+        self.tokens.close()
 
     def begin_weight_update(self) -> None:
         """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the requests in flight."""
@@ -244,37 +214,3 @@ class EngineClient:
             session.trust_env = False  # a proxy of the environment must not see, nor break, calls to this machine
             self._local.session = session
         return session
-
-
-def _completion(item: dict[str, Any]) -> Completion:
-    meta = item["meta_info"]
-    tokens = [int(token) for token in item["output_ids"]]
-    log_probs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
-    if len(log_probs) != len(tokens):
-        raise ValueError(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
-    reason = meta["finish_reason"]["type"]
-    if reason not in FINISH_REASONS:
-        raise ValueError(f"finish reason {reason!r}")
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-    return Completion(
-        tokens, log_probs, reason, tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
-    )
-
-
-def _routed(completion: Completion, item: dict[str, Any], prompt_tokens: int) -> Completion:
-    """With the experts of each token but the last (base64 of int32,
-    sglang/srt/state_capturer/routed_experts.py:166)."""
-    encoded = item["meta_info"].get("routed_experts")
-    if encoded is None:
-        if completion.token_ids:
-            raise ValueError(
-                "no routed experts; the engine needs EngineSpec.return_routed_experts and a mixture of experts"
-            )
-        return completion
-    flat, rows = (
-        np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32),
-        prompt_tokens + len(completion.token_ids) - 1,
-    )
-    if not len(flat) or len(flat) % rows:
-        raise ValueError(f"{len(flat)} routed experts for {rows} tokens")
-    return replace(completion, routes=flat.reshape(rows, -1))

@@ -34,6 +34,12 @@ class SglangEngine(EngineServer):
         """`EngineClient.generate`."""
         return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes)
 
+    def stop(self) -> None:
+        """End the server, and with it the prompts under way."""
+        super().stop()
+        if "client" in self.__dict__:
+            self.client.close()
+
     def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
         """Have all ranks trace where their weights lie, and post it. For an engine that has no requests."""
         client = self.client.with_timeout(answer_deadline(timeout_s))

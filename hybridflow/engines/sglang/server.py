@@ -78,6 +78,7 @@ def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
         "max-total-tokens": spec.max_total_tokens,
         "random-seed": spec.seed,
         "skip-tokenizer-init": True,  # we send and receive token ids; also spares the detokenizer's work per token
+        "incremental-streaming-output": True,  # an event holds the tokens since the one before
         "skip-server-warmup": True,  # wait_ready makes its own one-token request
         "grammar-backend": "none",
         "log-level-http": "warning",

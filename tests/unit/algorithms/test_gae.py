@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.algorithms.estimators.gae import gae
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import aggregate, kl_penalty
 from hybridflow.algorithms.rewards import token_rewards
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.algorithms.whitening import whiten
+from hybridflow_kernels.scans import gae
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "verl_advantages.json").read_text())
 UNIT = st.sampled_from([0.0, 0.5, 0.9, 0.97, 1.0])

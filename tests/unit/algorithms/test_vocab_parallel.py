@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridflow.algorithms import vocab_parallel
 from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
 
 ROWS, HIDDEN, VOCAB, PADDED = 37, 8, 51, 56
@@ -104,3 +107,88 @@ def test_logits_never_exist_for_more_than_a_chunk(group: Any) -> None:
     with Largest() as largest:  # the measure sees whole logits where there are some
         (hidden @ weight.t()).log_softmax(-1)
     assert largest.numel == rows * vocab
+
+
+class Ranks:
+    """Tensor ranks as threads: the calls of torch.distributed that the module makes, for a group that is this
+    object."""
+
+    ReduceOp = dist.ReduceOp
+
+    def __init__(self, world: int) -> None:
+        self.world, self.mine = world, threading.local()
+        self.barrier, self.given = threading.Barrier(world, timeout=60), [torch.empty(0)] * world
+
+    def get_rank(self, group: Any) -> int:
+        return int(self.mine.rank)
+
+    def get_world_size(self, group: Any) -> int:
+        return self.world
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.given[self.mine.rank] = tensor.clone()
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
+        found = torch.stack(self._exchange(tensor))
+        tensor.copy_(found.sum(0) if op == dist.ReduceOp.SUM else found.amax(0))
+
+    def all_gather(self, out: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
+        for place, part in zip(out, self._exchange(tensor), strict=True):
+            place.copy_(part)
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        def as_rank(rank: int) -> Any:
+            self.mine.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(self.world) as threads:
+            return list(threads.map(as_rank, range(self.world)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_any_number_of_tensor_ranks_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, world: int, with_entropy: bool
+) -> None:
+    """51 tokens in 56 rows: with seven ranks the last has padding alone."""
+    ranks = Ranks(world)
+    monkeypatch.setattr(vocab_parallel, "dist", ranks)
+    hidden, weight, targets = inputs()
+    upstream = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1))
+    rows = -(-PADDED // world)
+
+    def score(rank: int) -> list[torch.Tensor]:
+        mine = hidden.detach().clone().requires_grad_(), weight.detach()[rank * rows : (rank + 1) * rows].clone()
+        mine[1].requires_grad_()
+        log_probs, entropy = log_probs_and_entropy(*mine, targets, Scoring(VOCAB, 0.7, with_entropy, 5), ranks)
+        loss = (log_probs * upstream[0]).sum()
+        if entropy is not None:
+            loss = loss + (entropy * upstream[1]).sum()
+        grads = torch.autograd.grad(loss, mine)
+        return [log_probs.detach(), *([] if entropy is None else [entropy.detach()]), *grads]
+
+    found = ranks.run(score)
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    whole = ((exact[0] @ exact[1].t())[:, :VOCAB] / 0.7).log_softmax(-1)
+    expected = [whole.gather(-1, targets[:, None])[:, 0], -(whole.exp() * whole).sum(-1)][: 1 + with_entropy]
+    loss = sum((value * up).sum() for value, up in zip(expected, upstream, strict=False))
+    expected_grads = torch.autograd.grad(loss, exact)  # type: ignore[arg-type]
+    for one in found:
+        for ours, theirs in zip(one[:-2], expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sum(one[-2] for one in found).double(), expected_grads[0], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(torch.cat([one[-1] for one in found]).double(), expected_grads[1], rtol=1e-6, atol=2e-6)
+
+
+def test_a_shard_of_another_group_is_refused(group: Any) -> None:
+    hidden, weight, targets = inputs()
+    for call in (
+        lambda: log_probs_and_entropy(hidden, weight[:28], targets, Scoring(VOCAB, 1.0, False), group),
+        lambda: top_log_probs(hidden, weight[:28], 3, Scoring(VOCAB, 1.0, False), group),
+    ):
+        with pytest.raises(ValueError, match="28 rows on the 1 ranks of the group, 28 each, for a vocabulary of 51"):
+            call()

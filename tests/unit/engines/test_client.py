@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import WeightSpan
 from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.sglang.token_stream import Asked, TokenStreams
 from hybridflow.engines.sglang.weight_control import Control
 from hybridflow.errors import EngineError, EngineSilent
 from tests.unit.engines.stub import KEY, Stub, answer_of
@@ -32,8 +34,21 @@ def stub() -> Iterator[Stub]:
 
 
 @pytest.fixture
-def client(stub: Stub) -> EngineClient:
-    return EngineClient(stub.url, KEY, 5.0, name="engine-7")
+def opened() -> Iterator[Callable[..., EngineClient]]:
+    clients: list[EngineClient] = []
+
+    def open_client(*args: Any, **kwargs: Any) -> EngineClient:
+        clients.append(EngineClient(*args, **kwargs))
+        return clients[-1]
+
+    yield open_client
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def client(stub: Stub, opened: Callable[..., EngineClient]) -> EngineClient:
+    return opened(stub.url, KEY, 5.0, name="engine-7")
 
 
 def generate(client: EngineClient, count: int = 1) -> Any:
@@ -44,18 +59,19 @@ def test_answers_become_completions_in_order(stub: Stub, client: EngineClient) -
     spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
     stub.answers_with("/generate", [answer_of([5, 6], weight_versions=spans), answer_of([7])])
     first, second = generate(client, 2)
-    assert (first.token_ids, first.log_probs, first.finish_reason) == ([5, 6], [-0.5, -0.5], "stop")
+    assert first.token_ids.tolist() == [5, 6] and first.log_probs.tolist() == [-0.5, -0.5]
+    assert first.finish_reason == "stop"
     assert first.weight_versions == (WeightSpan("2", 0, 1), WeightSpan("3", 1, 2))
     assert second.weight_versions == (WeightSpan("3", 0, 1),)
     _, body, authorization = stub.asked[0]
-    assert body["input_ids"] == [[1, 2], [1, 2]] and body["return_logprob"] is True
+    assert body["input_ids"] == [[1, 2], [1, 2]] and body["return_logprob"] is body["stream"] is True
     assert authorization == f"Bearer {KEY}"
 
 
-def test_long_lists_are_cut_into_requests(stub: Stub) -> None:
-    client = EngineClient(stub.url, KEY, 5.0, batch_size=2)
+def test_long_lists_are_cut_into_requests(stub: Stub, opened: Callable[..., EngineClient]) -> None:
+    client = opened(stub.url, KEY, 5.0, batch_size=2)
     stub.answers_with("/generate", [answer_of([5]), answer_of([6])])
-    assert [c.token_ids for c in generate(client, 4)] == [[5], [6], [5], [6]]
+    assert [c.token_ids.tolist() for c in generate(client, 4)] == [[5], [6], [5], [6]]
     assert len(stub.asked) == 2
 
 
@@ -69,8 +85,8 @@ def test_empty_prompt_is_refused_before_the_engine_sees_it(stub: Stub, client: E
     assert stub.asked == []
 
 
-def test_a_silent_engine_is_given_up(stub: Stub) -> None:
-    client = EngineClient(stub.url, KEY, 0.2, name="engine-7")
+def test_a_silent_engine_is_given_up(stub: Stub, opened: Callable[..., EngineClient]) -> None:
+    client = opened(stub.url, KEY, 0.2, name="engine-7")
     stub.answers_with("/generate", [], delay_s=10.0)
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"engine engine-7: /generate not answered within"):
@@ -78,20 +94,87 @@ def test_a_silent_engine_is_given_up(stub: Stub) -> None:
     assert time.monotonic() - started < 5.0
 
 
-def test_requests_that_nobody_waits_for_are_aborted(stub: Stub) -> None:
+def test_requests_that_nobody_waits_for_are_aborted(stub: Stub, opened: Callable[..., EngineClient]) -> None:
     stub.answers_with("/generate", [], delay_s=10.0)
     stub.answers_with("/abort_request", {})
     with pytest.raises(EngineSilent):
-        generate(EngineClient(stub.url, KEY, 0.2, name="engine-7"), 2)
+        generate(opened(stub.url, KEY, 0.2, name="engine-7"), 2)
     [names] = [body["rid"] for path, body, _ in stub.asked if path == "/generate"]
     assert len(set(names)) == 2
     assert [body["rid"] for path, body, _ in stub.asked if path == "/abort_request"] == names
 
 
-def test_no_listener(stub: Stub) -> None:
+def test_no_listener(stub: Stub, opened: Callable[..., EngineClient]) -> None:
     stub.server_close()
     with pytest.raises(EngineError, match=r"engine-7.*no connection"):
-        generate(EngineClient(stub.url, KEY, 1.0, name="engine-7"))
+        generate(opened(stub.url, KEY, 1.0, name="engine-7"))
+
+
+def test_answers_come_in_parts_and_in_any_order(stub: Stub, client: EngineClient) -> None:
+    spans = [{"version": "2", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 3}]
+    events = [
+        answer_of([5], None, number=0),
+        answer_of([8], None, number=1, weight_version="2"),
+        answer_of([9], "length", [-2.0], number=1),
+        answer_of([6], None, [-1.5], number=0),
+        answer_of([7], "stop", [-0.25], number=0, weight_versions=spans),
+    ]
+    stub.answers_with("/generate", events)
+    first, second = generate(client, 2)
+    assert first.token_ids.tolist() == [5, 6, 7] and first.log_probs.tolist() == [-0.5, -1.5, -0.25]
+    assert first.weight_versions == (WeightSpan("2", 0, 2), WeightSpan("3", 2, 3))
+    assert second.token_ids.tolist() == [8, 9] and second.finish_reason == "length"
+
+
+def test_an_aborted_request_keeps_what_came_of_it(stub: Stub, client: EngineClient) -> None:
+    repeated = answer_of([6], "abort", [], number=0)  # the server repeats the last token of a request that waited
+    stub.answers_with("/generate", [answer_of([5, 6], None, number=0), repeated])
+    [answer] = generate(client)
+    assert (answer.token_ids.tolist(), answer.finish_reason) == ([5, 6], "abort")
+
+
+def test_an_event_of_any_request_shows_that_the_engine_works() -> None:
+    """Silence is the engine's, not one request's."""
+
+    async def heard() -> str:
+        streams = TokenStreams("", {}, "engine-7", 0.4, 8)
+        slow = asyncio.get_running_loop().create_future()
+
+        async def others() -> None:
+            for _ in range(6):
+                await streams._heard_within(asyncio.sleep(0.1), time.monotonic())
+            slow.set_result("late")
+
+        _, found = await asyncio.gather(others(), streams._heard_within(slow, time.monotonic()))
+        return str(found)
+
+    assert asyncio.run(heard()) == "late"
+
+
+def test_thousands_of_requests_share_a_thread(stub: Stub, opened: Callable[..., EngineClient]) -> None:
+    client = opened(stub.url, KEY, 60.0, name="alone", batch_size=512)
+    stub.answers_with("/generate", [answer_of([number]) for number in range(512)])
+    asked = [Asked([[1]] * 512, [{}] * 512, False, lambda *_: None) for _ in range(8)]
+    for one in asked:
+        client.tokens.ask(one)
+    mine = [thread for thread in threading.enumerate() if thread.name == "tokens-alone"]
+    for one in asked:
+        one.done.result(60.0)
+    assert len(mine) == 1
+    assert all(len(answer) == 1 for one in asked for answer in one.answers)
+    client.close()
+    assert not mine[0].is_alive()
+
+
+def test_closing_gives_requests_up(stub: Stub, opened: Callable[..., EngineClient]) -> None:
+    client = opened(stub.url, KEY, 60.0, name="engine-7")
+    stub.answers_with("/generate", [], delay_s=60.0)
+    stub.answers_with("/abort_request", {})
+    asked = Asked([[1]], [{}], False, lambda *_: None)
+    client.tokens.ask(asked)
+    client.close()
+    with pytest.raises(EngineError, match="given up"):
+        asked.done.result(10.0)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +182,18 @@ def test_no_listener(stub: Stub) -> None:
     [
         ({"error": {"message": "too long"}}, 400, "answered 400.*too long"),
         (b"Internal Server Error", 500, "answered 500.*Internal"),
-        (b"<html>", 200, "no JSON"),
-        ({"output_ids": []}, 200, "answered dict for 1 prompts"),
-        ([], 200, "answered 0 for 1 prompts"),
+        (b"<html>\n\n", 200, "no JSON"),
+        (b"<html>", 200, "ended before its answers"),
+        ([{"error": {"message": "too long"}}], 200, "refused.*too long"),
+        ([], 200, "1 prompts not answered"),
+        ([answer_of([5], None)], 200, "1 prompts not answered"),
+        ([7], 200, "unexpected"),
         ([{"output_ids": [1]}], 200, "unexpected.*meta_info"),
-        ([answer_of([1], output_token_logprobs=[])], 200, "0 log-probs for 1 tokens"),
-        ([answer_of([1], output_token_logprobs=[[None, 1, None]])], 200, "unexpected"),
+        ([answer_of([1], log_probs=[])], 200, "0 log-probs for 1 tokens"),
+        ([answer_of([1], packed_log_probs=None)], 200, "unexpected"),
         ([answer_of([1], finish_reason={"type": "mood"})], 200, "finish reason 'mood'"),
-        ([answer_of([1], finish_reason=None)], 200, "unexpected"),
+        ([answer_of([1], finish_reason=[])], 200, "unexpected"),
+        ([answer_of([1], number=1)], 200, "unexpected.*nobody"),
     ],
 )
 def test_bad_answers_to_generate(stub: Stub, client: EngineClient, body: Any, status: int, message: str) -> None:

@@ -14,13 +14,14 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig
 from hybridflow.dispatch import WorkerContext
-from hybridflow.engines.base import ENGINES
-from hybridflow.errors import ConfigError, EngineError, EnginesLostError
+from hybridflow.engines.base import ENGINES, Completion, WeightSpan
+from hybridflow.errors import ConfigError, EngineError, EngineSilent, EnginesLostError
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.sync.schedule import PlanFacts
 from hybridflow.sync.session import Order, Outcome
-from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers import rollout as workers_rollout
+from hybridflow.workers.rollout import CUT_SHORT, RolloutWorker
 from tests.dist.harness.threads import Threads
 
 KIND = f"{Path(__file__).parent / 'counting_engine.py'}:counting"
@@ -126,8 +127,54 @@ def test_a_restart_that_fails_is_told(world: World) -> None:
 
 
 def test_one_without_weights_answers_nobody(world: World) -> None:
-    with pytest.raises(EngineError, match="engine-0: cannot answer: its last weight sync failed"):
-        world.workers[0].generate(PROMPTS, SamplingConfig(), 3, [])
+    batch = world.workers[0].generate(PROMPTS, SamplingConfig(), 3, [])
+    assert set(batch["finish_reason"]) == {CUT_SHORT} and not batch.lengths("response_ids").any()
+
+
+def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) -> None:
+    world.sync.sync(5)
+    engine = world.engine(0)
+
+    def lose(prompts: Any, *_: Any, **__: Any) -> Any:
+        engine.kill()
+        error = EngineError("ended", engine="engine-0")
+        ended = Completion([9, 9, 9], [-1.0] * 3, "stop", (WeightSpan("5", 0, 3),))
+        error.begun = (ended, Completion([31], [-2.0], "abort", (WeightSpan("4", 0, 1),)))
+        raise error
+
+    engine.generate = lose
+    batch = world.service.generate(PROMPTS, training=True)
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [[9, 9, 9], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
+    assert batch["finish_reason"].tolist() == ["stop", "length", "length", "length"]
+    assert batch.jagged("response_versions").row(1).tolist() == [4, 5, 5]
+    assert batch.jagged("rollout_log_probs").row(1).tolist() == [-2.0, -0.5, -0.5]
+    assert batch["weight_version"].tolist() == ["5"] * 4 and set(world.service.stale) == {0}
+    assert world.engine(1).calls.count("generate at temperature 0.7") == 2  # its own share, and one answer's rest
+
+
+def test_an_error_of_one_that_still_runs_is_the_callers(world: World) -> None:
+    world.sync.sync(5)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise EngineError("too long", engine="engine-0")
+
+    world.engine(0).generate = refuse
+    with pytest.raises(EngineError, match="engine-0: too long"):
+        world.service.generate(PROMPTS, training=True)
+    assert world.service.stale == {}
+
+
+def test_one_that_hangs_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_rollout, "_SETTLE_S", 0.0)
+    world.sync.sync(5)
+
+    def hang(*_: Any, **__: Any) -> Any:
+        raise EngineSilent("/generate not answered within 3 s", engine="engine-0")
+
+    world.engine(0).generate = hang
+    assert len(world.service.generate(PROMPTS, training=True)) == 4
+    assert "not answered within 3 s" in world.service.stale[0]
+    assert world.settled() == ["up", "up"]
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest_name() -> None:

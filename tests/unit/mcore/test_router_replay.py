@@ -61,16 +61,17 @@ def test_the_client_asks_for_routes_only_when_told_to(stub: Any) -> None:
     assert (
         plain.routes is None and routed.routes is not None and routed.routes.tolist() == routes.reshape(4, 6).tolist()
     )
+    client.close()
     assert "return_routed_experts" not in stub.asked[0][1] and stub.asked[1][1]["return_routed_experts"] is True
 
 
 @pytest.mark.parametrize("encoded", [None, base64.b64encode(np.zeros(7, np.int32).tobytes()).decode(), "", "*"])
 def test_an_answer_without_usable_routes_is_an_error(stub: Any, encoded: str | None) -> None:
     stub.answers_with("/generate", [answer_of([5, 6], **({} if encoded is None else {"routed_experts": encoded}))])
+    client = EngineClient(stub.url, "key of the stub", 5.0, name="e")
     with pytest.raises(EngineError, match="engine e: /generate answered something unexpected"):
-        EngineClient(stub.url, "key of the stub", 5.0, name="e").generate(
-            [[1, 2, 3]], SamplingConfig(), 4, with_routes=True
-        )
+        client.generate([[1, 2, 3]], SamplingConfig(), 4, with_routes=True)
+    client.close()
 
 
 def test_engine_options_follow_the_spec() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hybridflow.cli.main import main
 from hybridflow.config.load import load_config
 from hybridflow.errors import ConfigError
+from hybridflow.models.layout import Coordinates
 from hybridflow.planning.advice import refused, with_values
-from hybridflow.planning.autoplan import auto
+from hybridflow.planning.autoplan import auto, cuts, end_stages
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import Assumed, job_of
 from hybridflow.planning.plan import make_plan
@@ -40,3 +41,22 @@ def test_the_command_writes_a_recipe_that_can_be_planned(tmp_path: Path, capsys:
     assert main([*options, "--auto", "--write", str(tmp_path / "mapped.yaml")]) == 0
     assert main(["plan", "--config-dir", str(tmp_path), "--config-name", "mapped"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("fits")
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "ends"),
+    [(64, 8, (0, 0)), (61, 16, (3, 2)), (61, 8, (7, 6)), (61, 2, (31, 30)), (94, 8, (11, 11)), (94, 4, (23, 23))],
+)
+def test_the_end_stages_of_layers_that_do_not_divide_have_fewer(
+    layers: int, pipeline: int, ends: tuple[int, int]
+) -> None:
+    assert end_stages(layers, pipeline) == ends
+    counts = Coordinates(pp_size=pipeline, first_stage_layers=ends[0], last_stage_layers=ends[1]).stage_layers(layers)
+    assert sum(counts) == layers and max(counts) - min(counts) <= 2
+
+
+def test_layers_that_do_not_divide_are_cut_into_a_pipeline() -> None:
+    config = load_config("grpo-qwen3-235b-a22b-16x8")  # 94 layers
+    training = job_of(config, read_cluster(None, 16, 8)).actor.training
+    ends = {(cut.pipeline, cut.first_stage_layers, cut.last_stage_layers) for cut in cuts(training, 128)}
+    assert {(2, 0, 0), (4, 23, 23), (8, 11, 11), (16, 5, 5)} <= ends

@@ -52,7 +52,8 @@ def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
     [
         ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.expert=12"),  # a layout that does not divide
         ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.pipeline=5"),
-        ("grpo-deepseek-v3-32x8", "actor.parallel.pipeline=2"),  # 61 layers
+        ("grpo-deepseek-v3-32x8", "actor.parallel.first_stage_layers=0"),  # 59 layers over 15 stages
+        ("grpo-deepseek-v3-32x8", "actor.parallel.pipeline=2"),  # 3 and 2 of 61 layers
         ("grpo-qwen3-30b-a3b-4x8", "actor.parallel.expert=1"),  # experts whole on every rank
         ("grpo-llama-3.1-70b-4x8", "actor.parallel.pipeline=1"),
         ("grpo-qwen2.5-32b-2x8", "rollout.tensor=3"),
@@ -61,7 +62,7 @@ def test_every_model_has_grpo_for_two_sizes_and_four_have_ppo() -> None:
         ("grpo-llama-3.1-405b-28x8", "actor.recompute=selective"),
         ("grpo-qwen2.5-7b-1x8", "actor.ppo_mini_batch_size=48"),  # no divisor of the batch
         ("grpo-qwen2.5-7b-1x8", "data.max_response_length=16384"),  # longer than a micro-batch
-        ("grpo-kimi-k2-32x8", "actor.ppo_mini_batch_size=1"),
+        ("grpo-kimi-k2-256x8", "actor.ppo_mini_batch_size=1"),
         ("grpo-mixtral-8x22b-8x8", "actor.max_tokens_per_micro_batch=400000"),
         ("ppo-llama-3.1-70b-4x8", "actor.offload.optimizer=false"),
         ("grpo-qwen3-14b-1x8", "rollout.num_engines=5"),  # more than the devices have room for

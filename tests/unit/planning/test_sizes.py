@@ -23,6 +23,7 @@ CUTS: list[tuple[str, dict[str, int]]] = [
     ("qwen2.5-7b", {"tp_size": 4, "pp_size": 2, "vpp_size": 7}),
     ("mixtral-8x7b", {"tp_size": 2, "pp_size": 4, "vpp_size": 4, "ep_size": 8, "etp_size": 1}),
     ("moonlight-16b-a3b", {"tp_size": 2, "pp_size": 3, "ep_size": 8}),
+    ("qwen3-235b-a22b", {"tp_size": 2, "pp_size": 8, "ep_size": 8, "first_stage_layers": 11, "last_stage_layers": 11}),
     ("glm-4.5-air", {"tp_size": 4, "pp_size": 2, "ep_size": 16, "etp_size": 2}),
 ]
 # GFLOP a token, forward and backward, causal: counted by others for published runs

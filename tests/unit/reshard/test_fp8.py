@@ -24,7 +24,7 @@ from hybridflow.reshard.links import link_loads, staging_peak
 from hybridflow.reshard.planner import make_plan
 from hybridflow.reshard.proof import prove
 from hybridflow.reshard.slices import SlicePlan
-from hybridflow.sync import fp8_cast
+from hybridflow_kernels import fp8_cast
 from tests.models import FAMILIES
 from tests.unit.reshard import fp8_cases as fp8
 from tests.unit.reshard import reshard_cases as cases

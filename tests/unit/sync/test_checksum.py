@@ -14,12 +14,12 @@ from hybridflow.sync.payload import (
     DIGEST_BYTES,
     Digest,
     Payload,
-    device_digest,
     first_difference,
     joined,
     message_key,
     seeds_of,
 )
+from hybridflow_kernels.digest import digest as device_digest
 
 
 def digest_of_host(body: torch.Tensor, seed: int) -> int:
@@ -86,5 +86,5 @@ def test_the_first_message_that_is_another_is_named() -> None:
 def test_the_device_digest_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     body = torch.randint(0, 256, (8 * 1000 + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     whole = digest_of_device(body, 9)
-    monkeypatch.setattr(checksum, "_CHUNK", 7)
+    monkeypatch.setattr("hybridflow_kernels.digest._CHUNK", 7)
     assert digest_of_device(body, 9) == whole

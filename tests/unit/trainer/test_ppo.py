@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.estimators.gae import gae
 from hybridflow.algorithms.whitening import whiten
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import (
@@ -31,6 +30,7 @@ from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.model_role import ModelWorker
+from hybridflow_kernels.scans import gae
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 NAMES = (

@@ -8,11 +8,13 @@ from typing import Any
 
 from hybridflow.engines.sglang import cpu_plugin
 from hybridflow.engines.sglang.closed_sockets import close_sockets
+from hybridflow.engines.sglang.packed_answers import pack_answers
 
 
 def register() -> None:
     """Entry point: runs once in every SGLang process, from `load_plugins()`."""
     close_sockets()
+    pack_answers()
     if not cpu_plugin.wanted():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

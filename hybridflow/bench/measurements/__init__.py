@@ -1,0 +1,1 @@
+"""Built-in measurements, one file each; the file's name is the measurement's."""

@@ -1,0 +1,392 @@
+"""Sums over the vocabulary from which log-probabilities and entropies follow, and their gradients, straight from hidden
+states and the output layer.
+
+Shapes: n rows, h hidden size, v vocabulary rows of this rank. A logit is hidden . weight / temperature; all arithmetic
+on logits is fp32. The torch form holds the logits of `chunk` rows at a time. The kernel forms them tile by tile and
+keeps none; for the backward it writes the gradient of the logits, [n, COLUMNS] at a time, for the two matrix products
+that follow. A row's forward bits on a GPU do not depend on the other rows: its tiles and their order follow from v and
+h alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from hybridflow_kernels import INTERPRETED, TRITON, check, uses_triton
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = 4096  # vocabulary rows whose logit gradients exist at a time, in the backward on a GPU
+LOWEST = -3.0e38  # stands for the maximum of nothing: finite, so that differences with it are numbers
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of the kernels' tiles: rows, vocabulary columns, depth of a product, columns of a program of the forward,
+    and how many row tiles share the columns' way through the cache."""
+
+    rows: int
+    columns: int
+    depth: int
+    split: int
+    group: int
+    warps: int = 8
+    stages: int = 3
+
+
+def tiles_for(dtype: torch.dtype) -> Tiles:
+    """The tiles for inputs of this dtype: small ones in the interpreter, so that tests have several of each."""
+    if INTERPRETED:
+        return Tiles(rows=8, columns=16, depth=8, split=32, group=2)
+    if dtype == torch.float32:
+        return Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
+    return Tiles(rows=128, columns=256, depth=64, split=8192, group=8)
+
+
+def partial_sums(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank's vocabulary rows add to each row's normaliser.
+
+    Args:
+        hidden_NH, weight_VH: [n, h], [v, h] of one dtype.
+        targets_N: [n] int64, the target's row of `weight_VH`; -1 where it is not among them.
+        temperature: divides the logits.
+        with_entropy: whether the third sum is wanted.
+        chunk: rows whose logits exist at a time in the torch form.
+
+    Returns:
+        [n] fp32 highest logit t (-inf where v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 where it
+        is not here), the sum of exp(x - t) (x - t) (0 unless wanted).
+
+    Raises:
+        ValueError: shapes that do not match, another dtype, several devices, or a tensor that is not contiguous.
+    """
+    _check(hidden_NH, weight_VH, targets_N)
+    if not len(weight_VH) or not len(hidden_NH):
+        return hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32), hidden_NH.new_zeros(
+            (3, len(hidden_NH)), dtype=torch.float32
+        )
+    if uses_triton(hidden_NH):
+        return _triton_sums(hidden_NH, weight_VH, targets_N, temperature, with_entropy)
+    tops = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
+    sums = tops.new_zeros((3, len(hidden_NH)))
+    for start in range(0, len(hidden_NH), chunk):
+        rows = slice(start, min(start + chunk, len(hidden_NH)))
+        logits = F.linear(hidden_NH[rows], weight_VH).float().div_(temperature)
+        tops[rows] = top = logits.amax(-1)
+        index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
+        sums[1, rows] = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0.0)
+        shifted = logits.sub_(top[:, None])
+        if with_entropy:
+            exponentials = shifted.exp()
+            sums[0, rows], sums[2, rows] = exponentials.sum(-1), exponentials.mul_(shifted).sum(-1)
+        else:
+            sums[0, rows] = shifted.exp_().sum(-1)
+    return tops, sums
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What the gradient of a row's logits follows from, [n] fp32 each: the gradients of its log-prob and of its entropy
+    (None: the entropy has none), its normaliser log Z and its entropy."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    log_z: torch.Tensor
+    entropies: torch.Tensor
+
+
+def gradients(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    upstream: Upstream,
+    *,
+    temperature: float,
+    chunk: int,
+    of_hidden: bool = True,
+    grad_weight_VH: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """[n, h] gradient of the hidden states in their dtype, of this rank's columns alone; None unless wanted.
+
+    d log p / dx = onehot - p; dH / dx = -p (log p + H). Arguments and errors are those of `partial_sums`, and:
+
+    Args:
+        grad_weight_VH: [v, h] fp32 that the weight's gradient is added to (the main gradient, say). None: not wanted.
+    """
+    _check(hidden_NH, weight_VH, targets_N, grad_weight_VH)
+    grad_hidden = torch.zeros_like(hidden_NH) if of_hidden else None
+    if not len(weight_VH) or not len(hidden_NH):
+        return grad_hidden
+    if uses_triton(hidden_NH):
+        return _triton_gradients(hidden_NH, weight_VH, targets_N, upstream, temperature, of_hidden, grad_weight_VH)
+    for start in range(0, len(hidden_NH), chunk):
+        rows = slice(start, min(start + chunk, len(hidden_NH)))
+        logits = F.linear(hidden_NH[rows], weight_VH).float().div_(temperature)
+        log_p = logits.sub_(upstream.log_z[rows, None])
+        index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
+        from_log_probs = upstream.log_probs[rows]
+        if upstream.entropy is not None:
+            factor = log_p + upstream.entropies[rows, None]
+            factor.mul_(upstream.entropy[rows, None]).add_(from_log_probs[:, None])
+            grad = log_p.exp_().mul_(factor).neg_()
+        else:
+            grad = log_p.exp_().mul_(-from_log_probs[:, None])
+        grad.scatter_add_(-1, index[:, None], torch.where(mine, from_log_probs, 0.0)[:, None])
+        grad = grad.div_(temperature).to(hidden_NH.dtype)
+        if grad_hidden is not None:
+            grad_hidden[rows] = grad @ weight_VH
+        if grad_weight_VH is not None:
+            grad_weight_VH += grad.t() @ hidden_NH[rows]
+    return grad_hidden
+
+
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, grad_weight: torch.Tensor | None = None
+) -> None:
+    check(
+        {"hidden": hidden, "weight": weight, "targets": targets},
+        {"hidden": FLOATS, "weight": (hidden.dtype,), "targets": (torch.int64,)},
+    )
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be [n, h] and [v, h]"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets are {tuple(targets.shape)} for {len(hidden)} rows of hidden states")
+    if grad_weight is not None:
+        check({"hidden": hidden, "grad_weight": grad_weight}, {"grad_weight": (torch.float32,)})
+        if grad_weight.shape != weight.shape:
+            raise ValueError(f"grad_weight is {tuple(grad_weight.shape)} for a weight of {tuple(weight.shape)}")
+
+
+def _triton_sums(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (n, h), v, tiles = hidden.shape, len(weight), tiles_for(hidden.dtype)
+    splits = -(-v // tiles.split)
+    found = hidden.new_empty((3, splits, n), dtype=torch.float32)
+    picked = hidden.new_zeros(n, dtype=torch.float32)
+    _sums_kernel[(-(-n // tiles.rows) * splits,)](
+        hidden,
+        weight,
+        targets,
+        found,
+        picked,
+        n,
+        v,
+        h,
+        splits,
+        temperature,
+        **_constants(tiles, hidden.dtype),
+        SPLIT=tiles.split,
+        ENTROPY=with_entropy,
+        LOWEST=LOWEST,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    tops, exponentials, products = found
+    top = tops.amax(0)
+    shift = tops - top
+    scale = shift.exp()
+    entropy_part = (scale * (products + shift * exponentials)).sum(0) if with_entropy else torch.zeros_like(top)
+    return top, torch.stack([(scale * exponentials).sum(0), picked, entropy_part])
+
+
+def _triton_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    upstream: Upstream,
+    temperature: float,
+    of_hidden: bool,
+    grad_weight: torch.Tensor | None,
+) -> torch.Tensor | None:
+    (n, h), v, tiles = hidden.shape, len(weight), tiles_for(hidden.dtype)
+    columns = min(2 * tiles.split if INTERPRETED else COLUMNS, v)
+    buffer = hidden.new_empty((n, columns))
+    total = hidden.new_zeros((n, h), dtype=torch.float32) if of_hidden else None
+    with_entropy = upstream.entropy is not None
+    for first in range(0, v, columns):
+        part = weight[first : first + columns]
+        grad = buffer.view(-1)[: n * len(part)].view(n, len(part))
+        _logit_gradients_kernel[(-(-n // tiles.rows) * -(-len(part) // tiles.columns),)](
+            hidden,
+            part,
+            targets,
+            upstream.log_probs.contiguous(),
+            upstream.entropy.contiguous() if upstream.entropy is not None else upstream.log_probs,
+            upstream.log_z,
+            upstream.entropies,
+            grad,
+            n,
+            len(part),
+            h,
+            first,
+            temperature,
+            **_constants(tiles, hidden.dtype),
+            ENTROPY=with_entropy,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        if total is not None:
+            total += grad @ part
+        if grad_weight is not None:
+            grad_weight[first : first + columns] += grad.t() @ hidden
+    return None if total is None else total.to(hidden.dtype)
+
+
+def _constants(tiles: Tiles, dtype: torch.dtype) -> dict[str, object]:
+    # bf16 products are wrong in the interpreter of Triton 3.7.1: operands are widened there
+    return {
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "DEPTH": tiles.depth,
+        "GROUP": tiles.group,
+        "WIDEN": INTERPRETED and dtype != torch.float32,
+    }
+
+
+if TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _place(program, num_row_tiles, num_others, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+        """(row tile, other index) of a program: GROUP row tiles walk through the others together."""
+        first = program // (GROUP * num_others) * GROUP
+        size = tl.minimum(num_row_tiles - first, GROUP)
+        inside = program % (GROUP * num_others)
+        return first + inside % size, inside // size
+
+    @triton.jit
+    def _logits(  # type: ignore[no-untyped-def]
+        hidden,
+        weight,
+        rows,
+        columns,
+        n,
+        v,
+        h,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        DEPTH: tl.constexpr,
+        WIDEN: tl.constexpr,
+    ):
+        """[ROWS, COLUMNS] fp32 products of one tile."""
+        depth = tl.arange(0, DEPTH)
+        a = hidden + rows.to(tl.int64)[:, None] * h + depth[None, :]
+        b = weight + columns.to(tl.int64)[None, :] * h + depth[:, None]
+        products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, h, DEPTH):
+            inside = depth < h - start
+            x = tl.load(a, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
+            y = tl.load(b, mask=(columns < v)[None, :] & inside[:, None], other=0.0)
+            if WIDEN:
+                x, y = x.to(tl.float32), y.to(tl.float32)
+            products = tl.dot(x, y, products, input_precision="ieee")
+            a += DEPTH
+            b += DEPTH
+        return products
+
+    @triton.jit
+    def _sums_kernel(  # type: ignore[no-untyped-def]
+        hidden,
+        weight,
+        targets,
+        found,
+        picked,
+        n,
+        v,
+        h,
+        splits,
+        temperature,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        DEPTH: tl.constexpr,
+        GROUP: tl.constexpr,
+        WIDEN: tl.constexpr,
+        SPLIT: tl.constexpr,
+        ENTROPY: tl.constexpr,
+        LOWEST: tl.constexpr,
+    ):
+        """The three sums of ROWS rows over SPLIT vocabulary columns, each relative to its own maximum."""
+        tile, split = _place(tl.program_id(0), tl.cdiv(n, ROWS), splits, GROUP)
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        target = tl.load(targets + rows, mask=rows < n, other=-1)
+        top = tl.full((ROWS,), LOWEST, dtype=tl.float32)
+        exponentials = tl.zeros((ROWS,), dtype=tl.float32)
+        products = tl.zeros((ROWS,), dtype=tl.float32)
+        at_target = tl.zeros((ROWS,), dtype=tl.float32)
+        for start in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, v), COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            x = _logits(hidden, weight, rows, columns, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN) / temperature
+            real = (columns < v)[None, :]
+            at_target += tl.sum(tl.where(columns[None, :] == target[:, None], x, 0.0), 1)
+            highest = tl.maximum(top, tl.max(tl.where(real, x, LOWEST), 1))
+            shifted = x - highest[:, None]
+            exponential = tl.where(real, tl.exp(shifted), 0.0)
+            shift = top - highest
+            scale = tl.exp(shift)
+            if ENTROPY:
+                # relative to the new maximum: exp(x - t') (x - t') = exp(t - t') exp(x - t) ((x - t) + (t - t'))
+                products = scale * (products + shift * exponentials) + tl.sum(
+                    tl.where(real, exponential * shifted, 0.0), 1
+                )
+            exponentials = scale * exponentials + tl.sum(exponential, 1)
+            top = highest
+        place = found + split.to(tl.int64) * n + rows
+        plane = splits.to(tl.int64) * n
+        tl.store(place, top, mask=rows < n)
+        tl.store(place + plane, exponentials, mask=rows < n)
+        tl.store(place + 2 * plane, products, mask=rows < n)
+        here = (target >= split * SPLIT) & (target < (split + 1) * SPLIT)  # one program alone has a row's target
+        tl.store(picked + rows, at_target, mask=(rows < n) & here)
+
+    @triton.jit
+    def _logit_gradients_kernel(  # type: ignore[no-untyped-def]
+        hidden,
+        weight,
+        targets,
+        from_log_probs,
+        from_entropy,
+        log_z,
+        entropies,
+        out,
+        n,
+        v,
+        h,
+        first,
+        temperature,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        DEPTH: tl.constexpr,
+        GROUP: tl.constexpr,
+        WIDEN: tl.constexpr,
+        ENTROPY: tl.constexpr,
+    ):
+        """The gradient of one tile's logits before the temperature, [n, v] for the v vocabulary rows from `first`."""
+        tile, other = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(v, COLUMNS), GROUP)
+        rows, columns = tile * ROWS + tl.arange(0, ROWS), other * COLUMNS + tl.arange(0, COLUMNS)
+        x = _logits(hidden, weight, rows, columns, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN) / temperature
+        real = rows < n
+        log_p = x - tl.load(log_z + rows, mask=real, other=0.0)[:, None]
+        upstream = tl.load(from_log_probs + rows, mask=real, other=0.0)
+        target = tl.load(targets + rows, mask=real, other=-1) - first
+        factor = tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + upstream[:, None]
+        if ENTROPY:
+            entropy = tl.load(entropies + rows, mask=real, other=0.0)
+            factor += tl.load(from_entropy + rows, mask=real, other=0.0)[:, None] * (log_p + entropy[:, None])
+        grad = tl.where(columns[None, :] == target[:, None], upstream[:, None], 0.0) - tl.exp(log_p) * factor
+        place = out + rows.to(tl.int64)[:, None] * v + columns[None, :]
+        value = (grad / temperature).to(out.dtype.element_ty)
+        tl.store(place, value, mask=real[:, None] & (columns < v)[None, :])

@@ -1,0 +1,126 @@
+"""The gate stays quiet between equal runs on a restless machine and finds a slowdown of a fifth, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybridflow.bench.gate import compare, interval, outliers
+from hybridflow.bench.result import Metric, Reference, fingerprint_of
+from tests.unit.bench.samples import METRICS, simulated
+
+TRIES = 20
+NODES = ("n1", "n2", "n3", "n4")
+
+
+def slower(a: int, b: int, slow: dict[tuple[str, str], float] | None = None) -> list[str]:
+    """Names of the metrics that the gate finds slower in run `b`."""
+    found = compare(simulated(a), simulated(b, slow=slow))
+    return [change.name for change in found.changes if change.verdict == "slower"]
+
+
+def test_equal_runs_compare_clean() -> None:
+    clean = sum(slower(100 + i, 200 + i) == [] for i in range(TRIES))
+    assert clean >= 19
+
+
+def test_a_metric_that_is_a_fifth_slower_is_named() -> None:
+    found = 0
+    for i in range(TRIES):
+        name = f"room{i % METRICS}/seconds"
+        found += slower(300 + i, 400 + i, {("", name): 1.2}) == [name]
+    assert found >= 18
+
+
+def test_medians_of_the_values_alone_would_raise_false_alarms() -> None:
+    """The reason for ratios: without them the same runs differ by more than a tenth in many tries."""
+    alarms = 0
+    for i in range(TRIES):
+        first, second = simulated(100 + i), simulated(200 + i)
+        pairs = zip(first.metrics, second.metrics, strict=True)
+        alarms += any(other.value / one.value > 1.1 for one, other in pairs)
+    assert alarms >= TRIES // 4
+
+
+def test_equal_nodes_do_not_stand_out() -> None:
+    assert sum(outliers(simulated(500 + i, NODES)) == () for i in range(TRIES)) >= 19
+
+
+def test_one_of_four_nodes_that_is_a_fifth_slower_is_named() -> None:
+    found = 0
+    for i in range(TRIES):
+        node = NODES[i % 4]
+        slow = {(node, f"room{number}/seconds"): 1.2 for number in range(METRICS)}
+        named = outliers(simulated(600 + i, NODES, slow))
+        found += bool(named) and {outlier.node for outlier in named} == {node}
+    assert found >= 18
+
+
+def test_of_two_nodes_the_slower_one_is_named() -> None:
+    slow = {("n2", "room3/seconds"): 1.3}
+    assert [(o.node, o.name) for o in outliers(simulated(7, ("n1", "n2"), slow))] == [("n2", "room3/seconds")]
+
+
+def test_a_faster_run_passes_and_a_missing_metric_does_not() -> None:
+    first = simulated(1)
+    faster = compare(first, simulated(2, slow={("", "room1/seconds"): 0.7}))
+    assert [c.name for c in faster.changes if c.verdict == "faster"] == ["room1/seconds"] and faster.exit_code == 0
+    fewer = compare(first, replace(first, metrics=first.metrics[1:]))
+    assert fewer.exit_code == 1 and fewer.changes[0].verdict == "only in A"
+    assert compare(replace(first, metrics=first.metrics[1:]), first).exit_code == 0
+
+
+def test_other_hardware_is_said_and_not_judged() -> None:
+    first = simulated(1)
+    print_of = fingerprint_of({"cores": 8, "memory_gib": 24.0, "accelerators": []})
+    found = compare(first, replace(simulated(2, slow={("", "room1/seconds"): 2.0}), fingerprint=print_of))
+    assert found.exit_code == 3 and found.differences["hardware"] == ["cores: 2 → 8"]
+    assert {change.verdict for change in found.changes} == {"not judged"}
+
+
+def test_other_software_is_said_and_judged() -> None:
+    first = simulated(1)
+    software = {**first.fingerprint, "software": {"packages": {"torch": "2.0"}}}
+    found = compare(first, replace(first, fingerprint=software))
+    assert found.exit_code == 0 and "packages.torch: None → 2.0" in found.differences["software"]
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(100, "same"), (104, "same"), (106, "slower"), (90, "faster")])
+def test_counts_are_compared_as_they_are(value: float, verdict: str) -> None:
+    first = replace(simulated(1), metrics=(Metric("plan", "plan/slices", "count", "lower", (100.0,)),))
+    second = replace(first, metrics=(Metric("plan", "plan/slices", "count", "lower", (value,)),))
+    assert [change.verdict for change in compare(first, second).changes] == [verdict]
+
+
+def test_without_a_reference_or_with_few_rounds_nothing_is_judged() -> None:
+    rounds = (1.0, 1.1, 1.2, 1.3, 1.4)
+    bare = Metric("x", "bare/seconds", "s", "lower", rounds)
+    few = Metric("x", "few/seconds", "s", "lower", (1.0, 1.1), Reference("copy", (1.0, 1.0)))
+    first = replace(simulated(1), metrics=(bare, few))
+    found = compare(first, first).changes
+    assert [change.verdict for change in found] == ["not judged"] * 2
+    assert "nothing was measured next to it" in found[0].why and "5 are needed" in found[1].why
+
+
+def test_higher_is_better_for_rates() -> None:
+    def run(factor: float, seed: int) -> Metric:
+        base = simulated(seed).metrics[0]
+        assert base.limit is not None
+        rates = tuple(factor / one for one in base.rounds)
+        return replace(base, unit="GB/s", better="higher", rounds=rates,
+                       limit=Reference("copy", tuple(1 / one for one in base.limit.rounds)))  # fmt: skip
+
+    first, second = (replace(simulated(1), metrics=(run(*pair),)) for pair in ((1.0, 1), (0.75, 2)))
+    assert [c.verdict for c in compare(first, second).changes] == ["slower"]
+    assert [c.verdict for c in compare(second, first).changes] == ["faster"]
+
+
+def test_the_answer_is_the_same_each_time_and_lies_between_its_ends() -> None:
+    import numpy as np
+
+    values = np.random.default_rng(0).normal(0.1, 0.1, 30)
+    first = interval(values, np.zeros(1), 0.01, seed=3)
+    assert first == interval(values, np.zeros(1), 0.01, seed=3)
+    assert first[0] < first[1] < first[2]
+    assert interval(values, np.zeros(1), 0.2, seed=3)[0] > first[0]
