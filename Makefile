@@ -5,7 +5,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full faults lint type arch schema hooks bench clean \
+.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full gpu faults lint type arch schema hooks bench clean \
   distclean
 
 help: ## list the targets
@@ -34,6 +34,9 @@ test-fast: setup-dev ## tests that start no engine and no cluster (under 2 minut
 
 test-full: setup-dev setup-slurm ## every test
 	@$(TESTS) $(ARGS)
+
+gpu: setup-dev ## what only a GPU can show, on one GPU; says so and runs nothing where there is none (status 5)
+	@$(PY) -m tests.gpu $(ARGS)
 
 faults: setup-dev ## disturb whole runs at seeded moments; ARGS="--campaigns 15 --seed 1", then ARGS="--table"
 	@$(PY) -m tests.faults $(ARGS)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from hybridflow.batch import DataProto
+from hybridflow.bench.measurements.base import interleaved
 from support import batches, peer
-from support.report import Figure, faster, interleaved, median, write
+from support.report import Figure, faster, median, write
 
 ROUNDS = 7
 TOTAL = 445_000_000

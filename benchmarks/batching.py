@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hybridflow.bench.measurements.base import interleaved
 from hybridflow.data.packing import balance, pack
 from support import peer
-from support.report import Figure, faster, interleaved, median, write
+from support.report import Figure, faster, median, write
 
 ROUNDS = 5
 BUDGET = 16384

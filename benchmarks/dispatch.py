@@ -29,10 +29,11 @@ import numpy as np
 import psutil
 
 from hybridflow.batch import DataProto
+from hybridflow.bench.measurements.base import interleaved
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 from support import batches, peer
-from support.report import Figure, faster, interleaved, median, write
+from support.report import Figure, faster, median, write
 from support.workers import Echo, peer_worker, plain_actor
 
 ROUNDS, CALLS = 11, 200

@@ -11,9 +11,10 @@ if __name__ == "__main__":
 import torch
 
 from hybridflow.algorithms.whitening import whiten
+from hybridflow.bench.measurements.base import interleaved
 from hybridflow_kernels.scans import gae
 from support import peer
-from support.report import Figure, faster, interleaved, median, write
+from support.report import Figure, faster, median, write
 
 ROUNDS, ROWS, LONGEST, GAMMA, LAM = 5, 1024, 7168, 1.0, 0.95
 

@@ -18,9 +18,10 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from hybridflow.bench.measurements.base import interleaved
 from support import peer
 from support.pool import Pool, free_port
-from support.report import Figure, faster, interleaved, median, write
+from support.report import Figure, faster, median, write
 
 ROUNDS = 9
 MIB = 1 << 20

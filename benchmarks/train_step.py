@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from hybridflow.batch import DataProto, Jagged
+from hybridflow.bench.measurements.base import interleaved
 from hybridflow.device.platform import Platform
 from support.pool import free_port
-from support.report import Figure, interleaved, median, write
+from support.report import Figure, median, write
 
 ROUNDS = 7
 # config.json of Qwen/Qwen3-30B-A3B with 4 of its 48 layers

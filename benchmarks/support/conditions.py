@@ -6,14 +6,7 @@ from __future__ import annotations
 import os
 import sys
 
-# One thread, and torch's allocator on huge pages as numpy's is: otherwise the allocator decides, not the code.
-REQUIRED = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from hybridflow.bench.run import CONDITIONS as REQUIRED
 
 
 def ensure() -> None:

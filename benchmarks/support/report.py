@@ -6,11 +6,12 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.bench.run import RESULT_VARIABLE
 from hybridflow.observe.environment import describe_environment
 from support import conditions, peer
 
@@ -32,20 +33,6 @@ class Figure:
     share: float | None = None
 
 
-def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Seconds of each side in each round; every round runs all sides, in an order that turns, so that a disturbance
-    hits all."""
-    names, seconds = list(sides), {name: [] for name in sides}
-    for turn in range(warm_up + rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            sides[name]()
-            took = time.perf_counter() - start
-            if turn >= warm_up:
-                seconds[name].append(took)
-    return seconds
-
-
 def faster(metric: str, ours: float, theirs: float, name: str, unit: str = "s", limit: float | None = None) -> Figure:
     """A figure of durations: smaller is better."""
     return Figure(metric, ours, unit, name, theirs, theirs / ours, limit, limit / ours if limit else None)
@@ -58,17 +45,20 @@ def median(values: list[float]) -> float:
 
 
 def write(name: str, figures: list[Figure], conditions_text: Mapping[str, Any]) -> None:
-    """`results/NAME.json`, the list of figures, and `results/NAME.environment.json` beside it; prints a table."""
-    RESULTS.mkdir(exist_ok=True)
+    """`results/NAME.json`, the list of figures, and `results/NAME.environment.json` beside it; prints a table. Where
+    `hybridflow bench run` asks, a list of figures where it says, and no other file."""
     rounded = [{key: _rounded(value) for key, value in asdict(figure).items()} for figure in figures]
-    (RESULTS / f"{name}.json").write_text(json.dumps(rounded, indent=2) + "\n")
+    asked = os.environ.get(RESULT_VARIABLE)
+    target = Path(asked) if asked else RESULTS / f"{name}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(rounded, indent=2) + "\n")
     environment = describe_environment() | {
         "peer": peer.versions(),
         "conditions": {**conditions.REQUIRED, **conditions_text},
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "date": time.strftime("%Y-%m-%d"),
     }
-    (RESULTS / f"{name}.environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    target.with_name(f"{target.stem}.environment.json").write_text(json.dumps(environment, indent=2) + "\n")
     for row in rounded:
         against = f"  {row['peer']}: {row['peer_value']}  ratio {row['ratio']}" if row["peer"] else ""
         share = f"  limit {row['limit']}  share {row['share']}" if row["limit"] is not None else ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import jinja2
+from markupsafe import Markup
 
 from hybridflow.bench import show
 from hybridflow.bench.gate import outliers
@@ -23,12 +25,14 @@ def page(results: Sequence[Result]) -> str:
     names = list(dict.fromkeys(metric.name for metric in last.metrics))
     cells = {(one.name, one.node): one for one in last.metrics}
     worse = {(one.name, one.node): one for one in found}
+    rows = [show.row(metric) for metric in last.metrics if not metric.node]
+    shown = [any(row[place] for row in rows) for place in range(len(show.COLUMNS))]  # empty columns are left out
     return environment.get_template("page.html.j2").render(
         last=last,
         about=SUITES.get(last.suite, ""),
         count=len(results),
-        columns=show.COLUMNS,
-        rows=[show.row(metric) for metric in last.metrics if not metric.node],
+        columns=[column for column, kept in zip(show.COLUMNS, shown, strict=True) if kept],
+        rows=[[cell for cell, kept in zip(row, shown, strict=True) if kept] for row in rows],
         nodes=last.nodes,
         by_node=[
             (name, _unit(last, name), [(cells.get((name, node)), worse.get((name, node))) for node in last.nodes])
@@ -76,4 +80,5 @@ def _history(results: Sequence[Result]) -> list[Drawn]:
         draw(Chart(name, [Series(node, points, place % 8) for place, (node, points) in enumerate(nodes.items())], unit))
         for (name, unit), nodes in lines.items()
     ]
-    return [chart for chart in drawn if chart is not None]
+    # the axis of these charts counts runs
+    return [replace(one, svg=Markup(one.svg.replace(">step<", ">run<"))) for one in drawn if one is not None]

@@ -137,7 +137,9 @@ def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
                 words, env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=limit_s, check=False
             ).returncode
         if code == 0 and out.exists():
-            return results.read(out)
+            found = results.read(out)
+            metrics = tuple(replace(metric, measurement=label) for metric in found.metrics)
+            return replace(found, metrics=metrics)
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         why = last[-1][:_LAST].removeprefix("hybridflow: ") if last else f"it ended with status {code} in silence"
         return replace(empty, not_run=(NotRun(label, why, job.node),))

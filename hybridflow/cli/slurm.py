@@ -20,6 +20,7 @@ examples:
   hybridflow slurm render --config-name tiny-moe-grpo > job.sbatch    the same file, to read or to edit
   hybridflow slurm submit --config-name NAME --spares 1 --max-restarts 5 --sbatch=--constraint=h200
   hybridflow slurm submit --config-name NAME --array 1-3 seed=%a name=sweep-%a
+  hybridflow slurm submit --bench preflight --nodes 16                every node at the same time; names slow ones
   hybridflow slurm status 1234
   hybridflow slurm logs 1234 --follow
   hybridflow slurm cancel 1234
@@ -30,7 +31,7 @@ defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml s
 OPTIONS = (
     *("--job", "--nodes", "--other-nodes", "--other-sbatch", "--spares", "--gpus-per-node", "--partition"),
     *("--account", "--time", "--array", "--dependency", "--max-restarts", "--grace", "--site", "--sbatch"),
-    *("--output-dir", "--follow"),
+    *("--output-dir", "--follow", "--bench"),
 )
 
 
@@ -57,7 +58,8 @@ def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> N
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config-name", required=True, metavar="NAME", help="a recipe")
+    add("--config-name", metavar="NAME", help="a recipe")
+    add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, in place of a recipe")
     add("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add("--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need")
@@ -130,6 +132,10 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     """The job that the options ask for, its recipe checked as `train` checks it."""
+    if args.bench:
+        return _bench_job(args)
+    if args.config_name is None:
+        raise ConfigError("--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench SUITE")
     from dataclasses import replace
 
     from hybridflow.config import derived
@@ -176,5 +182,37 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         max_restarts=args.max_restarts,
         grace_s=args.grace,
         options=tuple(args.sbatch),
+    )
+    return job, site
+
+
+def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
+    """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
+    from dataclasses import replace
+
+    from hybridflow.bench.run import chosen
+    from hybridflow.launch.job import Job
+    from hybridflow.launch.site import read_site
+
+    refused = {"--config-name": args.config_name, "--spares": args.spares, "--other-nodes": args.other_nodes,
+               "--array": args.array, "settings": args.overrides}  # fmt: skip
+    if given := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"--bench {args.bench} runs no recipe; leave out {', '.join(given)}")
+    chosen(args.bench)
+    site, here = read_site(args.site), Path.cwd()
+    site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    out = here / "runs" / "bench" / "slurm"
+    job = Job(
+        name="bench-" + "".join(letter if letter.isalnum() else "-" for letter in args.bench),
+        words=("bench", "run", args.bench),
+        workdir=here,
+        out=out,
+        run_dir=out,
+        nodes=args.nodes or 1,
+        gpus_per_node=site.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node,
+        time=args.time or site.time or "00:20:00",
+        dependency=args.dependency,
+        options=tuple(args.sbatch),
+        body="bench.sh",
     )
     return job, site

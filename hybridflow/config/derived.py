@@ -211,6 +211,16 @@ def pool_of(config: RunConfig, section: str) -> str:
     return getattr(config, section).pool or section
 
 
+def shares_devices(config: RunConfig) -> bool:
+    """Whether engines use the devices of the trainer's ranks, in turns with them."""
+    return pool_of(config, "rollout") == "actor"
+
+
+def alternates(config: RunConfig) -> bool:
+    """Whether engines release the devices that they share with the trainer while it uses them, from their start on."""
+    return shares_devices(config) and config.rollout.sleep_while_training and not config.cluster.in_process
+
+
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:
     """The layout of a role: its own, or the actor's where it lives in the actor's processes."""
     layout: ParallelConfig = getattr(config, layout_section(config, role)).parallel

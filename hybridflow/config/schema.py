@@ -311,7 +311,8 @@ class SyncConfig:
     """How new weights reach the engines after a step: slices from each Megatron rank to each engine rank, one
     transaction an engine."""
 
-    transport: Annotated[str, TRANSPORT] = "auto"  # auto: p2p with GPUs, else tcp
+    # auto: with GPUs cuda_ipc where engines use those of the trainer and p2p elsewhere, else tcp
+    transport: Annotated[str, TRANSPORT] = "auto"
     # staged: every rank has everything before any copies (one more shard of memory); in_place: written as it comes, and
     # an engine whose transfer fails is left out until the next; null: in_place on GPUs, where memory is short, else
     # staged

@@ -53,6 +53,11 @@ class Platform:
         return "p2p" if self.kind == "cuda" else "tcp"
 
     @property
+    def colocated_transport(self) -> str:
+        """The one of `sync.transports` between processes that share devices."""
+        return "cuda_ipc" if self.kind == "cuda" else self.weight_transport
+
+    @property
     def cache_bytes(self) -> int:
         """Size of pieces that stay in a core's cache while they are read several times; 0 where pieces do not help."""
         return 0 if self.kind == "cuda" else 1 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from hybridflow.errors import HybridFlowError
@@ -59,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     for step in (check, choose):
         step.add_argument("--hosts", required=True, help="all nodes of the allocation, with spaces between")
 
+    health = steps.add_parser("health", help="for a prolog: exit status 1 when something is wrong here")
+    health.add_argument("--gpus", type=int, default=0)
+    health.add_argument("--min-free-gib", type=float, default=5.0)
+    health.add_argument("--min-shm-gib", type=float, default=1.0)
+    health.set_defaults(handler=_health)
+
     end = steps.add_parser("verdict", help="say why the job ended; exit status 75 asks for a requeue")
     end.add_argument("--job-dir", type=Path, required=True)
     end.add_argument("--restart", type=int, required=True)
@@ -77,6 +84,13 @@ def _preflight(args: argparse.Namespace) -> int:
     record = preflight.check_node(_node_name(), args.hosts.split(), args.dir, wanted, args.timeout)
     preflight.print_record(record)
     return 0
+
+
+def _health(args: argparse.Namespace) -> int:
+    wanted = preflight.Wanted(args.gpus, args.min_free_gib, args.min_shm_gib)
+    problems = preflight.problems_here(Path(tempfile.gettempdir()), wanted)
+    print("; ".join(problems) or "in order", flush=True)
+    return int(bool(problems))
 
 
 def _judge(args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ class Job:
         other_nodes: how many of them are the second part of a heterogeneous job, with `other_options` of sbatch.
         spares: further nodes, which take the place of bad ones.
         grace_s: seconds for a checkpoint before Slurm takes the nodes.
+        body: the file of launch/slurm/ that follows the settings; a site's `body` takes the place of job.sh alone.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Job:
     max_restarts: int = 3
     grace_s: int = 180
     options: tuple[str, ...] = ()
+    body: str = "job.sh"
 
 
 def nodes_of(config: RunConfig, job: str = "train") -> int:
@@ -82,7 +84,7 @@ def render(job: Job, site: Site) -> str:
         ConfigError: numbers that do not fit together, or a site's `body` that cannot be read.
     """
     check(job)
-    path = Path(site.body) if site.body else launch_dir() / "slurm" / "job.sh"
+    path = Path(site.body) if site.body and job.body == "job.sh" else launch_dir() / "slurm" / job.body
     try:
         body = path.read_text(encoding="utf-8")
     except OSError as error:

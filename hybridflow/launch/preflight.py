@@ -205,6 +205,21 @@ def _said(host: str, errors: str) -> str:
     return f" ({lines[-1].strip()})" if lines else ""
 
 
+def problems_here(folder: Path, wanted: Wanted) -> list[str]:
+    """What this node lacks, and whether `folder` takes a file that reaches the disk."""
+    _, problems = _resources(folder, wanted)
+    probe = folder / f".hybridflow-{os.getpid()}"
+    try:
+        with probe.open("wb") as stream:
+            stream.write(b"x" * 4096)
+            os.fsync(stream.fileno())
+    except OSError as error:
+        problems.append(f"{folder} takes no file ({error})")
+    finally:
+        probe.unlink(missing_ok=True)
+    return problems
+
+
 def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
     """Facts about this machine, and what falls short."""
     temporary = Path(tempfile.gettempdir())

@@ -55,7 +55,7 @@ def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
 def transformer_config(
     family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none"
 ) -> TransformerConfig:
-    """Megatron's config: what the family says, the layout, and no fusion that needs a CUDA extension."""
+    """Megatron's config: what the family says, the layout, and what the device at hand allows (`device_settings`)."""
     is_cuda, params_dtype = Platform.detect().kind == "cuda", DTYPES[dtype]
     settings: dict[str, Any] = {
         "activation_func": F.silu,
@@ -79,26 +79,40 @@ def transformer_config(
         # the values are overwritten from the HF side, but without initialisation Megatron does not mark its parameters
         # as tensor-parallel (tensor_parallel/layers.py), and the gradient norm then misses the other ranks' shares
         "perform_initialization": True,
-        "use_cpu_initialization": not is_cuda,
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": is_cuda,
-        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,  # its kernel is Apex's, which the output layer would ask for
+        "bias_dropout_fusion": False,  # there is no dropout, and no bias to add with it
+        "masked_softmax_fusion": False,  # of attention with a mask; packed samples have none
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": parallel.moe_dispatcher,
-        "deallocate_pipeline_outputs": False,
         # losses return (sum, count); gradients are divided once, by the global count
         "calculate_per_token_loss": True,
         **schedule_settings(parallel),
         **RECOMPUTE[recompute],
     }
     settings |= family.megatron_config()
+    settings |= device_settings(family, is_cuda, bootstrap.HAVE_TRANSFORMER_ENGINE)
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     config = kind(**settings)
     set_attention_factor(config, family.rotary)
     return config
+
+
+def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> dict[str, Any]:
+    """What of Megatron's config depends on the device and on Transformer Engine. docs/platforms.md lists it."""
+    is_latent, is_mixture = (
+        bool(family.megatron_config().get(name)) for name in ("multi_latent_attention", "num_moe_experts")
+    )
+    # its kernel for packed samples knows no factor of cosines and sines (rope_utils.py:295), and of latent attention
+    # YaRN alone (transformer_config.py:2068); without it each layer waits for the lengths of the samples
+    fuses_rope = transformer_engine and not is_latent and family.rotary.attention_factor == 1.0
+    return {
+        "use_cpu_initialization": not is_cuda,
+        "persist_layer_norm": is_cuda,
+        "deallocate_pipeline_outputs": is_cuda,  # a sent activation is kept by its graph alone
+        "bias_activation_fusion": transformer_engine,  # SwiGLU, and its product with the routers' weights
+        "apply_rope_fusion": fuses_rope,
+        "moe_permute_fusion": transformer_engine and is_mixture,
+    }
 
 
 def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> list[GPTModel]:

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,13 @@ def write_environment(run_dir: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def note_in_environment(run_dir: str | Path, key: str, facts: Mapping[str, str]) -> None:
+    """Add what is known later than the start of a run to its `environment.json`."""
+    path = Path(run_dir) / "environment.json"
+    found = json.loads(path.read_text(encoding="utf-8")) | {key: dict(facts)}
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def _packages() -> dict[str, str]:

@@ -54,7 +54,7 @@ class SliceSync:
         """
         wait = answer_deadline(self.sync_config.timeout_s) + _MARGIN_S
         platform = Platform(self.policy.run(PolicyWorker.device_kind))
-        self._transport = chosen(self.sync_config.transport, platform)
+        self._transport = chosen(self.sync_config.transport, platform, derived.shares_devices(self.config))
         self._staged = derived.is_staged(self.config, platform.kind)
         if TRANSPORTS.get(self._transport).needs_folder:
             self._folder.mkdir(parents=True, exist_ok=True)

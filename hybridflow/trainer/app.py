@@ -53,7 +53,7 @@ from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.folder import exclusive, make_room
 from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
-from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps
+from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps, tell_backend
 from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.preload import Preload
@@ -154,6 +154,7 @@ class _Job:
         groups: dict[str, WorkerGroup | InProcessGroup] = {}
         if shared:
             groups |= dict.fromkeys(shared, self._start_shared(cluster, [specs[role] for role in shared]))
+            tell_backend(groups[shared[0]], self.session.folder, self.progress.message)
         own = [role for role in roles if role not in shared]
         return groups | {role: self._start_own(cluster, specs[role]) for role in own if cluster is not None}
 
@@ -189,16 +190,14 @@ class _Job:
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
         """The engines, which go on starting in the background where they have processes of their own."""
-        config = self.config.rollout
-        dtype, quantization = self.config.model.dtype, config.quantization
-        folder = assets.write_engine_folder(
-            self.session.folder / "model", self.hf_config, dtype, self.tokenizer, quantization
-        )
+        target, dtype, fp8 = self.session.folder / "model", self.config.model.dtype, self.config.rollout.quantization
+        folder = assets.write_engine_folder(target, self.hf_config, dtype, self.tokenizer, fp8)
         if cluster is None:
             return EngineHere(self.config, folder.resolve(), self.session.folder / "logs", self.tokenizer.stop_ids)
         told = self.session.note_restart("engine_restarts", self.progress.message, "engines start again: ")
         workers, others = self._start_engine_workers(cluster, folder)
-        return EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
+        engines = EngineProcesses(workers, others, self.config, self.tokenizer.stop_ids, told)
+        return engines.give_way(self.progress)
 
     def _start_engine_workers(self, cluster: Cluster, folder: Path) -> tuple[WorkerGroup, WorkerGroup | None]:
         """The workers on the engines' first nodes, and on their others if they have any."""
@@ -261,7 +260,7 @@ def _train(job: _Job) -> dict[str, Any]:
     engines, workers = _both(
         lambda: job.start_engines(cluster),
         lambda: job.start_roles(cluster, roles, trained),
-        at_once=cluster is not None,
+        at_once=cluster is not None and not derived.alternates(config),
     )
     policy = PolicyGroup(workers["actor"], config)
     job.warm_start(policy, engines.check_starting)
@@ -287,6 +286,7 @@ def _train(job: _Job) -> dict[str, Any]:
         trainer.start_from_present_weights()
         if config.sft.steps:
             trainer.save()  # a run that is killed from here on does not repeat the warm start
+    trainer.phases.make_room()
     engines.wait_ready(job.progress)
     training = {role: apart[role] for role in roles if role in trained and role in apart}
     groups = {role: group for role, group in training.items() if role == "actor" or group is not training["actor"]}

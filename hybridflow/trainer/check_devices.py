@@ -21,12 +21,6 @@ def check_devices(config: RunConfig, kind: str) -> None:
             "its own kernels; set rollout.quantization=null; `hybridflow reshard plan --engine-dtype fp8` plans and "
             "proves such a transfer on any machine"
         )
-    if kind == "cuda" and derived.pool_of(config, "rollout") == "actor":
-        # ncclInvalidUsage, "Duplicate GPU detected": the communicator of a weight sync has a rank on either side
-        raise ConfigError(
-            "rollout.pool=actor puts engines and trainer on the same GPUs, and no transport carries weights there "
-            "yet: NCCL takes each GPU once; set rollout.pool=null, which gives the engines GPUs of their own"
-        )
 
 
 def _check_transport(config: RunConfig, kind: str) -> None:
@@ -37,6 +31,12 @@ def _check_transport(config: RunConfig, kind: str) -> None:
         raise ConfigError(
             f"rollout.sync.transport={name} carries {', '.join(transport.devices).upper()} buffers, and the weights "
             f"lie on {kind} devices here; use auto or {', '.join(others)}"
+        )
+    if kind == "cuda" and derived.shares_devices(config) and not transport.shares_devices:
+        others = [one for one in others if TRANSPORTS.get(one).shares_devices]
+        raise ConfigError(
+            f"rollout.pool=actor puts engines and trainer on the same GPUs, and rollout.sync.transport={name} does not "
+            f"go there: NCCL takes each GPU once; use auto or {', '.join(others)}, or set rollout.pool=null"
         )
     several = f"cluster.nodes={cluster.nodes}" if cluster.nodes > 1 else ""
     if nodes > 1 and cluster.address is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import ENGINES, LocalEngine
 from hybridflow.observe.progress import Progress
@@ -59,6 +60,14 @@ class EngineProcesses:
         self.engines = EngineGroup(workers, config, stop_ids, others)
         self._weights: SliceSync | None = None
 
+    def give_way(self, progress: Progress) -> EngineProcesses:
+        """Where the trainer's ranks come to the same devices, wait until the engines have started and released them."""
+        if derived.alternates(self.config):
+            with progress.stage("wait for the engines to start and to release the GPUs"):
+                self.engines.wait_ready()
+                self.engines.sleep()
+        return self
+
     def check_starting(self) -> None:
         """Raise at once when an engine has failed to start."""
         self.engines.check_starting()
@@ -78,6 +87,8 @@ class EngineProcesses:
         assert self._weights is not None
         with progress.stage("wait for the engines"):
             self.engines.wait_ready()
+        if derived.alternates(self.config):
+            self.engines.wake(("weights",))
         with progress.stage("plan the weight sync"):
             plan = self._weights.prepare()
         progress.message(plan)

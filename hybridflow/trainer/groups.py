@@ -16,6 +16,7 @@ from hybridflow.data.custom import COLUMNS
 from hybridflow.data.packing import balanced_order, update_order
 from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.errors import HybridFlowError
+from hybridflow.observe.environment import note_in_environment
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import SCORING
 from hybridflow.rollout.service import as_batch, generate_method
@@ -27,6 +28,18 @@ from hybridflow.workers.losses import policy_loss_columns
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleWorker
+
+
+def tell_backend(actor: WorkerGroup | InProcessGroup, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Say what computes the policy's layers, and record it in the run's `environment.json`."""
+    facts: Mapping[str, str] = actor.run(PolicyWorker.describe)
+    note_in_environment(run_dir, "policy", facts)
+    say("the policy computes with " + ", ".join(f"{name} {value}" for name, value in facts.items()))
+    if facts["backend"] == "torch (cuda)":
+        say(
+            "warning: Transformer Engine could not be imported, so layers on GPUs are torch's: slower, without its "
+            "fused kernels; docs/platforms.md lists what is off"
+        )
 
 
 class ModelGroup:

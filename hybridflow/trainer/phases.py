@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.residency import PARTS
 from hybridflow.rollout.protocols import RolloutService
@@ -38,7 +39,7 @@ class Phases:
         offload = config.actor.offload
         self._policy_sleeps = offload.weights or offload.gradients or offload.optimizer
         self._engines_sleep = config.rollout.sleep_while_training
-        self._engines_asleep = False
+        self._engines_asleep = derived.alternates(config)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -52,17 +53,21 @@ class Phases:
         if self._policy_sleeps:
             self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
 
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        """Weights on both sides; then the policy's leave, and only then do the engines allocate their cache again.
+    def make_room(self) -> None:
+        """Leave the policy's weights alone on the device.
 
-        The other roles are off the device by then: their methods bring in what they need and take it off again. A role
-        that is not has just been started, or started again.
+        The other roles are off it by then: their methods bring in what they need and take it off again. A role that is
+        not has just been started, or started again.
         """
         for role in self._offloaded:
             role.run(RoleWorker.sleep, PARTS)
         if self._policy_sleeps:
             self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Weights on both sides; then the policy's leave, and only then do the engines allocate their cache again."""
+        self.make_room()
         if self._engines_asleep:
             self.engines.wake(("weights",))
         yield

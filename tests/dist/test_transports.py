@@ -14,7 +14,12 @@ from tests.dist.harness.ranks import TORCH, run_ranks
 
 pytestmark = pytest.mark.slow
 
-TRANSPORTS = BUILT_IN.names()
+# those of CPU buffers, what stands for memory of a GPU, and a session over two nodes that uses both
+DEVICE_TWIN = Path(__file__).parent / "harness/device_twin.py"
+TRANSPORTS = (
+    *(name for name in BUILT_IN.names() if "cpu" in BUILT_IN.get(name).devices),
+    *(f"{DEVICE_TWIN}:{name}" for name in ("device_twin", "two_nodes")),
+)
 Facts = list[dict[str, Any]]
 
 
@@ -26,13 +31,13 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, Path]:
     return run_ranks(7, "tests.dist.cases.transport:all_syncs", timeout_s=500, loaded=TORCH, **arguments), folder
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=TRANSPORTS, ids=cases.entry_name)
 def good(request: pytest.FixtureRequest, everything: tuple[Facts, Path]) -> tuple[str, Facts]:
     """What each rank saw in good syncs."""
     return request.param, [rank[request.param]["good"] for rank in everything[0]]
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=TRANSPORTS[:-1], ids=cases.entry_name)
 def bad(request: pytest.FixtureRequest, everything: tuple[Facts, Path]) -> tuple[str, Facts, Path]:
     """What each of the first six ranks saw of faults."""
     return request.param, [rank[request.param]["bad"] for rank in everything[0][:6]], everything[1]
@@ -135,4 +140,5 @@ def test_after_every_fault_a_new_session_works_and_nothing_is_left(bad: tuple[st
     assert [rank["after"]["error"] for rank in facts] == [""] * 6
     assert [rank["after"]["right"] for rank in facts[cases.TRAINERS :]] == [True, True]
     assert [rank["left"] for rank in facts] == [[]] * 6
-    assert list((folder / f"{transport}-good").iterdir()) == list((folder / f"{transport}-bad").iterdir()) == []
+    name = cases.entry_name(transport)
+    assert list((folder / f"{name}-good").iterdir()) == list((folder / f"{name}-bad").iterdir()) == []

@@ -241,9 +241,9 @@ def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(worl
     )
     assert world.difference(0, 21) <= CLOSE and versions(world, 0) == {str(world.version)}
     assert not world.answers(1)
-    with pytest.raises(EngineError, match="engine-1: cannot answer: its last weight sync failed"):
-        world.workers[1].supervisor.state()
-        world.group.run(type(world.workers[1]).generate, _prompts(), world.configs[0].sampling, 4, [], only=[1])
+    method, sampling = type(world.workers[1]).generate, world.configs[0].sampling
+    batch = world.group.run(method, _prompts(), sampling, 4, [], only=[1])
+    assert set(batch["finish_reason"]) == {rollout.CUT_SHORT} and not batch.lengths("response_ids").any()
     heal(world, 22)
 
 

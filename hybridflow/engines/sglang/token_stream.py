@@ -27,6 +27,7 @@ from hybridflow.errors import EngineError, EngineSilent
 FINISH_REASONS = ("stop", "length", "abort")
 EVENT_TOKENS = 256  # an answer is heard of at its first token, after so many more, and at its end
 _ABORT_S = 5.0
+_REFUSED = 400  # status of a request that SGLang ends with an error of its own, as HTTP has them
 Value = TypeVar("Value")
 
 
@@ -200,14 +201,16 @@ class TokenStreams:
         if isinstance(event, dict) and "error" in event:
             raise EngineError(f"/generate refused: {str(event['error'])[:500]}", engine=self.name)
         try:
-            name = event["meta_info"]["id"]
+            name, ended = event["meta_info"]["id"], event["meta_info"]["finish_reason"]
+            if ended is not None and (ended.get("status_code") or 0) >= _REFUSED:
+                raise EngineError(f"/generate refused: {str(ended.get('message'))[:500]}", engine=self.name)
             number, answer = names[name], asked.answers[names[name]]
             answer.add(event)
             if answer.finish_reason:
                 completion = answer.completion(len(asked.prompts[number]), asked.with_routes)
                 open_names.discard(name)
                 asked.told(number, completion)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
                 f"/generate answered something unexpected: {type(error).__name__}: {error}", engine=self.name
             ) from error

@@ -13,13 +13,15 @@ from hybridflow.errors import ConfigError, WeightSyncError
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, ReceiveChannel, SendChannel, Transport
 
 
-def chosen(wanted: str, platform: Platform) -> str:
+def chosen(wanted: str, platform: Platform, shares_devices: bool = False) -> str:
     """The transport that `wanted` names, a user's file by its absolute path; `auto` is what carries weights between any
-    two hosts fastest."""
+    two hosts fastest, and between two processes of one GPU where trainer and engines share them (`shares_devices`)."""
     if is_user_entry(wanted):
         path, _, name = wanted.rpartition(":")
         return f"{Path(path).absolute()}:{name}"
-    return platform.weight_transport if wanted == "auto" else wanted
+    if wanted != "auto":
+        return wanted
+    return platform.colocated_transport if shares_devices else platform.weight_transport
 
 
 def part_bytes(transport: str, platform: Platform) -> int:

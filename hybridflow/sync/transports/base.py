@@ -178,6 +178,7 @@ class Transport:
     Attributes:
         open_sender, open_receiver: of endpoint, rank and device; block until all ranks of the session are there.
         devices: where the buffers may lie, "cpu" and "cuda".
+        shares_devices: trainer and engines may be two processes of one GPU.
         one_host: trainer and engines must be on one host; else any placement will do.
         needs_folder: messages go through a folder that both sides see (`Endpoint.folder`).
         keeps_messages: a receiver that stages leaves all messages of a sync in the transport's slots.
@@ -187,6 +188,7 @@ class Transport:
     open_sender: Callable[[Endpoint, int, torch.device], SendChannel]
     open_receiver: Callable[[Endpoint, int, torch.device], ReceiveChannel]
     devices: tuple[str, ...] = ("cpu",)
+    shares_devices: bool = False
     one_host: bool = False
     needs_folder: bool = False
     keeps_messages: bool = False

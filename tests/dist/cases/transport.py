@@ -92,7 +92,7 @@ class Case:
         """A rank's buffers with its slices of the weights, or with NaN; padding is zero."""
         mine = layout.classes[int(layout.rank_class[rank])]
         held = {
-            name: torch.full(shape, torch.nan, dtype=getattr(torch, dtype))
+            name: torch.full(shape, torch.nan, dtype=getattr(torch, dtype), device=_device)
             for name, shape, dtype in zip(mine.names, mine.shapes.tolist(), mine.dtypes, strict=True)
         }
         for row, tensor in enumerate(mine.tensor.tolist()):
@@ -129,17 +129,32 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def all_syncs(transports: list[str], folder: str) -> Any:
-    """Everything, transport after transport, in one start of seven processes."""
+def entry_name(transport: str) -> str:
+    """The name of a built-in transport, or of one in a file."""
+    return transport.rpartition(":")[2]
+
+
+def _peers_of_lender(transport: str, peers: tuple[int, ...]) -> int:
+    """Peers that a rank has memory of its own for."""
+    return 1 if entry_name(transport) in ("tcp", "p2p", "disk") else len(peers)
+
+
+_device = torch.device("cpu")  # where all buffers of this process lie
+
+
+def all_syncs(transports: list[str], folder: str, device: str = "cpu") -> Any:
+    """Everything, transport after transport, in one start of seven processes; on a GPU all of them share the first."""
+    global _device
+    _device = torch.device(device)
     rank, host, port = rank_and_store()
     facts: dict[str, Any] = {}
     for transport in transports:
-        good, bad = Path(folder) / f"{transport}-good", Path(folder) / f"{transport}-bad"
+        good, bad = (Path(folder) / f"{entry_name(transport)}-{kind}" for kind in ("good", "bad"))
         for path in (good, bad):
             path.mkdir(exist_ok=True)
         line_up(f"{transport}, good")
         facts[transport] = {"good": _good_syncs(transport, str(good), rank, host, port)}
-        if rank < TRAINERS + 2:
+        if rank < TRAINERS + 2 and entry_name(transport) != "two_nodes":  # its faults are those of its two ways
             facts[transport]["bad"] = _bad_syncs(transport, str(bad), rank, host, port)
     return facts
 
@@ -182,7 +197,7 @@ STAGED = (True, False, False, True)
 def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    channel, staging, found = open_sender(endpoint, rank), SendStaging(rank, endpoint.slots), []
+    channel, staging, found = open_sender(endpoint, rank, _device), SendStaging(rank, endpoint.slots), []
     messages, live = case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 0)
     for version in range(len(STAGED)):
         for name, values in case.buffers(case.plan.source, rank, version).items():
@@ -193,7 +208,7 @@ def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     channel.close()
     del channel, staging
     gc.collect()
-    peers = len(endpoint.receivers) if endpoint.transport == "shared_memory" else 1
+    peers = _peers_of_lender(endpoint.transport, endpoint.receivers)
     bound = endpoint.slots * largest_message(messages) * peers
     return {"syncs": found, "bound": bound, "files": len(os.listdir("/proc/self/fd")) - files}
 
@@ -201,7 +216,7 @@ def _send_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
 def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    channel, staging, found = open_receiver(endpoint, rank), ReceiveStaging(rank, endpoint.slots), []
+    channel, staging, found = open_receiver(endpoint, rank, _device), ReceiveStaging(rank, endpoint.slots), []
     messages, live = case.messages.incoming(rank), case.buffers(case.plan.target, rank, None)
     elements = {name: int(values.isnan().sum()) * values.element_size() for name, values in live.items()}
     whole = (
@@ -215,7 +230,7 @@ def _receive_all(case: Case, endpoint: Endpoint, rank: int) -> Any:
         untouched = all(torch.equal(live[n].nan_to_num(9.0), before[n].nan_to_num(9.0)) for n in live)
         received.commit(live)
         want = case.buffers(case.plan.target, rank, version)
-        peers = len(endpoint.senders) if endpoint.transport == "shared_memory" else 1
+        peers = _peers_of_lender(endpoint.transport, endpoint.senders)
         found.append(
             vars(received.stats)
             | {
@@ -328,13 +343,13 @@ def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: boo
     channel: Any = None
     try:
         if rank < TRAINERS:
-            channel = open_sender(endpoint, rank)
+            channel = open_sender(endpoint, rank, _device)
             opened = time.monotonic()
             used = Meddler(channel, 3, deed) if is_bad else channel
             send_stream(case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 1), used, SendStaging(rank))
         else:
             engine = rank - TRAINERS
-            channel = open_receiver(endpoint, engine)
+            channel = open_receiver(endpoint, engine, _device)
             opened = time.monotonic()
             used = MeddlingReceiver(channel, 3, deed) if is_bad else channel
             live = case.buffers(case.plan.target, engine, None)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import LoraConfig, ParallelConfig
+from hybridflow.device.platform import Platform
 
 FULL = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
 FULL_DENSE = {"tensor": 2, "pipeline": 2, "sequence": True}
@@ -59,7 +60,7 @@ def policy_of(
 
     config = ParallelConfig(**parallel)
     if not parallel_state.model_parallel_is_initialized():
-        groups.initialize(config, seed=1, backend="gloo", timeout_s=180)
+        groups.initialize(config, seed=1, backend=Platform.detect().collective_backend, timeout_s=180)
     family = family_of(hf)
     if lora is not None:
         options["lora"] = AdapterMap(family, LoraConfig(**lora), seed=3)

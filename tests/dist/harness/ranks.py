@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.device.platform import Kind
 from tests.dist.harness.children import start_child
 
 ROOT = Path(__file__).parents[3]
@@ -57,14 +58,19 @@ def free_port() -> int:
 
 
 def run_ranks(
-    world: int, function: str, timeout_s: float = 240.0, loaded: tuple[str, ...] = MEGATRON, **arguments: Any
+    world: int,
+    function: str,
+    timeout_s: float = 240.0,
+    loaded: tuple[str, ...] = MEGATRON,
+    platform: Kind = "cpu",
+    **arguments: Any,
 ) -> list[Any]:
     """Call `module:name(**arguments)` on every rank; returns what each returned (JSON), by rank. Fails with the ranks'
     output.
 
     A rank is a fork of a process that has done nothing but load the modules `loaded`; a rank that measures its own
     memory loads them itself (`loaded=NOTHING`). Otherwise it is like a new interpreter: environment, files, session and
-    random states are its own.
+    random states are its own. Ranks are on the CPU, whatever the machine has, unless another `platform` is named.
     """
     deadline = time.monotonic() + timeout_s
     common = {
@@ -74,6 +80,8 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "GLOO_SOCKET_IFNAME": "lo",
+        "HYBRIDFLOW_PLATFORM": platform,
+        **({"CUDA_VISIBLE_DEVICES": ""} if platform == "cpu" else {}),
     }
     with tempfile.TemporaryDirectory() as folder:
         # files, not pipes: a rank that fills its pipe would stop, and with it all that wait for it, while another is

@@ -291,6 +291,26 @@ def test_sizes_of_a_model_folder_are_checked_too(tmp_path: Path) -> None:
     assert any("num_attention_heads=3" in line and "rollout.tensor=2" in line for line in found(*overrides))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "is_refused"),
+    [
+        *(("model_type", "qwen3", True), ("num_hidden_layers", 3, True), ("hidden_size", 128, True)),
+        *(("max_position_embeddings", 7, False), ("rms_norm_eps", 0.5, False), ("num_hidden_layers", None, False)),
+    ],
+)
+def test_a_folder_of_another_model_than_the_recipe_is_refused(
+    tmp_path: Path, field: str, value: object, is_refused: bool
+) -> None:
+    sizes = dict(small().model.hf_config) | {field: value}  # None: the folder does not say
+    (tmp_path / "model").mkdir()
+    kept = {name: given for name, given in sizes.items() if given is not None}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(kept))
+    said = [line for line in found("model.path=model") if "it is another model than the recipe's" in line]
+    assert len(said) == is_refused
+    if is_refused:
+        assert f"has {field}={value} in its config.json" in said[0] and "~model.hf_config" in said[0]
+
+
 def test_sft_needs_steps_and_its_own_files_only() -> None:
     assert any("sft.steps=0" in line for line in found(job="sft"))
     assert (

@@ -185,6 +185,11 @@ def test_closing_gives_requests_up(stub: Stub, opened: Callable[..., EngineClien
         (b"<html>\n\n", 200, "no JSON"),
         (b"<html>", 200, "ended before its answers"),
         ([{"error": {"message": "too long"}}], 200, "refused.*too long"),
+        (
+            [answer_of([], {"type": "abort", "status_code": 400, "message": "too long"})],
+            200,
+            "refused.*too long",
+        ),
         ([], 200, "1 prompts not answered"),
         ([answer_of([5], None)], 200, "1 prompts not answered"),
         ([7], 200, "unexpected"),

@@ -83,18 +83,24 @@ def test_a_node_that_shows_fewer_gpus_than_an_engine_has_ranks_is_named() -> Non
         check_node(load_config("tiny-moe-grpo", words[:1]).rollout, Gpu(9, 0), "n7")
 
 
-def test_engines_on_the_trainers_gpus_are_refused_as_no_transport_goes_there() -> None:
-    config = load_config("tiny-moe-grpo", ["rollout.pool=actor"])
+def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
+    for words in (["rollout.pool=actor"], ["rollout.pool=actor", "rollout.sync.transport=cuda_ipc"]):
+        check_devices(load_config("tiny-moe-grpo", words), "cuda")
+    config = load_config("tiny-moe-grpo", ["rollout.pool=actor", "rollout.sync.transport=p2p"])
     check_devices(config, "cpu")
-    with pytest.raises(ConfigError, match=r"rollout\.pool=actor .* NCCL takes each GPU once; set rollout\.pool=null"):
+    with pytest.raises(ConfigError, match=r"rollout\.pool=actor .* NCCL takes each GPU once; use auto or cuda_ipc, or"):
         check_devices(config, "cuda")
+    with pytest.raises(ConfigError, match=r"cuda_ipc carries CUDA buffers.*lie on cpu.*use auto or disk, p2p"):
+        check_devices(load_config("tiny-moe-grpo", ["rollout.sync.transport=cuda_ipc"]), "cpu")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory", "disk"])
 def test_transports_of_cpu_buffers_are_refused_on_gpus(transport: str) -> None:
     config = load_config("tiny-moe-grpo", [f"rollout.sync.transport={transport}"])
     check_devices(config, "cpu")
-    with pytest.raises(ConfigError, match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or p2p"):
+    with pytest.raises(
+        ConfigError, match=f"rollout.sync.transport={transport} carries CPU buffers.*use auto or cuda_ipc, p2p"
+    ):
         check_devices(config, "cuda")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -23,7 +24,10 @@ SECTIONS = {"files", "post", "environment", "runscript", "test"}
 def test_scripts_are_bash_and_clean(script: Path) -> None:
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert "set -euo pipefail" in script.read_text()
-    if shutil.which("shellcheck") and script.name != "job.sh":  # job.sh is checked with its settings, in test_job.py
+    if shutil.which("shellcheck") and script.name not in (
+        "job.sh",
+        "bench.sh",
+    ):  # checked with their settings, in test_job.py
         done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
         assert done.stdout == ""
 
@@ -104,3 +108,21 @@ def test_the_hand_made_cluster_refuses_without_a_token(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and "is missing or empty" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "drained"), [("exit 0", ""), ("echo the disk is full; exit 1", "the disk is full")]
+)
+def test_the_prolog_drains_a_node_that_is_not_in_order(tmp_path: Path, program: str, drained: str) -> None:
+    for name, text in (("python", program), ("scontrol", f'echo "$@" > {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "SLURMD_NODENAME": "n7",
+    }
+    script = ROOT / "launch" / "slurm" / "prolog.sh"
+    subprocess.run(["bash", str(script)], env=environment, check=True, timeout=60, capture_output=True)
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked == (f"update NodeName=n7 State=DRAIN Reason=hybridflow: {drained}\n" if drained else "")

@@ -106,3 +106,11 @@ def test_an_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPa
     assert node_address("n1", "lo") == "127.0.0.1"
     with pytest.raises(ResourceError, match=r"interface nothing9 has no IPv4 address; there are .*lo"):
         node_address("n1", "nothing9")
+
+
+def test_the_health_of_a_node_names_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Wanted(min_free_gib=0.0, min_shm_gib=0.0, min_open_files=1)
+    assert preflight.problems_here(tmp_path, wanted) == [] and list(tmp_path.iterdir()) == []
+    lacking = preflight.problems_here(tmp_path, Wanted(min_free_gib=1e9, min_shm_gib=0.0, min_open_files=1))
+    assert lacking and "GiB free" in lacking[0]
+    assert "takes no file" in preflight.problems_here(tmp_path / "absent", wanted)[-1]

@@ -132,6 +132,17 @@ def test_as_many_messages_are_under_way_as_the_memory_takes(settings: dict[str, 
     assert [order.endpoint.slots for order in ends.orders[0]] == slots
 
 
+@pytest.mark.parametrize(("pool", "transport"), [("actor", "cuda_ipc"), (None, "p2p")])
+def test_the_placement_chooses_the_transport_between_gpus(pool: Any, transport: str) -> None:
+    ends: Any = Ends([{0: "served", 1: "served"}])
+    ends.kind = "cuda"
+    sync = SliceSync(ends, ends, RunConfig(rollout=RolloutConfig(num_engines=2, pool=pool)))
+    sync.prepare()
+    sync.sync(1)
+    assert [order.endpoint.transport for order in ends.orders[0]] == [transport] * 2
+    assert not ends.orders[0][0].staged
+
+
 def test_only_the_failed_engine_is_tried_again_in_a_new_session() -> None:
     ends = Ends([{0: "served", 1: "stale"}, {1: "served"}])
     report = sync_of(ends, max_retries=2).sync(1)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.sync.lending import Notifier, make_pipes, open_pipes
 from hybridflow.sync.meeting import PeerWatch
-from hybridflow.sync.transports.shared_memory import Notifier, make_pipes, open_pipes
 
 KERNEL = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 LONG_S = 30.0

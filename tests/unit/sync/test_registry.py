@@ -97,7 +97,7 @@ def store() -> Any:
     return master_store(HOST, 0, 20)
 
 
-@pytest.mark.parametrize("name", ["mine", *TRANSPORTS.names()])
+@pytest.mark.parametrize("name", ["mine", *(n for n in TRANSPORTS.names() if "cpu" in TRANSPORTS.get(n).devices)])
 def test_the_contract_within_one_process(name: str, mine: str, store: Any, tmp_path: Path) -> None:
     """Order, exact bytes, a late peer within the deadline, and no use after an abort."""
     transport = mine if name == "mine" else name

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridflow.config.schema import ActorConfig, CriticConfig, OffloadConfig, RolloutConfig, RunConfig
+from hybridflow.observe.progress import Progress
+from hybridflow.trainer.generation import EngineProcesses
+from hybridflow.trainer.groups import tell_backend
 from hybridflow.trainer.phases import Phases
 
 
@@ -28,11 +33,10 @@ class Noted:
         self.calls.append(" ".join([self.name, "wake", *parts]))
 
 
-def run(offload: OffloadConfig, engines_sleep: bool) -> list[str]:
+def run(offload: OffloadConfig, engines_sleep: bool, pool: Any = None) -> list[str]:
     calls: list[str] = []
-    config = replace(
-        RunConfig(), actor=ActorConfig(offload=offload), rollout=RolloutConfig(sleep_while_training=engines_sleep)
-    )
+    rollout = RolloutConfig(sleep_while_training=engines_sleep, pool=pool)
+    config = replace(RunConfig(), actor=ActorConfig(offload=offload), rollout=rollout)
     policy: Any = Noted("policy", calls)
     phases = Phases(config, policy, Noted("engines", calls))  # type: ignore[arg-type]
     for _ in range(2):
@@ -58,6 +62,45 @@ def test_policy_and_engines_take_turns() -> None:
     ]
 
 
+def test_engines_on_the_trainers_devices_have_released_them_before_the_first_sync() -> None:
+    calls = run(OffloadConfig(weights=True, gradients=True, optimizer=True), True, "actor")
+    assert (
+        calls
+        == [
+            *("policy sleep gradients optimizer reference", "engines wake weights", "SYNC", "policy sleep weights"),
+            *("engines wake kv_cache", "GENERATE", "engines sleep", "policy wake weights", "TRAIN"),
+            "policy sleep gradients optimizer reference",
+        ]
+        * 2
+    )
+
+
+class NotedEngines(Noted):
+    """Engines, and the plan of the weight sync."""
+
+    def wait_ready(self) -> None:
+        self.calls.append("engines ready")
+
+    def prepare(self) -> str:
+        self.calls.append("engines describe")
+        return "a plan"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_engines_are_released_before_the_ranks_start_and_take_their_weights_to_be_described(shared: bool) -> None:
+    config = replace(RunConfig(), rollout=RolloutConfig(sleep_while_training=True, pool="actor" if shared else None))
+    calls: list[str] = []
+    told: Any = Progress(0, "", enabled=False)
+    engines: Any = object.__new__(EngineProcesses)
+    engines.config, engines.engines = config, NotedEngines("engines", calls)
+    engines._weights = engines.engines
+    assert engines.give_way(told) is engines
+    calls.append("RANKS START")
+    engines.wait_ready(told)
+    before, after = (["engines ready", "engines sleep"], ["engines wake weights"]) if shared else ([], [])
+    assert calls == [*before, "RANKS START", "engines ready", *after, "engines describe"]
+
+
 @pytest.mark.parametrize(
     ("offload", "sleeps", "asked"),
     [(OffloadConfig(optimizer=True), False, "policy"), (OffloadConfig(), True, "engines")],
@@ -81,3 +124,28 @@ def test_other_roles_are_off_the_device_before_weights_travel_and_bring_in_what_
         "SYNC",
         "TRAIN",
     ]  # nothing of the reward model is offloaded
+
+
+class Describing:
+    """A policy whose layers are computed by this."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def run(self, method: Any) -> dict[str, str]:
+        assert method.__name__ == "describe"
+        return {"backend": self.backend, "megatron_core": "0.16.1"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "warns"), [("torch (cpu)", False), ("torch (cuda)", True), ("transformer-engine", False)]
+)
+def test_what_computes_is_said_once_and_recorded(backend: str, warns: bool, tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text('{"cores": 2}')
+    said: list[str] = []
+    actor: Any = Describing(backend)
+    tell_backend(actor, tmp_path, said.append)
+    assert said[0] == f"the policy computes with backend {backend}, megatron_core 0.16.1"
+    assert [line.startswith("warning: Transformer Engine") for line in said[1:]] == [True] * warns
+    recorded = json.loads((tmp_path / "environment.json").read_text())
+    assert recorded == {"cores": 2, "policy": {"backend": backend, "megatron_core": "0.16.1"}}

@@ -1,0 +1,201 @@
+"""Messages through memory of a GPU that two processes of a node share; over NCCL between nodes.
+
+The protocol is `sync.lending`'s, as for shared memory between CPUs. A slot is memory of the sender's GPU, exported once
+a session, when its first message is sent; the receiver copies out of it into its parameters, which lie in memory that
+cannot be exported. Each side records an event behind what it starts on a slot, and the other looks at that event. It
+serves trainer and engines that share GPUs, which NCCL refuses, and any two GPUs of a node.
+
+Where an engine's ranks or its senders are on several nodes, each pair of one node has such slots, and the others are
+joined by a process group (`p2p`), in which NCCL connects only the pairs that have messages: never two processes of one
+GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hybridflow.device import peer_memory
+from hybridflow.errors import WeightSyncError
+from hybridflow.sync.lending import Receiver, Sender, slot_bytes
+from hybridflow.sync.meeting import Meeting, Member, meet
+from hybridflow.sync.payload import Payload
+from hybridflow.sync.transports import p2p
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, ReceiveChannel, SendChannel, Transport, Work
+
+_NOTE_BYTES = 4096  # of a slot, in the pair's file: how its memory is opened
+_LEAST = 1 << 16
+
+
+def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> SendChannel:
+    """Open trainer rank `rank`'s end of the session."""
+    member = Member(endpoint, "trainer", rank)
+    _refuse_host(member, device)
+    return join_nodes(
+        member,
+        lambda near: Sender(near, DeviceMemory(device, peer_memory)),
+        lambda: p2p.open_sender(endpoint, rank, device),
+    )
+
+
+def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> ReceiveChannel:
+    """Open engine rank `rank`'s end of the session."""
+    member = Member(endpoint, "engine", rank)
+    _refuse_host(member, device)
+    return join_nodes(
+        member,
+        lambda near: Receiver(near, DeviceMemory(device, peer_memory)),
+        lambda: p2p.open_receiver(endpoint, rank, device),
+    )
+
+
+def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], Any]) -> Any:
+    """The channel of a rank: what `near` opens among the ranks of its node, what `far` opens among all, or both."""
+    endpoint = member.endpoint
+    meeting = meet(member)
+    kernels = {side: _kernels(meeting, side, ranks) for side, ranks in _sides(endpoint).items()}
+    if len({kernel for side in kernels.values() for kernel in side.values()}) == 1:
+        return near(Member(_part(endpoint, kernels, ""), member.side, member.rank))
+    mine = kernels[member.side][member.rank]
+    part = _part(endpoint, kernels, mine)
+    close = frozenset(part.receivers if member.side == "trainer" else part.senders)
+    channel = near(Member(part, member.side, member.rank)) if close else None
+    try:
+        return _Joined(channel, far(), close)
+    except BaseException:
+        if channel is not None:
+            channel.abort()
+        raise
+
+
+class _Joined:
+    """Either end where ranks are on several nodes: each message goes the way that its peer can be reached."""
+
+    def __init__(self, near: Any, far: Any, close: frozenset[int]) -> None:
+        self._near, self._far, self._close = near, far, close
+
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """Start sending; the payload stays untouched until `wait`."""
+        return (self._near if peer in self._close else self._far).send(peer, tag, payload)
+
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """Start receiving into `into`."""
+        return (self._near if peer in self._close else self._far).receive(peer, tag, into)
+
+    def close(self) -> None:
+        """End the session in good order."""
+        for channel in filter(None, (self._near, self._far)):
+            channel.close()
+
+    def abort(self) -> None:
+        """Give the session up at once."""
+        for channel in filter(None, (self._near, self._far)):
+            channel.abort()
+
+
+class DeviceMemory:
+    """Slots in memory of the sender's GPU.
+
+    Args:
+        device: this process's. peer: `device.peer_memory`, or what stands for it.
+    """
+
+    def __init__(self, device: torch.device, peer: Any) -> None:
+        self._device, self._peer = device, peer
+        self._events: dict[int, Any] = {}
+
+    def file_bytes(self, endpoint: Endpoint) -> int:
+        """Bytes of the notes on the slots' memory."""
+        return endpoint.slots * _NOTE_BYTES
+
+    def offer(self, member: Member, peer: int) -> Any:
+        """The handles of this side's events, one a slot."""
+        self._events[peer] = self._peer.Events(member.endpoint.slots, self._device)
+        return self._events[peer].handles
+
+    def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> _DeviceSlots:
+        """The pair's slots, which have no memory yet."""
+        mine, theirs = self._events.pop(peer), self._peer.PeerEvents(offered, self._device)
+        return _DeviceSlots(member, self._device, self._peer, file, mine, theirs)
+
+
+class _DeviceSlots:
+    """One side of a pair. The sender writes into the file how each slot's memory is opened; memory is made when a
+    message first needs it, twice as large each time, so that a pair with small messages holds little."""
+
+    def __init__(self, member: Member, device: torch.device, peer: Any, file: torch.Tensor, mine: Any, theirs: Any):
+        self._device, self._peer, self._mine, self._theirs = device, peer, mine, theirs
+        self._is_sender, self._most = member.side == "trainer", slot_bytes(member.endpoint)
+        self._notes = [file[n * _NOTE_BYTES :][:_NOTE_BYTES].numpy() for n in range(member.endpoint.slots)]
+        self._memory: dict[int, tuple[str, torch.Tensor]] = {}
+        self._payloads: dict[tuple[int, int], Payload] = {}
+        self._is_open = True
+
+    def at(self, slot: int, nbytes: int) -> Payload:
+        if slot not in self._memory or self._memory[slot][1].numel() < nbytes:
+            self._payloads = {place: payload for place, payload in self._payloads.items() if place[0] != slot}
+            self._memory.pop(slot, None)
+            self._memory[slot] = self._export(slot, nbytes) if self._is_sender else self._import(slot)
+        place = (slot, nbytes)
+        if place not in self._payloads:
+            self._payloads[place] = Payload(self._memory[slot][1][:nbytes])
+        return self._payloads[place]
+
+    def _export(self, slot: int, nbytes: int) -> tuple[str, torch.Tensor]:
+        size = min(max(_LEAST, 1 << (nbytes - 1).bit_length()), self._most)
+        memory, text = self._peer.export(size, self._device)
+        note = json.dumps(text).encode().ljust(_NOTE_BYTES)
+        self._notes[slot][:] = list(note)
+        return text, memory
+
+    def _import(self, slot: int) -> tuple[str, torch.Tensor]:
+        text = json.loads(bytes(self._notes[slot]))
+        return text, self._peer.import_memory(text, self._device)
+
+    def hand_over(self, slot: int) -> None:
+        """An event behind what this side has started."""
+        self._mine.record(slot)
+
+    def is_ready(self, slot: int) -> bool:
+        return self._is_open and bool(self._theirs.is_done(slot))
+
+    def close(self) -> None:
+        """Views of the memory may outlive this."""
+        if self._is_open:
+            self._is_open = False
+            self._memory, self._payloads = {}, {}
+            self._mine.release()
+
+
+def _refuse_host(member: Member, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise WeightSyncError(
+            f"the transport {member.endpoint.transport} carries buffers of GPUs, {member.side} rank {member.rank} has "
+            f"them on {device}; use shared_memory"
+        )
+
+
+def _sides(endpoint: Endpoint) -> dict[str, tuple[int, ...]]:
+    return {"trainer": endpoint.senders, "engine": endpoint.receivers}
+
+
+def _kernels(meeting: Meeting, side: str, ranks: tuple[int, ...]) -> dict[int, str]:
+    """What each rank of a side said of its machine; all have come."""
+    return {rank: json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"] for rank in ranks}
+
+
+def _part(endpoint: Endpoint, kernels: dict[str, dict[int, str]], kernel: str) -> Endpoint:
+    """The endpoint among the ranks of one machine; of all for an empty `kernel`."""
+    senders, receivers = (
+        tuple(rank for rank, where in kernels[side].items() if kernel in ("", where)) for side in ("trainer", "engine")
+    )
+    name = hashlib.sha256(kernel.encode()).hexdigest()[:12]
+    return replace(endpoint, session=f"{endpoint.session}/{name}", senders=senders, receivers=receivers)
+
+
+TRANSPORTS.register("cuda_ipc", Transport(open_sender, open_receiver, devices=("cuda",), shares_devices=True))

@@ -1,0 +1,18 @@
+# The body of a job of benchmarks. `hybridflow slurm render --bench SUITE --nodes N` puts the #SBATCH lines and the
+# settings before it. One task a node runs the suite, all at the same time and into one folder; then the first node
+# joins what they found. The last line names the nodes that stand out; the exit status is 1 when one does.
+
+set -euo pipefail
+cd -- "$WORKDIR"
+DIR=$OUT/$SLURM_JOB_ID
+mkdir -p -- "$DIR"
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+status=0
+# shellcheck disable=SC2016 # the nodes expand it
+srun "${SRUN[@]}" --ntasks-per-node=1 --mem=0 --cpu-bind=none --wait=0 "${CONTAINER[@]}" bash -c \
+  'exec "$1" -m hybridflow.cli.main "${@:3}" --out "$2" --node "$SLURMD_NODENAME"' - "$PYTHON" "$DIR" "${TRAIN[@]}" \
+  --nodes "${HOSTS[@]}" || echo "hybridflow: the suite ended with status $? on a node; the report says what there is"
+"${HERE[@]}" "$PYTHON" -m hybridflow.cli.main bench report "$DIR" --format html --out "$DIR/report.html"
+"${HERE[@]}" "$PYTHON" -m hybridflow.cli.main bench report "$DIR" --strict || status=$?
+exit "$status"

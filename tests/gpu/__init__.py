@@ -1,0 +1,1 @@
+"""Checks for one GPU: `make gpu`."""
