@@ -90,7 +90,10 @@ class ShardWriter:
         return self._hash.hexdigest()
 
     def _write(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
+        try:
+            self._stream.write(data)
+        except OSError as error:  # of a full disk, for one; the kernel names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._hash.update(data)
 
 

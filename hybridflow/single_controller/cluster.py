@@ -56,7 +56,7 @@ class NodeState:
     free: dict[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Local:
     """The private folder (mode 0700) of a local cluster, the lock that its owner holds, and the guard process that
     clears up after a SIGKILL."""
@@ -74,8 +74,14 @@ class _Local:
         temp_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).resolve()
         lock = os.open(temp_dir / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-I", "-S", guard.__file__, str(temp_dir), str(os.getpid())]
-        return cls(temp_dir, lock, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+        return cls(temp_dir, lock, _start_guard(temp_dir))
+
+    def keep_guarded(self) -> None:
+        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory."""
+        if self.guard.poll() is not None:
+            assert self.guard.stdin is not None
+            self.guard.stdin.close()
+            self.guard = _start_guard(self.temp_dir)
 
     def remove(self) -> None:
         """Dismiss the guard and delete the folder, once Ray is down."""
@@ -99,7 +105,10 @@ class Cluster:
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
-        self._watch = watch.Watch(watch.Processes(_ray_processes()) if local else watch.Address(_gcs_address()))
+        if local:
+            self._watch = watch.Watch(watch.Processes(_ray_processes()), local.keep_guarded)
+        else:
+            self._watch = watch.Watch(watch.Address(_gcs_address()))
 
     @classmethod
     def start(
@@ -293,6 +302,11 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float, check: Callable[[
                 "the logs of the missing nodes, and whether all have the same token"
             )
         time.sleep(_POLL_S)
+
+
+def _start_guard(temp_dir: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", guard.__file__, str(temp_dir), str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _set_environment() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from hybridflow.process.children import STOPPED, state_of
@@ -22,10 +23,15 @@ _CONNECT_S = 2.0
 
 
 class Watch:
-    """Looks in a thread until `stop`, or until something is lost."""
+    """Looks in a thread until `stop`, or until something is lost.
 
-    def __init__(self, watched: Watched) -> None:
-        self._watched, self._lost, self._over = watched, "", threading.Event()
+    Args:
+        watched: what can be lost.
+        keep: called at each look, to replace what can be replaced.
+    """
+
+    def __init__(self, watched: Watched, keep: Callable[[], None] = lambda: None) -> None:
+        self._watched, self._keep, self._lost, self._over = watched, keep, "", threading.Event()
         # a signal that nobody else uses: its handler raises in the main thread, also while that waits for Ray
         self._before = signal.signal(signal.SIGUSR2, _interrupt) if _in_main_thread() else None
         self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
@@ -45,6 +51,8 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._over.wait(_POLL_S):
+            with suppress(OSError):  # no process or file can be made now: the next look tries again
+                self._keep()
             self._lost = self._watched.ended() or self._watched.silent()
             if self._lost:
                 ours = self._before is not None and signal.getsignal(signal.SIGUSR2) is _interrupt

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from tests.faults.faults import DAMAGED, FULL, KILL, READ_ONLY, STOP, Fault
 
 PATIENCE_S = 420.0  # without any sign of life a trial has failed
 PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
-REMEDIES = ("same command", "run again", "start anew", "Let it name")
+REMEDIES = ("same command", "run again", "start anew", "Let it name", "make room", "make it writable")
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -153,6 +154,8 @@ class Campaign:
             victim, pid = next(((name, pid) for name, pid in found if pid is not None), ("", None))
             if pid is None:
                 return False
+        if fault.kind == READ_ONLY and not _mount(self.folder.parent, "remount,ro"):
+            return False  # a file is open for writing, and the kernel refuses: nothing has happened
         fault = replace(fault, victims=(victim,) if victim else ())  # the one that ran
         trial = Trial(self.shape, self.seed, fault.title, fault.kind, victim or fault.kind, fault.moment, fault.step)
         trial.seconds = time.monotonic()
@@ -169,8 +172,6 @@ class Campaign:
             return fault.kind == KILL and victim == "driver"
         if fault.kind == FULL:
             _fill(self._filler)
-        if fault.kind == READ_ONLY:
-            _mount(self.folder.parent, "remount,ro")
         return False
 
     _damage_next: float | None = None
@@ -298,5 +299,7 @@ def _fill(filler: Path) -> None:
                 continue
 
 
-def _mount(folder: Path, options: str) -> None:
-    os.spawnlp(os.P_WAIT, "mount", "mount", "-o", options, str(folder))
+def _mount(folder: Path, options: str) -> bool:
+    """Whether the kernel did it."""
+    command = ["mount", "-o", options, str(folder)]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0

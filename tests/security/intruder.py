@@ -1,8 +1,8 @@
 """Attempts of another user of the machine against a live run: `python -m tests.security.intruder FACTS` imports what it
-needs, gives up root for uid 65534 for good, and prints one JSON object, attempt → what it got ("" for nothing).
+needs, gives up root for uid 65534 for good, and prints one JSON list of (attempt, what it got, "" for nothing).
 
 FACTS is a JSON file that says where everything is, which an intruder would have to find out: pids, listeners, folders.
-It holds no secret.
+Its secrets serve the controls alone: the same attempts as the same user, but with the right key, which must succeed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,8 +29,11 @@ import requests
 import torch.distributed as dist
 import zmq
 
+from hybridflow.engines.sglang import closed_sockets
+from hybridflow.process.secret import VARIABLE
 from hybridflow.process.store import StoreClient, StoreError
 
+CONTROL = "with the right key: "
 NOBODY = 65534
 WAIT_S = 1.5
 MS = 1000
@@ -160,14 +164,19 @@ def on_tcp(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     def one(role: str, host: str, port: int) -> list[tuple[str, str]]:
         at = f"{role} at {port}"
         return [
-            (f"speak our store to {at}", refused(_our_store, host, port)),
             (f"push a pickle over ZeroMQ to {at}", refused(_zmq_push, host, port, facts["trap"])),
             (f"send bare pickles to {at}", refused(_bytes, host, port, facts["trap"])),
         ]
 
-    stores = [_fork(_torch_store, host, port) for _, host, port in facts["tcp"]]  # before there are threads
-    for (role, _, port), store in zip(facts["tcp"], stores, strict=True):
-        yield f"speak torch's store to {role} at {port}", _result(store)
+    tries: dict[str, tuple[Any, ...]] = {"speak torch's store": (_torch_store,)}
+    for control, secret in (("", secrets.token_hex(32)), (CONTROL, facts["job_secret"])):
+        tries[f"{control}speak our store"] = _our_store, secret
+        tries[f"{control}shake hands over ZeroMQ"] = _curve, secret
+    whole = [(name, what, at) for name, what in tries.items() for at in facts["tcp"]]
+    for some in batched(whole, 16):  # before there are threads
+        forks = [_fork(action, host, port, *key) for _, (action, *key), (_, host, port) in some]
+        for (name, _, (role, _, port)), fork in zip(some, forks, strict=True):
+            yield f"{name} to {role} at {port}", _result(fork)
     with ThreadPoolExecutor(16) as pool:
         for found in pool.map(lambda at: one(*at), facts["tcp"]):
             yield from found
@@ -179,8 +188,13 @@ def _torch_store(host: str, port: int) -> str:
     return f"{store.num_keys()} keys"
 
 
-def _our_store(host: str, port: int) -> str:
-    os.environ["HYBRIDFLOW_JOB_SECRET"] = secrets.token_hex(32)
+def batched(rows: list[Any], size: int) -> Iterator[list[Any]]:
+    """The rows in lists of at most `size`."""
+    yield from (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+def _our_store(host: str, port: int, secret: str) -> str:
+    os.environ[VARIABLE] = secret
     try:
         store = StoreClient(host, port, WAIT_S)
     except StoreError:
@@ -204,6 +218,20 @@ def _zmq_push(host: str, port: int, trap: str) -> str:
             link.disable_monitor()
             link.close()
         return ""
+    finally:
+        context.destroy(linger=0)
+
+
+def _curve(host: str, port: int, secret: str) -> str:
+    """Whether a ZeroMQ peer with the keys of this job secret gets through the handshake."""
+    os.environ[VARIABLE] = secret
+    context, poller = zmq.Context(), zmq.Poller()
+    links = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB)]  # an end takes what fits its own kind
+    for link in links:
+        poller.register(link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED), zmq.POLLIN)
+        closed_sockets.connect(zmq.Socket.connect, link, f"tcp://{host}:{port}")
+    try:
+        return "handshake" if poller.poll(3 * MS) else ""
     finally:
         context.destroy(linger=0)
 
@@ -237,6 +265,9 @@ def on_engines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     }
     keys = {"no key": {}, "a guessed key": {"Authorization": "Bearer " + "0" * 32}}
     for url in facts["engines"]:
+        for key in facts["engine_keys"]:
+            header = {"Authorization": f"Bearer {key}"}
+            yield f"{CONTROL}/v1/models of {url}", refused(_http, url + "/v1/models", None, header)
         for path, data in asked.items():
             for name, header in keys.items():
                 yield f"{path} with {name}", refused(_http, url + path, data, header)
@@ -250,22 +281,24 @@ def _http(url: str, body: Any, headers: dict[str, str]) -> str:
 
 def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Ray's gcs without a token and with a guessed one, and its agents' HTTP."""
-    for mode in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        yield f"keys of Ray's gcs with {mode}", _result(_fork(_gcs, facts["gcs"], mode))
+    tokens = {"without a token: ": "", "with a guessed token: ": "0" * 64, CONTROL: facts["ray_token"]}
+    forks = {f"{name}keys of Ray's gcs": _fork(_gcs, facts["gcs"], token) for name, token in tokens.items()}
+    for name, fork in forks.items():
+        yield name, _result(fork)
     paths = ("/", "/metrics", "/get_or_create_runtime_env")
     asked = [(*at, path) for at in facts["tcp"] if at[0].startswith("Ray") for path in paths]
 
     def one(role: str, host: str, port: int, path: str) -> tuple[str, str]:
         return f"GET {path} of {role} at {port}", refused(_http, f"http://{host}:{port}{path}", None, {})
 
-    with ThreadPoolExecutor(16) as pool:  # who speaks gRPC alone lets a client wait
+    with ThreadPoolExecutor(64) as pool:  # who speaks gRPC alone lets a client wait
         yield from pool.map(lambda at: one(*at), asked)
 
 
-def _gcs(address: str, mode: dict[str, str]) -> str:
+def _gcs(address: str, token: str) -> str:
     from ray._raylet import GcsClient  # here: tests that start a cluster must be the first to import Ray
 
-    os.environ.update(mode)
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"})
     return str(GcsClient(address).internal_kv_keys(b"", None, 5))
 
 
@@ -298,7 +331,9 @@ def warm_up() -> None:
         port = listener.getsockname()[1]
         refused(_http, f"http://127.0.0.1:{port}/", None, {})
         _zmq_push("127.0.0.1", port, "")
-        refused(_our_store, "127.0.0.1", port)
+        for action in (_our_store, _curve):
+            refused(action, "127.0.0.1", port, "x")
+    os.environ.pop(VARIABLE)
 
 
 ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_ray)
@@ -307,4 +342,9 @@ if __name__ == "__main__":
     known = json.loads(Path(sys.argv[1]).read_text())
     warm_up()
     drop_privileges()
-    print(json.dumps([entry for attempts in ATTEMPTS[: known["kinds"]] for entry in attempts(known)]))
+    answers = []
+    for attempts in ATTEMPTS[: known["kinds"]]:
+        began = time.monotonic()
+        answers += attempts(known)
+        print(f"{attempts.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    print(json.dumps(answers))

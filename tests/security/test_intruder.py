@@ -25,8 +25,9 @@ from hybridflow.data.prepare import prepare
 from hybridflow.engines.sglang import closed_sockets
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.process.rendezvous import master_store
+from hybridflow.process.secret import VARIABLE, job_secret
 from tests.e2e.runs import Run
-from tests.security.intruder import ATTEMPTS
+from tests.security.intruder import ATTEMPTS, CONTROL
 from tests.security.sockets import Listener, listeners, processes_of
 
 pytestmark = [
@@ -68,7 +69,7 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
         "pids": [os.getpid()],
         "digests": [],
     }
-    facts |= {"kinds": 4, "trap": str(shared / "open" / "trap")}
+    facts |= {"kinds": 4, "trap": str(shared / "open" / "trap"), "job_secret": job_secret()}
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, socket.socket(socket.AF_UNIX) as named:
         named.bind(str(sockets / "raylet"))
         named.listen()
@@ -87,7 +88,9 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
             "tcp": [["store", "127.0.0.1", store.port], ["zmq", "127.0.0.1", heard]],
         }
         (shared / "facts.json").write_text(json.dumps(facts))
-        got = {name for name, what in attempts_of_nobody(shared / "facts.json") if what}
+        attempts = attempts_of_nobody(shared / "facts.json")
+        got = {name for name, what in attempts if what and not name.startswith(CONTROL)}
+        controls = {name for name, what in attempts if what and name.startswith(CONTROL)}
         assert bool(pull.poll(100)) == is_open
         assert store.get("rank/0") == b"address"
     doors = {
@@ -100,6 +103,11 @@ def test_each_attempt_succeeds_where_a_door_is_open(shared: Path, is_open: bool)
     doors |= {f"connect to {sockets / 'raylet'}", f"replace {sockets / 'raylet'}"}
     doors |= {f"speak torch's store to store at {store.port}", f"push a pickle over ZeroMQ to zmq at {heard}"}
     assert (doors - got == set()) if is_open else (got == set()), got
+    right = {
+        f"{CONTROL}speak our store to store at {store.port}",
+        f"{CONTROL}shake hands over ZeroMQ to zmq at {heard}",
+    }
+    assert controls == (set() if is_open else right)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +126,20 @@ def test_another_user_gets_nothing(shared: Path, shape: Sequence[str]) -> None:
     words += [f"output_dir={shared}", "sft.steps=1", "trainer.total_steps=2", "trainer.val_before_train=false"]
     with Run(shared / "output", "train", *words) as run:
         os.chmod(run.temp_dir, 0o1777)  # as /tmp is: what protects must not be the test's own folder
-        run.wait_for((shared / "live").exists)
+        run.wait_for((shared / "live").exists, 600)
         facts = facts_of(run, shared)
         (shared / "facts.json").write_text(json.dumps(facts))
         attempts = attempts_of_nobody(shared / "facts.json")
         (shared / "done").touch()
         exit_code = run.end(200)
-    got = {name: what for name, what in attempts if what}
+    got = {name: what for name, what in attempts if what and not name.startswith(CONTROL)}
     assert got == {}
     assert len(attempts) >= 25 and len({name.split(" ")[0] for name, _ in attempts}) >= 8
+    # the same attempts of the same user succeed with the right key: nothing else keeps the intruder out
+    opened = [name.removeprefix(CONTROL) for name, what in attempts if what and name.startswith(CONTROL)]
+    doors = ["/v1/models", "keys of Ray's gcs", "speak our store"]
+    for door in doors if shape == DEFAULT else [*doors, "shake hands over ZeroMQ"]:
+        assert any(name.startswith(door) for name in opened), (door, opened)
     assert exit_code == 0, run.err
     train = [record["step"] for record in read_jsonl(shared / "e2e" / "metrics.jsonl") if record["phase"] == "train"]
     assert train == [1, 2]
@@ -147,7 +160,9 @@ def shared() -> Iterator[Path]:
 def attempts_of_nobody(facts: Path) -> list[list[str]]:
     """What each attempt got."""
     command = [sys.executable, "-m", "tests.security.intruder", str(facts)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's store says for each failure with a stack
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+    print(done.stderr[-1000:])
     assert done.returncode == 0, done.stderr[-3000:]
     attempts: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
     return attempts
@@ -186,10 +201,17 @@ def facts_of(run: Run, shared: Path) -> dict[str, Any]:
             for one in found
             if one.role == "engine server" and one.kind == "tcp"
         ],
+        "engine_keys": [yaml.safe_load((engine / "keys.yaml").read_text())["api-key"] for engine in engines],
+        "job_secret": _in_environment(processes, VARIABLE),
+        "ray_token": _in_environment(processes, "RAY_AUTH_TOKEN"),
         "gcs": next("{}:{}".format(*_host_port(one)) for one in found if one.role == "Ray gcs" and one.kind == "tcp"),
         "kinds": len(ATTEMPTS),
         "trap": str(shared / "open" / "trap"),
     }
+
+
+def _in_environment(processes: list[psutil.Process], name: str) -> str:
+    return next(value for process in processes if (value := process.environ().get(name)))
 
 
 def _text(paths: dict[str, Path]) -> dict[str, str]:
@@ -212,7 +234,7 @@ def shared_memory(processes: list[psutil.Process]) -> list[str]:
 
 def secrets_of(processes: list[psutil.Process], engines: list[Path]) -> list[bytes]:
     """Keys and tokens that must be in no command line."""
-    names = ("RAY_AUTH_TOKEN", "HYBRIDFLOW_JOB_SECRET")
+    names = ("RAY_AUTH_TOKEN", VARIABLE)
     found = {value for process in processes for name, value in process.environ().items() if name in names}
     for engine in engines:
         found |= set(yaml.safe_load((engine / "keys.yaml").read_text()).values())

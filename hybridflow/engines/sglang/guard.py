@@ -189,7 +189,8 @@ def main(argv: list[str]) -> int:
             continue
         members = states_of_members(session)
         # known early, and noted for our parent: a server that crashes takes its maps with it, and we may be killed
-        if not leftovers and (leftovers := shared_memory_of(list(members))):
+        if found := shared_memory_of(list(members)) - leftovers:  # a server makes some while it starts, some later
+            leftovers |= found
             note_shared_memory(folder, leftovers)
         stopped = {pid: stopped.get(pid, 0) + 1 for pid, state in members.items() if state == "T"}
         if max(stopped.values(), default=0) >= STOPPED_LOOKS:  # the rest would wait for it until their deadlines

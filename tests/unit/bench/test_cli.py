@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -167,3 +169,32 @@ def test_the_list_names_each_suite_and_what_needs_a_gpu(said) -> None:  # type: 
         section = text.split(f"{suite}: ")[1].split("\n")[1]
         assert section.startswith("  "), f"{suite} has no measurement"
     assert "comparisons with peers, by name: batch_ops" in text
+
+
+def test_a_job_of_a_suite_is_bash_and_has_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYBRIDFLOW_SITE", raising=False)
+    assert main(["slurm", "render", "--bench", "preflight", "--nodes", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --nodes=3\n" in text and "TRAIN=(bench run preflight)\n" in text and "RAY_AUTH" not in text
+    (tmp_path / "job.sbatch").write_text(text)
+    # SC2034: settings that only a training job's body uses
+    for words in (["bash", "-n"], *([["shellcheck", "-e", "SC2034"]] if shutil.which("shellcheck") else [])):
+        assert subprocess.run([*words, "job.sbatch"], check=False, capture_output=True).returncode == 0, words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bench", "preflght"], "did you mean preflight?"),
+        (["--bench", "micro", "--config-name", "tiny-moe-grpo"], "leave out --config-name"),
+        ([], "--config-name is missing"),
+    ],
+)
+def test_a_wrong_job_of_a_suite_is_one_message(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slurm", "render", *words]) == 2
+    assert message in capsys.readouterr().err

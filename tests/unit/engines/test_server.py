@@ -190,6 +190,38 @@ def test_the_guard_ends_an_engine_of_which_a_process_was_stopped(tmp_path: Path)
     assert guard.session_members(process.pid) == []
 
 
+# maps one file of shared memory, and once the guard has noted it another; ends when that is noted too
+MAPS_TWO = """
+import mmap, os, sys, time
+deadline = time.monotonic() + 60
+for path in sys.argv[2:]:
+    with open(path, "wb+") as file:
+        file.write(bytes(mmap.PAGESIZE))
+        file.flush()
+        kept = globals().setdefault("kept", [])
+        kept.append(mmap.mmap(file.fileno(), mmap.PAGESIZE))
+    while not (os.path.exists(sys.argv[1]) and path in open(sys.argv[1]).read()):
+        if time.monotonic() > deadline:
+            sys.exit(3)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.full
+def test_the_guard_removes_shared_memory_that_a_server_made_after_its_start(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    paths = [Path(f"/dev/shm/hybridflow-test-{os.getpid()}-{name}") for name in "ab"]
+    command = [sys.executable, "-S", guard.__file__, str(os.getpid()), "0", str(folder), "--", sys.executable, "-c"]
+    command += [MAPS_TWO, str(folder / guard.NOTE), *map(str, paths)]
+    try:
+        assert subprocess.run(command, start_new_session=True, timeout=90, check=False).returncode == 0
+        assert not any(path.exists() for path in paths)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
 def test_what_a_killed_guard_knew_of_shared_memory_is_found(tmp_path: Path) -> None:
     assert guard.noted_shared_memory(str(tmp_path)) == set()
     guard.note_shared_memory(str(tmp_path), {"/dev/shm/b", "/dev/shm/a", "/etc/passwd"})

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.single_controller import watch
+from hybridflow.single_controller.cluster import _Local
 from hybridflow.single_controller.future import _STOPPED_LOOKS, Future, Rank
 
 
@@ -63,6 +64,23 @@ def test_the_main_thread_is_interrupted_where_it_waits(sleeper: subprocess.Popen
     assert "has ended" in watched.lost()
     watched.stop()
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_a_guard_that_was_killed_is_replaced(sleeper: subprocess.Popen[bytes]) -> None:
+    local = _Local.make()
+    killed = local.guard
+    watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}), local.keep_guarded)
+    try:
+        killed.kill()
+        deadline = time.monotonic() + 60
+        while local.guard is killed and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert local.guard is not killed and local.guard.poll() is None
+    finally:
+        watched.stop()
+        local.remove()
+    assert local.guard.poll() is not None
+    assert not local.temp_dir.exists()
 
 
 def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(sleeper: subprocess.Popen[bytes]) -> None:
