@@ -395,10 +395,18 @@ class RewardConfig:
 
     verifiers: tuple[Annotated[str, VERIFIER], ...] = ()  # of yours, [path/to/file.py:name], beside the built-in ones
     path: str | None = None  # python file; null: the verifiers
-    # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict
+    # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict; or, called once for
+    # the samples of a prompt, (data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list. May be async
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0  # of this score in the reward; validation counts the score itself
+    # processes beside the driver in which responses are scored; null: one a core, at most 16; 0: in the driver, without
+    # a deadline
+    processes: NonNegativeInt | None = None
+    timeout_s: Positive = 60.0  # deadline of one call of a function or verifier
+    # what a response counts whose scoring hangs, raises or returns nonsense. zero: a score of 0; drop: nothing, its
+    # tokens are masked and its group's mean stays as it was; stop: the run ends. It ends as well when all of a step do
+    on_failure: Literal["zero", "drop", "stop"] = "zero"
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,57 @@
-"""`RewardManager`: scores a batch of responses with the verifier of each row's data source or with the user's
-function."""
+"""`RewardManager`: scores responses with the verifier of each row's data source or with the user's function, in a pool
+of processes beside the driver."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
-import inspect
-import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from hybridflow.config.registry import attribute_of, describe_error, import_file
 from hybridflow.config.schema import RewardConfig
-from hybridflow.errors import ConfigError, DataError
-from hybridflow.rewards.verifiers.base import ScoreResult, Verifier, by_data_source
+from hybridflow.errors import DataError
+from hybridflow.rewards.functions import Outcome, Row, Scoring, matching, unknown_source
+from hybridflow.rewards.pool import RewardPool
+from hybridflow.rewards.verifiers.base import ScoreResult
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+@dataclass(frozen=True)
+class Submitted:
+    """Rows that are being scored: for each call its number in the pool (or its outcomes) and its rows' positions."""
+
+    calls: Sequence[tuple[int | list[Outcome], list[int]]]
 
 
 class RewardManager:
-    """Built once from the `reward` section; a wrong path, name or argument is reported then.
+    """Built once from the `reward` section; what scores is loaded meanwhile, in the background.
 
     Without `reward.path` each row is scored by the verifier of its data source, a built-in one or one of
     `reward.verifiers`, and `reward.kwargs` go to the verifiers that take them. With `reward.path` the function of that
-    file scores every row: it is called by keyword with data_source, solution_str, ground_truth, extra_info and
-    `reward.kwargs`, and returns a float or a dict with "score". It may be async; then the calls of a batch run
-    concurrently (do not call `score` from inside a running event loop in that case).
+    file scores every row. Calls run in `reward.processes` processes, each with the deadline `reward.timeout_s`; with
+    `reward.processes=0` they run here, without a deadline (and not within a running event loop).
+
+    Args:
+        config: the `reward` section.
+        log_path: where the processes print; None: with this process.
 
     Raises:
-        ConfigError: the function or a verifier cannot be loaded or called, or no verifier takes a key of
-            `reward.kwargs`.
+        ConfigError: with `reward.processes=0`, the function or a verifier cannot be loaded or called, or no verifier
+            takes a key of `reward.kwargs`; otherwise the first other method that is called raises it.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._kwargs, self._config = dict(config.kwargs), config
-        self._function = None if config.path is None else load_function(config)
-        self._verifiers = {} if self._function else by_data_source(config.verifiers)
-        options = {name for verifier in self._verifiers.values() for name in verifier.options}
-        for key in self._kwargs if self._function is None else ():
-            if key not in options:
-                raise ConfigError(
-                    f"reward.kwargs.{key} is taken by no verifier (they take: {', '.join(sorted(options))})"
-                )
+    def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
+        self.config = config
+        self._scoring = Scoring(config) if config.processes == 0 else None
+        self._pool = RewardPool(config, log_path) if self._scoring is None else None
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raises DataError when a data source has no verifier: call it with the dataset's sources before the first
-        rollout."""
-        if self._function is None:
-            for source in dict.fromkeys(data_sources):
-                self._verifier_of(source)
+        """Wait until what scores is loaded. Raises DataError when a data source has no verifier: call it with the
+        dataset's sources before the first rollout."""
+        known, _ = self._loaded()
+        for source in dict.fromkeys(data_sources if known is not None else ()):
+            if matching(source, known or ()) is None:
+                raise DataError(unknown_source(source, known or ()))
 
     def score(
         self,
@@ -58,110 +59,101 @@ class RewardManager:
         response_text: Sequence[str],
         ground_truth: Sequence[Any],
         extra_info: Sequence[Mapping[str, Any]] | None = None,
+        groups: Sequence[Any] | None = None,
     ) -> list[ScoreResult]:
-        """Scores of B responses, in order.
+        """Scores of B responses, in order: `submit` and `collect`.
+
+        Raises:
+            DataError: no verifier for a data source; or `reward.on_failure` is "stop" and a row failed, or all rows
+                failed. Names the first such row, and for a custom function its file, name and line.
+        """
+        results = self.collect(self.submit(data_source, response_text, ground_truth, extra_info, groups))
+        self.check(results)
+        return results
+
+    def submit(
+        self,
+        data_source: Sequence[str],
+        response_text: Sequence[str],
+        ground_truth: Sequence[Any],
+        extra_info: Sequence[Mapping[str, Any]] | None = None,
+        groups: Sequence[Any] | None = None,
+    ) -> Submitted:
+        """Begin to score B responses; the caller may do something else meanwhile.
 
         Args:
             data_source: [B] which verifier each row wants.
             response_text: [B] text up to, not with, the end token.
             ground_truth: [B] as in the dataset.
             extra_info: [B] as in the dataset; None stands for empty ones.
+            groups: [B] equal for the samples of a prompt, which a function of groups gets together; None: one group.
 
         Raises:
-            DataError: no verifier for a data source; the verifier or function raised (or tried to end the process), or
-                returned neither a finite number nor a dict with one under "score". Names the row of the batch, and for
-                a custom function its file, name and line.
+            DataError: no verifier for a data source, or a column holds values of a type that is not plain data.
             ValueError: the arguments have different lengths.
         """
         infos = [{}] * len(response_text) if extra_info is None else extra_info
-        rows = list(zip(data_source, response_text, ground_truth, infos, strict=True))
-        if self._function is None:
-            return [self._verify(i, source, text, truth) for i, (source, text, truth, _) in enumerate(rows)]
-        calls = [
-            dict(zip(ARGUMENTS, (source, text, truth, dict(info)), strict=True)) | self._kwargs
-            for source, text, truth, info in rows
-        ]
-        if inspect.iscoroutinefunction(self._function):
-            outcomes = asyncio.run(self._await_all(calls))
-        else:
-            outcomes = [self._call(self._function, call) for call in calls]
-        who = f"reward function {self._config.name} of {self._config.path}"
-        return [
-            _checked(f"row {i}: {who}", outcome, Path(str(self._config.path))) for i, outcome in enumerate(outcomes)
-        ]
-
-    def _verify(self, row: int, source: str, text: str, truth: Any) -> ScoreResult:
-        verifier = self._verifier_of(source, f"row {row}: ")
-        options = {key: value for key, value in self._kwargs.items() if key in verifier.options}
-        outcome = self._call(lambda: verifier.function(text, truth, **options), {})
-        if isinstance(outcome, BaseException):
-            raise DataError(
-                f"row {row}: the verifier of data_source {source!r} cannot use ground truth {truth!r}: "
-                f"{describe_error(outcome, Path(inspect.getfile(verifier.function)))}"
-            ) from outcome
-        return _checked(f"row {row}: the verifier of data_source {source!r}", outcome, Path())
-
-    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """What the function returns, or the exception that it raised; sys.exit in it does not end the driver."""
+        rows: list[Row] = list(zip(data_source, response_text, ground_truth, map(dict, infos), strict=True))
+        known, by_group = self._loaded()
+        for number, row in enumerate(rows if known is not None else ()):
+            if matching(row[0], known or ()) is None:
+                raise DataError(f"row {number}: {unknown_source(row[0], known or ())}")
+        calls: dict[Any, list[int]] = {}
+        for number in range(len(rows)):
+            group = number if not by_group else 0 if groups is None else groups[number]
+            calls.setdefault(group, []).append(number)
+        picked = [([rows[number] for number in numbers], numbers) for numbers in calls.values()]
+        if self._scoring is not None:
+            found = asyncio.run(_all(self._scoring, [rows for rows, _ in picked]))
+            return Submitted(list(zip(found, calls.values(), strict=True)))
+        assert self._pool is not None
         try:
-            return function(**arguments)
-        except (Exception, SystemExit) as error:
-            return error
+            return Submitted([(self._pool.submit(rows), numbers) for rows, numbers in picked])
+        except ValueError as error:
+            raise DataError(f"ground_truth or extra_info holds {error}; rewards are given plain data alone") from error
 
-    async def _await_all(self, calls: list[dict[str, Any]]) -> list[Any]:
-        async def one(call: dict[str, Any]) -> Any:
-            assert self._function is not None
-            try:
-                return await self._function(**call)
-            except (Exception, SystemExit) as error:
-                return error
+    def collect(self, submitted: Submitted) -> list[ScoreResult]:
+        """The results of these rows, in the order in which they were submitted; waits for what is not finished."""
+        outcomes = [calls for calls, _ in submitted.calls]
+        if self._pool is not None:
+            outcomes = list(self._pool.collect([number for number in outcomes if isinstance(number, int)]))
+        results: dict[int, ScoreResult] = {}
+        for found, (_, numbers) in zip(outcomes, submitted.calls, strict=True):
+            assert isinstance(found, list)
+            for number, outcome in zip(numbers, found, strict=True):
+                results[number] = ScoreResult(
+                    outcome.get("score", 0.0), outcome.get("extra", {}), outcome.get("failure")
+                )
+        return [results[number] for number in range(len(results))]
 
-        return await asyncio.gather(*map(one, calls))
+    def check(self, results: Sequence[ScoreResult]) -> None:
+        """Apply `reward.on_failure` to a whole batch: a reward that fails everywhere has a fault that no policy mends.
 
-    def _verifier_of(self, source: str, where: str = "") -> Verifier:
-        if source in self._verifiers:
-            return self._verifiers[source]
-        near = difflib.get_close_matches(str(source), self._verifiers, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(
-            f"{where}no verifier for data_source {source!r}{hint} (known: {', '.join(sorted(self._verifiers))}); give "
-            "one of your own in reward.verifiers, or a function for all rows in reward.path"
-        )
+        Raises:
+            DataError: a row failed and `reward.on_failure` is "stop", or all rows failed.
+        """
+        failed = [(number, result.failure) for number, result in enumerate(results) if result.failure]
+        if failed and (self.config.on_failure == "stop" or len(failed) == len(results)):
+            number, text = failed[0]
+            more = f" ({len(failed)} of {len(results)} rows failed)" if len(results) > 1 else ""
+            raise DataError(f"row {number}: {text}{more}")
 
+    def _loaded(self) -> tuple[list[str] | None, bool]:
+        """The data sources with a verifier (None: a function scores all), and whether calls are by group."""
+        if self._pool is not None:
+            self._pool.start()
+            return self._pool.sources, self._pool.by_group
+        assert self._scoring is not None
+        return self._scoring.sources, self._scoring.by_group
 
-def load_function(config: RewardConfig) -> Callable[..., Any]:
-    """The function `reward.name` of the file `reward.path`, sync or async.
+    def __enter__(self) -> Self:
+        return self
 
-    Raises:
-        ConfigError: the file is missing or fails to import, has no such function, or the function does not take the
-            arguments data_source, solution_str, ground_truth, extra_info and those of reward.kwargs.
-    """
-    module = import_file(Path(str(config.path)), "reward.path")
-    function: Callable[..., Any] = attribute_of(module, config.name, "reward.name", callable, "a function")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **config.kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"{config.path}: {config.name}{inspect.signature(function)} cannot be called with "
-            f"{', '.join([*ARGUMENTS, *config.kwargs])} by name: {error}"
-        ) from error
-    return function
+    def __exit__(self, *error: object) -> None:
+        """End the pool's processes."""
+        if self._pool is not None:
+            self._pool.close()
 
 
-def _checked(who: str, outcome: Any, file: Path) -> ScoreResult:
-    """What a function or verifier returned or raised as a ScoreResult; `who` begins the message of an error."""
-    if isinstance(outcome, BaseException):
-        raise DataError(f"{who} raised {describe_error(outcome, file)}") from outcome
-    extra: dict[str, Any] = {}
-    score = outcome
-    if isinstance(outcome, ScoreResult):
-        score, extra = outcome.score, outcome.extra
-    if isinstance(outcome, Mapping):
-        extra = {str(key): value for key, value in outcome.items() if key != "score"}
-        score = outcome.get("score")
-    # numbers.Real also covers bool and numpy scalars
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
-        raise DataError(
-            f'{who} returned {str(outcome)[:120]!r}; expected a finite number or a dict with one under "score"'
-        )
-    return ScoreResult(float(score), extra)
+async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Outcome]]:
+    return list(await asyncio.gather(*map(scoring.outcomes, calls)))

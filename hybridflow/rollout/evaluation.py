@@ -42,20 +42,22 @@ class Scorer:
         self.rewards, self.tokenizer = rewards, tokenizer
 
     def score(self, batch: DataProto) -> DataProto:
-        """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, and reward_extra (objects: {name:
-        value}) where the reward returns more than a score."""
+        """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra (objects: {name:
+        value}) where the reward returns more than a score, reward_failure (objects: text or None) where rows failed."""
         pieces = batch.pieces(["response_ids"])
         texts = [
             self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
         ]
-        results = self.rewards.score(
-            batch["data_source"].tolist(), texts, batch["ground_truth"].tolist(), batch["extra_info"].tolist()
-        )
+        columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
+        groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
+        results = self.rewards.score(columns[0], texts, columns[1], columns[2], groups)
         scores = np.array([result.score for result in results], dtype=np.float32)
-        columns = {"response_text": np.array(texts, dtype=object), "scores": scores}
+        found = {"response_text": np.array(texts, dtype=object), "scores": scores}
         if any(result.extra for result in results):
-            columns["reward_extra"] = np.array([result.extra for result in results], dtype=object)
-        return DataProto.from_columns(columns)
+            found["reward_extra"] = np.array([result.extra for result in results], dtype=object)
+        if any(result.failure for result in results):
+            found["reward_failure"] = np.array([result.failure for result in results], dtype=object)
+        return DataProto.from_columns(found)
 
 
 class Validator:
@@ -88,19 +90,48 @@ class Validator:
         }
 
 
+def without_failed(batch: DataProto, policy: str) -> DataProto:
+    """With the policy `drop` (`reward.on_failure`), rows whose scoring failed have no sampled token left and,
+    so that the mean of their group stays as it is, the mean score of its other rows."""
+    if policy != "drop" or "reward_failure" not in batch:
+        return batch
+    failed = np.array([text is not None for text in batch["reward_failure"]])
+    scores, uid = batch["scores"].copy(), batch["uid"]
+    for row in np.flatnonzero(failed):
+        others = scores[(uid == uid[row]) & ~failed]
+        scores[row] = others.mean() if len(others) else 0.0
+    mask = batch.jagged(RESPONSE_MASK)
+    kept = mask.values & ~np.repeat(failed, mask.lengths)
+    return batch.with_columns(scores=scores, **{RESPONSE_MASK: Jagged(kept, mask.offsets)})
+
+
+def failures(batch: DataProto) -> list[str]:
+    """A line for each text with which scoring failed, the most frequent first: the number of rows and the first one."""
+    rows: dict[str, list[int]] = {}
+    for row, text in enumerate(batch["reward_failure"].tolist() if "reward_failure" in batch else ()):
+        if text is not None:
+            rows.setdefault(text, []).append(row)
+    ordered = sorted(rows.items(), key=lambda item: -len(item[1]))
+    return [
+        f"{len(found)} of {len(batch)} rows have no score (row {found[0]} first): {text}" for text, found in ordered
+    ]
+
+
 def extra_metrics(batch: DataProto) -> dict[str, float]:
     """reward_extra/NAME/mean, /max and /min over the rows whose reward returned a finite number (or true, false) of
-    this name beside the score."""
+    this name beside the score, and reward/failed, the share of rows whose scoring failed."""
+    failed = [text is not None for text in batch["reward_failure"].tolist()] if "reward_failure" in batch else []
     values: dict[str, list[float]] = {}
     for extra in batch["reward_extra"].tolist() if "reward_extra" in batch else ():
         for name, value in extra.items():
             if isinstance(value, numbers.Real) and math.isfinite(value):
                 values.setdefault(name, []).append(float(value))
-    return {
+    spreads = {
         f"reward_extra/{name}/{what}": float(of(found))
         for name, found in values.items()
         for what, of in (("mean", np.mean), ("max", np.max), ("min", np.min))
     }
+    return spreads | ({"reward/failed": float(np.mean(failed))} if failed else {})
 
 
 def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
@@ -134,8 +165,8 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
         "extra_info": batch["extra_info"].tolist(),
     }
-    if "reward_extra" in batch:
-        rows["reward_extra"] = batch["reward_extra"].tolist()
+    if "reward_extra" in batch or "reward_failure" in batch:
+        rows["reward_extra"] = _extras(batch)
     if "rm_scores" in batch:
         rows["rm_score"] = batch["rm_scores"].tolist()
     if "advantages" in batch:
@@ -147,6 +178,14 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         rows["logprob_diff_mean"] = [_mean(row) for row in sampled]
         rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in sampled]
     return rows
+
+
+def _extras(batch: DataProto) -> list[dict[str, Any]]:
+    """What the reward returned beside the score; the text of a failure under "failure"."""
+    none = [None] * len(batch)
+    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else none
+    texts = batch["reward_failure"].tolist() if "reward_failure" in batch else none
+    return [(extra or {}) | ({"failure": text} if text else {}) for extra, text in zip(extras, texts, strict=True)]
 
 
 def _mean(values: np.ndarray) -> float:

@@ -245,7 +245,7 @@ class _Job:
 
 def _train(job: _Job) -> dict[str, Any]:
     config, session = job.config, job.session
-    rewards = RewardManager(config.reward)
+    rewards = job.stack.enter_context(RewardManager(config.reward, session.folder / "logs" / "rewards.log"))
     dataset = open_prompts(config.data.train_files, job.tokenizer, config.data)
     held_out = (
         open_prompts(config.data.val_files, job.tokenizer, config.data, config.data.val_max_prompts)

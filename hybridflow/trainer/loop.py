@@ -25,7 +25,7 @@ from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
-from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics
+from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
@@ -120,7 +120,7 @@ class RLTrainer:
 
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
-        batch = batch.union(self.scorer.score(batch))
+        batch = without_failed(batch.union(self.scorer.score(batch)), self.config.reward.on_failure)
         if self.reward_model:
             batch = batch.union(self.reward_model.compute(ModelWorker.compute_scores, batch))
         return batch
@@ -245,6 +245,8 @@ class RLTrainer:
         if "score_after" in self.session.totals:
             shown["held-out"] = self.session.totals["score_after"]
         progress.update(self.step, shown, seconds)
+        for line in failures(batch):
+            progress.message(f"step {self.step}: {line}")
         if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step):
             whole = scored if len(scored) == len(batch) else batch
             dump_batch(self.session.folder / "rollouts", self.step, whole, self.scorer.tokenizer)

@@ -59,7 +59,7 @@ def policy_loss(file: str, folder: Path) -> None:
 def reward(file: str, folder: Path) -> None:
     from hybridflow.rewards.manager import RewardManager
 
-    manager = RewardManager(RewardConfig(verifiers=(f"{file}:upper",), kwargs={"partial": 0.1}))
+    manager = RewardManager(RewardConfig(processes=0, verifiers=(f"{file}:upper",), kwargs={"partial": 0.1}))
     found = manager.score(["mine", "mine"], ["YES", "yes"], ["yes", "yes"])
     assert [result.score for result in found] == [1.0, 0.1] and found[0].extra == {"length": 3}
 

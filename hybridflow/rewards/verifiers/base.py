@@ -22,10 +22,12 @@ class ScoreResult:
         score: the reward; finite.
         extra: more values by name, e.g. the parsed answer. They go into rollout dumps; numbers go into metrics and the
             report as well. None of them enters the advantage.
+        failure: why there is no score, where the function hung, raised or returned nonsense; the score is 0 then.
     """
 
     score: float
     extra: dict[str, Any] = field(default_factory=dict)
+    failure: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,11 @@ _MARK = "####"
 # ASCII digits on purpose: \d would take digits of other scripts. Commas only between digits.
 _NUMBER = r"[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+"
 _LEADING_NUMBER = re.compile(rf"(?P<sign>[-+\u2212]?)\s*\$?\s*(?P<inner>[-+\u2212]?)\s*(?P<digits>{_NUMBER})")
+# a number after the answer that is part of a unit (m2), or counts what the words before it are about (for 2 eggs)
+_BELONGING_NUMBER = re.compile(
+    r"^(?:[kcm]?m|ft|in|yd)[23]\b|(?<![A-Za-z0-9])(?!x[0-9])[A-Za-z]+[0-9]+\b|"
+    rf"\b(?:after|at|by|during|every|for|from|in|of|on|over|per|with|within) \$?(?:{_NUMBER})\b"
+)
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![0-9])[-\u2212])?\s?\$?(?P<digits>{_NUMBER})")
 
 
@@ -39,21 +44,30 @@ def gsm8k(response: str, ground_truth: str, *, flexible: bool = False) -> ScoreR
 def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     """The final answer of a response as plain digits, e.g. "-1234.5", or None.
 
-    Read from the first line after the last "####": an optional sign and "$", then one number with or without thousands
-    commas. Words, a unit or a full stop may follow; a second number, a fraction or a range ("3 or 4", "3/4") may not:
+    Read from the last "####" that has digits on its line (a later one without is a heading, not an answer): an optional
+    sign and "$", then one number with or without thousands commas. Words, a unit ("540 m2") or a full stop may follow,
+    and a number that belongs to them ("18 dollars for 2 eggs"). Another answer may not ("3 or 4", "3/4", "18 (or 25)"):
     guessing twice is no answer.
     """
-    _, mark, after = text.rpartition(_MARK)
-    found = _leading_number(after) if mark else None
+    lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
+    found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
     if found is None and flexible and (numbers := list(_ANY_NUMBER.finditer(text))):
         found = ("-" if numbers[-1]["sign"] else "") + numbers[-1]["digits"].replace(",", "")
     return found
 
 
-def _leading_number(text: str) -> str | None:
+def _first_line(text: str) -> str:
     lines = text.strip().splitlines()
-    match = _LEADING_NUMBER.match(lines[0]) if lines else None
-    if match is None or (match["sign"] and match["inner"]) or re.search("[0-9]", lines[0][match.end() :]):
+    return lines[0] if lines else ""
+
+
+def _leading_number(text: str) -> str | None:
+    line = _first_line(text)
+    match = _LEADING_NUMBER.match(line)
+    if match is None or (match["sign"] and match["inner"]):
+        return None
+    rest = line[match.end() :]
+    if re.search("[0-9]", rest if re.search(r"\bor\b", rest) else _BELONGING_NUMBER.sub("", rest)):
         return None
     negative = (match["sign"] or match["inner"]) in ("-", "\u2212")
     return ("-" if negative else "") + match["digits"].replace(",", "")

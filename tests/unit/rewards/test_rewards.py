@@ -15,12 +15,14 @@ GSM8K = "openai/gsm8k"
 
 
 def _score(source: str, response: str, truth: object, **kwargs: object) -> float:
-    return RewardManager(RewardConfig(kwargs=kwargs)).score([source], [response], [truth])[0].score
+    return RewardManager(RewardConfig(processes=0, kwargs=kwargs)).score([source], [response], [truth])[0].score
 
 
 def _custom(tmp_path: Path, code: str, name: str = "compute_score", **kwargs: object) -> RewardManager:
     (tmp_path / "reward.py").write_text(textwrap.dedent(code))
-    return RewardManager(RewardConfig(path=str(tmp_path / "reward.py"), name=name, kwargs=kwargs))
+    return RewardManager(
+        RewardConfig(processes=0, path=str(tmp_path / "reward.py"), name=name, kwargs=kwargs, on_failure="stop")
+    )
 
 
 # --- built-in verifiers
@@ -47,6 +49,14 @@ def test_arithmetic_wants_the_answer_as_it_is_written(response, score):
         "#### 1272 dollars\n\nI hope that helps 5 people.",
         "#### $ 1272",
         "#### 01272",
+        "#### 1272 m2",
+        "#### 1272m2",
+        "#### 1272 dollars for 2 eggs",
+        "#### 1272 miles in 3.5 hours",
+        "#### 1272 (per 100 people)",
+        "#### 1272\n\n#### Explanation",
+        "#### 1272\n\n#### Explanation\nThere are 2 cows.",
+        "#### 7\n#### 1272\n#### Note",
     ],
 )
 def test_gsm8k_accepts_the_answer_in_the_forms_of_the_dataset(response):
@@ -65,7 +75,17 @@ def test_gsm8k_accepts_the_answer_in_the_forms_of_the_dataset(response):
         "#### 1272/1",
         "#### 1272.5",
         "#### 12 72",
-        "#### 1272\n#### unsure",
+        "#### 1272\n#### 1272 or 1273",
+        "#### 1272\n#### between 1 and 2",
+        "#### 1272 (or 25)",
+        "#### 1272 or for 25",
+        "#### 1272, 1273",
+        "#### 1272 to 1280",
+        "#### 1272 dollars and 50 cents",
+        "#### 1272 = 1273",
+        "#### 1272m2 or 1273",
+        "#### 1272x2",
+        "#### 1272 x2",
         "#### the answer is 1272",
         "#### --1272",
         "#### -$-1272",
@@ -105,19 +125,19 @@ def test_flexible_reads_the_last_number_only_where_asked():
 
 
 def test_the_parsed_answer_is_reported():
-    results = RewardManager(RewardConfig()).score([GSM8K, GSM8K], ["#### $1,000.", "none"], ["5", "5"])
+    results = RewardManager(RewardConfig(processes=0)).score([GSM8K, GSM8K], ["#### $1,000.", "none"], ["5", "5"])
     assert [r.extra for r in results] == [{"answer": "1000"}, {"answer": None}]
 
 
 def test_a_batch_may_mix_sources():
-    results = RewardManager(RewardConfig()).score(
+    results = RewardManager(RewardConfig(processes=0)).score(
         ["arithmetic", GSM8K, "arithmetic"], ["4", "#### 4", "#### 4"], ["4"] * 3
     )
     assert [r.score for r in results] == [1.0, 1.0, 0.0]
 
 
 def test_an_unknown_source_lists_the_known_ones():
-    manager = RewardManager(RewardConfig())
+    manager = RewardManager(RewardConfig(processes=0))
     with pytest.raises(
         DataError,
         match=r"row 1: no verifier for data_source 'gsm8k'.*known: arithmetic, openai/gsm8k\); .*reward\.verifiers",
@@ -136,12 +156,12 @@ def test_a_ground_truth_the_verifier_cannot_use_is_named(truth):
 
 def test_unknown_arguments_for_the_built_in_verifiers_are_refused():
     with pytest.raises(ConfigError, match=r"reward\.kwargs\.flexibel is taken by no verifier .*flexible"):
-        RewardManager(RewardConfig(kwargs={"flexibel": True}))
+        RewardManager(RewardConfig(processes=0, kwargs={"flexibel": True}))
 
 
 def test_columns_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="argument"):
-        RewardManager(RewardConfig()).score(["arithmetic"], ["1", "2"], ["1", "2"])
+        RewardManager(RewardConfig(processes=0)).score(["arithmetic"], ["1", "2"], ["1", "2"])
 
 
 # --- the user's function
@@ -240,7 +260,7 @@ def test_kwargs_the_function_does_not_take_are_reported(tmp_path):
 
 def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"reward\.path: .*nowhere\.py' is no file"):
-        RewardManager(RewardConfig(path=str(tmp_path / "nowhere.py")))
+        RewardManager(RewardConfig(processes=0, path=str(tmp_path / "nowhere.py")))
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -276,22 +296,24 @@ VERIFIER_OF_MINE = """
 def test_a_verifier_from_a_file_scores_the_rows_of_its_data_sources(tmp_path):
     """Rows of other sources keep the built-in verifier; reward.kwargs reach those that take them."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
-    manager = RewardManager(RewardConfig(verifiers=(f"{tmp_path}/mine.py:upper",), kwargs={"partial": 0.25}))
+    manager = RewardManager(
+        RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:upper",), kwargs={"partial": 0.25})
+    )
     manager.check_data_sources(["mine", GSM8K])
     found = manager.score(["mine", GSM8K, "arithmetic"], ["YES", "#### 5", "no"], ["yes", "5", "no"])
     assert [result.score for result in found] == [1.0, 1.0, 0.25]
     assert [result.extra for result in found] == [{"length": 3}, {"answer": "5"}, {"length": 2}]
     with pytest.raises(DataError, match=r"row 0: the verifier of data_source 'mine' .*SystemExit: 1 \(line 8\)"):
         manager.score(["mine"], ["exit"], ["x"])
-    assert RewardManager(RewardConfig()).score(["arithmetic"], ["no"], ["no"])[0].score == 1.0
+    assert RewardManager(RewardConfig(processes=0)).score(["arithmetic"], ["no"], ["no"])[0].score == 1.0
 
 
 def test_a_verifier_that_a_file_lacks_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(textwrap.dedent(VERIFIER_OF_MINE))
     with pytest.raises(ConfigError, match=r"reward\.verifiers=.*registers no verifier 'lower'; it registers: upper"):
-        RewardManager(RewardConfig(verifiers=(f"{tmp_path}/mine.py:lower",)))
+        RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:lower",)))
     with pytest.raises(ConfigError, match="registers no verifier 'gsm8k'"):
-        RewardManager(RewardConfig(verifiers=(f"{tmp_path}/mine.py:gsm8k",)))
+        RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path}/mine.py:gsm8k",)))
 
 
 def test_two_files_of_one_name_do_not_meet(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hybridflow.observe.rollouts import dump_path, read_rollouts
 from hybridflow.observe.run_folder import load_run
 from hybridflow.observe.tracker import Tracker
 from hybridflow.rewards import RewardManager
-from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics
+from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
 from hybridflow.trainer.session import Session
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
@@ -66,7 +66,7 @@ def batch_of(*responses: str, source: str = "toy") -> DataProto:
 def scorer(tmp_path: Path) -> Scorer:
     (tmp_path / "reward.py").write_text(REWARD)
     letters: Any = Letters()
-    return Scorer(RewardManager(RewardConfig(path=str(tmp_path / "reward.py"))), letters)
+    return Scorer(RewardManager(RewardConfig(processes=0, path=str(tmp_path / "reward.py"))), letters)
 
 
 def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report(
@@ -134,3 +134,21 @@ def test_a_file_of_the_run_never_holds_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         session.write_json("summary.json", {"deep": {"score": math.nan}})
     assert json.loads(path.read_text())["score_after"] == 0.5  # whole or not at all
+
+
+def test_a_dropped_row_enters_no_loss_and_leaves_the_mean_of_its_group(tmp_path: Path) -> None:
+    batch = batch_of("ab", "abc", "a", "abcd").with_columns(
+        uid=np.array([0, 0, 0, 1]),
+        response_text=objects("ab", "abc", "a", "abcd"),
+        scores=np.array([1.0, 0.0, 0.5, 0.0], np.float32),
+        reward_failure=objects(None, "late", None, "late"),
+    )
+    assert without_failed(batch, "zero") is batch
+    kept = without_failed(batch, "drop")
+    assert kept["scores"].tolist() == [1.0, 0.75, 0.5, 0.0]
+    assert [row.sum() for row in kept.jagged("response_mask")] == [2, 0, 1, 0]
+    assert failures(batch) == ["2 of 4 rows have no score (row 1 first): late"]
+    assert extra_metrics(batch) == {"reward/failed": 0.5}
+    dump_batch(tmp_path, 1, kept, cast(Any, Letters()))
+    rows = list(read_rollouts(dump_path(tmp_path, 1)))
+    assert [json.loads(row["reward_extra"]) for row in rows] == [{}, {"failure": "late"}, {}, {"failure": "late"}]

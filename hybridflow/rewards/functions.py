@@ -1,0 +1,152 @@
+"""What scores rows: the user's function of `reward.path`, or the verifier of each row's data source.
+
+A row is what JSON carries: (data_source, response text, ground truth, extra_info). An outcome is `{"score": s, "extra":
+{...}}`, or `{"failure": text}` where the function raised or returned nonsense.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.registry import attribute_of, describe_error, import_file
+from hybridflow.config.schema import RewardConfig
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.verifiers.base import ScoreResult, Verifier, by_data_source
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+GROUP_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+Row = Sequence[Any]
+Outcome = dict[str, Any]
+
+
+class Scoring:
+    """The function or the verifiers that the `reward` section names.
+
+    A function that takes data_sources, solution_strs, ground_truths and extra_infos is called once for the samples of a
+    prompt and returns a list; any other is called for each row. Both may be async.
+
+    Raises:
+        ConfigError: the function or a verifier cannot be loaded or called, or no verifier takes a key of
+            `reward.kwargs`.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config, self._kwargs = config, dict(config.kwargs)
+        self._function = None if config.path is None else load_function(config)
+        self._verifiers = {} if self._function else by_data_source(config.verifiers)
+        self.by_group = self._function is not None and takes_groups(self._function)
+        self.is_async = inspect.iscoroutinefunction(self._function)
+        options = {name for verifier in self._verifiers.values() for name in verifier.options}
+        for key in self._kwargs if self._function is None else ():
+            if key not in options:
+                raise ConfigError(
+                    f"reward.kwargs.{key} is taken by no verifier (they take: {', '.join(sorted(options))})"
+                )
+
+    @property
+    def sources(self) -> list[str] | None:
+        """Data sources with a verifier (a name may end in `*`); None where a function scores all rows."""
+        return None if self._function else sorted(self._verifiers)
+
+    async def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
+        """The outcomes of one call: of one row, or of the rows of a group."""
+        try:
+            found = self._call(rows)
+            if inspect.isawaitable(found):
+                found = await found
+        except (Exception, SystemExit) as error:
+            file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)
+            how = "raised" if self._function else f"cannot use ground truth {rows[0][2]!r}:"
+            return [{"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"} for row in rows]
+        if not self.by_group:
+            found = [found]
+        elif not isinstance(found, Sequence) or len(found) != len(rows):
+            said = f"{self._who(rows[0])} returned {str(found)[:120]!r}; expected a list of {len(rows)} scores"
+            return [{"failure": said} for _ in rows]
+        return [checked(self._who(row), value) for row, value in zip(rows, found, strict=True)]
+
+    def _call(self, rows: Sequence[Row]) -> Any:
+        if self._function is None:
+            verifier = self._verifier(rows[0][0])
+            given = {key: value for key, value in self._kwargs.items() if key in verifier.options}
+            return verifier.function(rows[0][1], rows[0][2], **given)
+        copies = [(source, text, truth, dict(info)) for source, text, truth, info in rows]
+        if self.by_group:
+            columns = [list(column) for column in zip(*copies, strict=True)]
+            return self._function(**dict(zip(GROUP_ARGUMENTS, columns, strict=True)), **self._kwargs)
+        return self._function(**dict(zip(ARGUMENTS, copies[0], strict=True)), **self._kwargs)
+
+    def _who(self, row: Row) -> str:
+        if self._function is None:
+            return f"the verifier of data_source {row[0]!r}"
+        return f"reward function {self._config.name} of {self._config.path}"
+
+    def _verifier(self, source: str) -> Verifier:
+        return self._verifiers[str(matching(source, self._verifiers))]
+
+
+def matching(source: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
+    """The entry of `known` for a data source: its own name, or the longest one ending in `*` that fits."""
+    if source in known:
+        return source
+    patterns = [name for name in known if name.endswith("*") and fnmatch.fnmatchcase(str(source), name)]
+    return max(patterns, key=len, default=None)
+
+
+def unknown_source(source: str, known: Sequence[str]) -> str:
+    """What is wrong with a data source that no verifier takes, and what to do."""
+    near = difflib.get_close_matches(str(source), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return (
+        f"no verifier for data_source {source!r}{hint} (known: {', '.join(known)}); give one of your own in "
+        "reward.verifiers, or a function for all rows in reward.path"
+    )
+
+
+def takes_groups(function: Callable[..., Any]) -> bool:
+    """Whether a function takes the rows of a prompt at once."""
+    return set(GROUP_ARGUMENTS) <= set(inspect.signature(function).parameters)
+
+
+def load_function(config: RewardConfig) -> Callable[..., Any]:
+    """The function `reward.name` of the file `reward.path`, sync or async, of a row or of a group.
+
+    Raises:
+        ConfigError: the file is missing or fails to import, has no such function, or the function does not take the
+            arguments data_source, solution_str, ground_truth, extra_info (or those of a group) and those of
+            reward.kwargs.
+    """
+    module = import_file(Path(str(config.path)), "reward.path")
+    function: Callable[..., Any] = attribute_of(module, config.name, "reward.name", callable, "a function")
+    arguments = GROUP_ARGUMENTS if takes_groups(function) else ARGUMENTS
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **config.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{config.path}: {config.name}{inspect.signature(function)} cannot be called with "
+            f"{', '.join([*arguments, *config.kwargs])} by name: {error}"
+        ) from error
+    return function
+
+
+def checked(who: str, found: Any) -> Outcome:
+    """What a function or verifier returned, as an outcome; `who` begins the text of a failure."""
+    extra: dict[str, Any] = {}
+    score = found
+    if isinstance(found, ScoreResult):
+        score, extra = found.score, found.extra
+    if isinstance(found, Mapping):
+        extra = {str(key): value for key, value in found.items() if key != "score"}
+        score = found.get("score")
+    # numbers.Real also covers bool and numpy scalars
+    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+        text = f'{who} returned {str(found)[:120]!r}; expected a finite number or a dict with one under "score"'
+        return {"failure": text}
+    return {"score": float(score), "extra": extra}

@@ -1,0 +1,230 @@
+"""The process beside the driver that owns the pool: it loads what scores once, forks the pool's processes, gives them
+rows, and kills and replaces one that is past the deadline.
+
+`python -m hybridflow.rewards.host SOCKET` speaks lines of JSON over an inherited socket: first the `reward` section
+arrives, and {"ready": data sources} or {"refused": text} is answered; then {"id": n, "rows": [...]} is answered with
+{"id": n, "outcomes": [...]}, in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.config.schema import RewardConfig
+from hybridflow.errors import HybridFlowError
+from hybridflow.process.children import die_with_parent
+from hybridflow.rewards.functions import Outcome, Scoring
+from hybridflow.rewards.lines import Lines, decoded, encoded
+
+ASYNC_CALLS = 64  # of an async function in flight in one process
+_ASYNC_GRACE_S = 2.0  # an async call ends at its deadline by itself, unless the function blocks the event loop
+
+
+@dataclass
+class _Job:
+    """The rows of one call."""
+
+    number: int
+    rows: list[Any]
+    begun: float = 0.0
+
+
+@dataclass
+class _Process:
+    """A process of the pool and the calls it is at."""
+
+    pid: int
+    lines: Lines
+    jobs: dict[int, _Job] = field(default_factory=dict)
+
+
+class Host:
+    """Gives rows to the pool's processes until the driver closes its end.
+
+    Args:
+        driver: the connection with the driver.
+        scoring: what scores.
+        processes: the number of processes.
+        timeout_s: seconds that one call may take.
+    """
+
+    def __init__(self, driver: Lines, scoring: Scoring, processes: int, timeout_s: float) -> None:
+        self.driver, self.scoring, self.timeout_s = driver, scoring, timeout_s
+        self.waiting: deque[_Job] = deque()
+        self.events = selectors.DefaultSelector()
+        self.processes: list[_Process] = []
+        self._limit_s = timeout_s + (_ASYNC_GRACE_S if scoring.is_async else 0.0)
+        driver.socket.setblocking(False)
+        self.events.register(driver.socket, selectors.EVENT_READ)
+        for _ in range(processes):
+            self._start()
+
+    def serve(self) -> None:
+        """Carry calls out until the driver closes the connection."""
+        while True:
+            for key, mask in self.events.select(self._patience()):
+                if not mask & selectors.EVENT_READ:
+                    continue
+                if key.data is not None:
+                    self._hear(key.data)
+                else:
+                    messages = self.driver.received()
+                    if messages is None:
+                        return
+                    self.waiting.extend(_Job(message["id"], message["rows"]) for message in messages)
+            self._kill_late()
+            self._give()
+            self._flush(self.driver, None)
+            for process in self.processes:
+                self._flush(process.lines, process)
+
+    def _flush(self, lines: Lines, data: _Process | None) -> None:
+        """Send what can be sent, and wake up when more can."""
+        unsent = selectors.EVENT_WRITE if lines.flush() else 0
+        self.events.modify(lines.socket, selectors.EVENT_READ | unsent, data)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if not pid:
+            die_with_parent()
+            os.setsid()  # what the function starts is killed with it
+            for key in list(self.events.get_map().values()):
+                os.close(key.fd)
+            ours.close()
+            code = 1
+            try:
+                asyncio.run(_score(theirs, self.scoring, self.timeout_s))
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+        ours.setblocking(False)
+        process = _Process(pid, Lines(ours))
+        self.processes.append(process)
+        self.events.register(ours, selectors.EVENT_READ, process)
+
+    def _patience(self) -> float | None:
+        """Seconds until the next deadline."""
+        begun = [job.begun for process in self.processes for job in process.jobs.values()]
+        return max(min(begun) + self._limit_s - time.monotonic(), 0.0) if begun else None
+
+    def _give(self) -> None:
+        capacity = ASYNC_CALLS if self.scoring.is_async else 1
+        while self.waiting:
+            process = min(self.processes, key=lambda process: len(process.jobs))
+            if len(process.jobs) >= capacity:
+                return
+            job = self.waiting.popleft()
+            job.begun = time.monotonic()
+            process.jobs[job.number] = job
+            process.lines.queue({"id": job.number, "rows": job.rows})
+
+    def _hear(self, process: _Process) -> None:
+        messages = process.lines.received() if process in self.processes else []
+        if messages is None:
+            status = self._end(process)
+            how = f"signal {-status}" if status < 0 else f"exit code {status}"
+            for job in process.jobs.values():
+                self._fail(job, f"the process that scored it ended ({how})")
+            return
+        for message in messages:
+            if process.jobs.pop(message["id"], None) is not None:
+                self.driver.queue(message)
+
+    def _kill_late(self) -> None:
+        now = time.monotonic()
+        for process in list(self.processes):
+            late = [job for job in process.jobs.values() if now >= job.begun + self._limit_s]
+            if not late:
+                continue
+            self._end(process)
+            for job in process.jobs.values():
+                if job in late:
+                    self._fail(job, late_text(self.timeout_s))
+                else:  # another call of the same event loop has blocked it
+                    self.waiting.appendleft(job)
+
+    def _end(self, process: _Process) -> int:
+        """Kill a process with all that it started, and start another in its place. Returns how it ended."""
+        self.events.unregister(process.lines.socket)
+        process.lines.socket.close()
+        self.processes.remove(process)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        _, status = os.waitpid(process.pid, 0)
+        self._start()
+        return os.waitstatus_to_exitcode(status)
+
+    def _fail(self, job: _Job, text: str) -> None:
+        self.driver.queue({"id": job.number, "outcomes": [{"failure": text} for _ in job.rows]})
+
+
+def late_text(timeout_s: float) -> str:
+    """The failure of a call that was past its deadline."""
+    return f"no score within {timeout_s:g} s (reward.timeout_s)"
+
+
+async def _score(connection: socket.socket, scoring: Scoring, timeout_s: float) -> None:
+    """A process of the pool: answer calls, one after another, or at once where the function is async."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
+    at_work: set[asyncio.Task[None]] = set()
+
+    async def answer(message: dict[str, Any]) -> None:
+        outcomes: list[Outcome]
+        try:
+            async with asyncio.timeout(timeout_s if scoring.is_async else None):
+                outcomes = await scoring.outcomes(message["rows"])
+        except TimeoutError:
+            outcomes = [{"failure": late_text(timeout_s)} for _ in message["rows"]]
+        try:
+            data = encoded({"id": message["id"], "outcomes": outcomes})
+        except ValueError as error:
+            failures = [{"failure": f"what the reward returned is not plain data: {error}"} for _ in outcomes]
+            data = encoded({"id": message["id"], "outcomes": failures})
+        writer.write(data)
+        await writer.drain()
+
+    while line := await reader.readline():
+        task = asyncio.create_task(answer(decoded(line)))
+        at_work.add(task)
+        task.add_done_callback(at_work.discard)
+        if not scoring.is_async:
+            await task
+
+
+def main(argv: Sequence[str]) -> None:
+    """Be the host for the connection with this descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    driver = Lines(socket.socket(fileno=int(argv[0])))
+    orders = driver.received()
+    while orders == []:
+        orders = driver.received()
+    if not orders:
+        return
+    try:
+        config = RewardConfig(**{**orders[0]["config"], "verifiers": tuple(orders[0]["config"]["verifiers"])})
+        scoring = Scoring(config)
+    except HybridFlowError as error:
+        driver.send({"refused": str(error)})
+        return
+    driver.send({"ready": scoring.sources, "by_group": scoring.by_group})
+    Host(driver, scoring, orders[0]["processes"], config.timeout_s).serve()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main(sys.argv[1:])

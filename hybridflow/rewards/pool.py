@@ -1,0 +1,150 @@
+"""`RewardPool`: the driver's end of the processes that score rows."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hybridflow.config.registry import absolute_entry
+from hybridflow.config.schema import RewardConfig
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.process.secret import without_credentials
+from hybridflow.rewards.functions import Outcome, Row
+from hybridflow.rewards.lines import Lines
+
+_START_S = 300.0  # for the user's file to be imported
+_PATIENCE_S = 60.0  # beyond a call's deadline, for the host to say so
+_MAX_PROCESSES, _MAX_HOST_RESTARTS = 16, 3
+
+
+class RewardPool:
+    """Starts the host (`rewards.host`) at once and in the background; `start` waits for it.
+
+    Calls begin when they are submitted and run while the caller does something else. A host that has ended is started
+    again, and calls without an answer are submitted again. Used by one thread.
+
+    Args:
+        config: the `reward` section.
+        log_path: where the host and the functions print; None: with this process.
+    """
+
+    def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
+        self.config, self.log_path = config, log_path
+        self._restarts = RestartLimit(_MAX_HOST_RESTARTS)
+        self._jobs: dict[int, list[Row]] = {}  # submitted and not yet answered
+        self._outcomes: dict[int, list[Outcome]] = {}
+        self._submitted, self._is_ready = 0, False
+        self.sources: list[str] | None = None
+        self.by_group = False
+        self._launch()
+
+    def _launch(self) -> None:
+        config = replace(self.config, verifiers=tuple(map(absolute_entry, self.config.verifiers)))
+        if config.path is not None:
+            config = replace(config, path=str(Path(config.path).resolve()))
+        ours, theirs = socket.socketpair()
+        if self.log_path:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        out = open(self.log_path, "ab") if self.log_path else None  # noqa: SIM115
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hybridflow.rewards.host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        if out:
+            out.close()
+        self._lines, self._is_ready = Lines(ours), False
+        processes = self.config.processes or min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        self._lines.send({"config": asdict(config), "processes": processes})
+
+    def start(self) -> None:
+        """Wait until the function or the verifiers are loaded.
+
+        Raises:
+            ConfigError: they cannot be.
+        """
+        if self._is_ready:
+            return
+        self._lines.socket.settimeout(_START_S)
+        try:
+            messages = self._lines.received()
+            while messages == []:
+                messages = self._lines.received()
+        except TimeoutError:
+            raise ConfigError(f"{self._what()} was not loaded within {_START_S:.0f} s") from None
+        if messages is None:
+            code = self._process.wait(_PATIENCE_S)
+            raise ConfigError(f"the process that loads {self._what()} ended with code {code}{self._look_at_log()}")
+        if "refused" in messages[0]:
+            raise ConfigError(messages[0]["refused"])
+        self.sources, self.by_group, self._is_ready = messages[0]["ready"], messages[0]["by_group"], True
+
+    def submit(self, rows: list[Row]) -> int:
+        """Begin a call with these rows; returns its number. ValueError names a type that no JSON holds."""
+        self.start()
+        self._submitted += 1
+        self._jobs[self._submitted] = rows
+        self._send([self._submitted])
+        return self._submitted
+
+    def collect(self, numbers: Sequence[int]) -> list[list[Outcome]]:
+        """The outcomes of the rows of these calls; waits for those that are not finished."""
+        while any(number in self._jobs for number in numbers):
+            self._lines.socket.settimeout(self.config.timeout_s + _PATIENCE_S)
+            try:
+                messages = self._lines.received()
+            except TimeoutError:
+                messages = None
+            if messages is None:
+                self._relaunch()
+                continue
+            for message in messages:
+                self._outcomes[message["id"]] = message["outcomes"]
+                self._jobs.pop(message["id"], None)
+        return [self._outcomes.pop(number) for number in numbers]
+
+    def _send(self, numbers: Sequence[int]) -> None:
+        self._lines.socket.settimeout(_PATIENCE_S)
+        try:
+            for number in numbers:
+                self._lines.send({"id": number, "rows": self._jobs[number]})
+        except OSError:
+            self._relaunch()
+
+    def _relaunch(self) -> None:
+        """After the host has ended or fallen silent."""
+        self.close()
+        if not self._restarts.take():
+            raise HybridFlowError(
+                f"the process that runs rewards ended {_MAX_HOST_RESTARTS + 1} times within an hour, last with code "
+                f"{self._process.returncode}{self._look_at_log()}; -9 is often a machine without memory"
+            )
+        self._launch()
+        self.start()
+        self._send(list(self._jobs))
+
+    def _what(self) -> str:
+        return f"{self.config.path} (reward.path)" if self.config.path else "the verifiers"
+
+    def _look_at_log(self) -> str:
+        return f"; see {self.log_path}" if self.log_path else ""
+
+    def close(self) -> None:
+        """End the host and its processes."""
+        self._lines.socket.close()
+        self._process.kill()  # its processes end with it
+        self._process.wait(_PATIENCE_S)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process") and self._process.poll() is None:
+            self.close()

@@ -1,0 +1,98 @@
+"""`Sandbox`: runs programs of a model where they can harm nothing, one at a time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.errors import ResourceError
+
+_START_S, _PATIENCE_S = 60.0, 30.0
+COMMAND = ("-I", "-S")  # no environment, no site-packages
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use."""
+
+    timeout_s: float = 6.0  # wall clock
+    memory_bytes: int = 512 << 20  # address space
+    tmp_bytes: int = 16 << 20  # its /tmp, and a file in it
+    output_bytes: int = 1 << 20  # standard output, and standard error
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program ended.
+
+    Attributes:
+        code: its exit code, negative for a signal; None where it reached a limit.
+        why: "timeout" or "output" for the limit that it reached, else empty.
+    """
+
+    code: int | None
+    why: str
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class Sandbox:
+    """Starts the process that programs are forked from (`sandbox_process`); each program costs forks, no interpreter.
+
+    Raises:
+        ResourceError: this machine forbids user namespaces or the like, so that nothing can be run; says what.
+    """
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *COMMAND, str(Path(__file__).with_name("sandbox_process.py"))],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+            )
+        ours.settimeout(_START_S)
+        self._connection = ours
+        self._lines = ours.makefile("rwb")
+        line = self._lines.readline()
+        answer = json.loads(line) if line else {"refused": "its process ended"}
+        if "refused" in answer:
+            self.close()
+            raise ResourceError(
+                f"programs cannot be run safely on this machine: {answer['refused']}. Code rewards need Linux "
+                "with user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; "
+                "in a container, its seccomp profile)"
+            )
+
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
+        """Run a Python program with this standard input."""
+        limits = limits or Limits()
+        self._connection.settimeout(limits.timeout_s + _PATIENCE_S)
+        try:
+            self._lines.write(json.dumps({"code": code, "stdin": stdin, **vars(limits)}).encode() + b"\n")
+            self._lines.flush()
+            line = self._lines.readline()
+        except OSError:
+            line = b""
+        if not line:
+            self.close()
+            self._start()
+            return ProgramResult(None, "the sandbox ended", "", "", 0.0)
+        return ProgramResult(**json.loads(line))
+
+    def close(self) -> None:
+        """End the process, and a program with it."""
+        self._process.kill()
+        self._process.wait(_PATIENCE_S)
+        self._connection.close()

@@ -1,0 +1,311 @@
+"""The process that programs are forked from. Standard library only: `python -I -S sandbox_process.py` with a socket as
+standard input imports nothing else, has an empty environment and holds no secrets that a fork could read.
+
+It leaves the host's mounts, network and users behind once (user, mount, network, IPC and UTS namespaces, a root of its
+own without /proc). Each program gets a PID and a mount namespace more, a private /tmp, limits and a seccomp filter
+under which it may compute, use its /tmp and start threads, and nothing else: no fork, exec, socket, mount or ptrace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+_libc = ctypes.PyDLL(None, use_errno=True)  # holds the GIL: a fork within a call must not lose it
+_CLONE_NEWNS, _CLONE_NEWPID, _CLONE_NEWUSER, _CLONE_NEWNET = 0x20000, 0x20000000, 0x10000000, 0x40000000
+_CLONE_NEWIPC, _CLONE_NEWUTS = 0x08000000, 0x04000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
+    1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+)  # fmt: skip
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 4, 38, 22
+_SYS_CLONE, _SYS_PIVOT_ROOT, _SYS_CAPSET = 56, 155, 126
+_NOBODY = 65534
+_FILES, _THREADS, _TMP_INODES = 64, 32, 1024
+# Of x86-64. Files, memory, time, threads' locks, signals within the PID namespace; what acts on others is left out.
+_ALLOWED = (
+    *range(0, 16), *range(17, 26), 28, 32, 33, *range(35, 40), 60, 61, 62, 63, 72, 74, 75, 76, 77, 78, 79, 80, 82, 83,
+    84, 85, 87, 88, 89, 90, *range(95, 101), 102, 104, 107, 108, 110, 111, 127, 128, 130, 131, 137, 138, 186, 200, 201,
+    202, 204, 217, 218, 219, 221, *range(228, 235), 257, 258, 262, 263, 264, 266, 267, 269, 270, 271, 273, 281, 290,
+    291, 292, 293, 318, 332, 334, 439,
+)  # fmt: skip
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of terminals (isatty), and the flags of a descriptor
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _filter() -> bytes:
+    """The BPF program of the seccomp filter."""
+    refuse, no_such, allow, kill = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
+
+    def load(offset: int) -> bytes:
+        return struct.pack("HBBI", 0x20, 0, 0, offset)
+
+    def give(what: int) -> bytes:
+        return struct.pack("HBBI", 0x06, 0, 0, what)
+
+    def unless(code: int, value: int, skip: int) -> bytes:
+        return struct.pack("HBBI", code, 0, skip, value)
+
+    equal, at_least, bits = 0x15, 0x35, 0x45
+    steps = [load(4), struct.pack("HBBI", equal, 1, 0, 0xC000003E), give(kill), load(0)]  # x86-64
+    steps += [unless(at_least, 0x40000000, 1), give(refuse)]  # the x32 numbers
+    for number in _ALLOWED:
+        if number != 16:
+            steps += [unless(equal, number, 1), give(allow)]
+    steps += [unless(equal, 435, 1), give(no_such)]  # clone3: the C library falls back to clone
+    steps += [unless(equal, _SYS_CLONE, 4), load(16), unless(bits, 0x10000, 1), give(allow), give(refuse)]
+    steps += [unless(equal, 302, 4), load(16), unless(equal, 0, 1), give(allow), give(refuse)]  # prlimit64 of itself
+    steps += [unless(equal, 16, 2 + 2 * len(_IOCTLS)), load(24)]
+    for command in _IOCTLS:
+        steps += [unless(equal, command, 1), give(allow)]
+    return b"".join([*steps, give(refuse), give(refuse)])
+
+
+_PROGRAM = _filter()
+
+
+def _install_filter() -> None:
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    buffer = ctypes.create_string_buffer(_PROGRAM, len(_PROGRAM))
+    head = struct.pack("HxxxxxxQ", len(_PROGRAM) // 8, ctypes.addressof(buffer))
+    _check(_libc.prctl(_PR_SET_SECCOMP, 2, head, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    given = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode())
+    _check(_libc.mount(*given), f"mount {target}")
+
+
+def _leave_users() -> None:
+    """Enter the namespaces. Root also maps nobody, whom programs will be; another user is mapped alone."""
+    uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
+    begin, done = os.pipe(), os.pipe()
+    helper = os.fork() if uid == 0 else -1
+    if helper == 0:
+        os.read(begin[0], 1)
+        try:
+            for name in ("uid", "gid"):
+                Path(f"/proc/{pid}/{name}_map").write_text(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n")
+            os.write(done[1], b"1")
+        finally:
+            os._exit(0)
+    os.close(done[1])
+    flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+    _check(_libc.unshare(flags), "unshare")
+    if helper > 0:
+        os.write(begin[1], b"1")
+        if os.read(done[0], 1) != b"1":
+            raise OSError("the map of users could not be written")
+        os.waitpid(helper, 0)
+    else:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1\n")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1\n")
+    for file in (*begin, done[0]):
+        os.close(file)
+
+
+def _leave_files() -> None:
+    """A root with the interpreter's library, shared libraries and four devices, read-only; nothing else."""
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    root = "/tmp"
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    library = f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
+    folders = {os.path.realpath(os.path.join(prefix, library)) for prefix in {sys.base_prefix, sys.base_exec_prefix}}
+    folders |= {os.path.realpath(folder) for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")}
+    kept = [folder for folder in folders if not any(folder.startswith(f"{other}/") for other in folders)]
+    for folder in filter(os.path.isdir, kept):
+        _bind(folder, root + folder, is_folder=True)
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link) and not os.path.lexists(root + link):
+            os.symlink(os.path.realpath(link), root + link)
+    for device in ("null", "zero", "random", "urandom"):
+        _bind(f"/dev/{device}", f"{root}/dev/{device}", is_folder=False)
+    for folder in ("tmp", "old"):
+        os.mkdir(f"{root}/{folder}")
+    os.chdir(root)
+    _check(_libc.syscall(_SYS_PIVOT_ROOT, b".", b"old"), "pivot_root")
+    os.chdir("/")
+    _check(_libc.umount2(b"/old", 2), "umount /old")
+    os.rmdir("/old")
+    _mount("none", "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+
+
+def _bind(source: str, target: str, *, is_folder: bool) -> None:
+    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+    if not is_folder:
+        Path(target).touch()
+    _mount(source, target, None, _MS_BIND | _MS_REC)
+    if is_folder:
+        flags = os.statvfs(source).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)  # what is locked must stay
+        _mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags | _MS_NOSUID)
+
+
+def _limit(order: dict[str, Any]) -> None:
+    memory, file = order["memory_bytes"], order["tmp_bytes"]
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_DATA: memory,
+        resource.RLIMIT_CPU: int(order["timeout_s"]) + 2,
+        resource.RLIMIT_FSIZE: file,
+        resource.RLIMIT_NOFILE: _FILES,
+        resource.RLIMIT_NPROC: _THREADS,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+    }
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+
+
+def _be_program(order: dict[str, Any], files: tuple[int, int, int]) -> None:
+    """The program itself; does not return."""
+    os.setsid()  # or a signal to its process group would reach processes outside of the namespace
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.closerange(3, 1 << 16)
+    os.chdir("/tmp")
+    code = 1
+    try:
+        _limit(order)
+        if order["as_nobody"]:
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        _check(_libc.syscall(_SYS_CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+        _install_filter()
+        try:
+            exec(compile(order["code"], "program", "exec"), {"__name__": "__main__"})
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        except BaseException as error:
+            own = error.__traceback__ and error.__traceback__.tb_next  # without our frame
+            traceback.print_exception(type(error), error, own, limit=-3)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+def _be_init(order: dict[str, Any], files: tuple[int, int, int], status: int) -> None:
+    """The first process of the program's PID namespace, at whose end the kernel kills all others; does not return."""
+    try:
+        _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+        for number in (signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+        _mount("tmpfs", "/tmp", "tmpfs", flags, f"size={order['tmp_bytes']},nr_inodes={_TMP_INODES},mode=1777")
+        program = os.fork()
+        if program == 0:
+            _be_program(order, files)
+        for file in files:
+            os.close(file)
+        ended, code = 0, 0
+        while ended != program:
+            ended, code = os.wait()
+        os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
+    except BaseException as error:
+        os.write(status, f"init: {error}".encode())
+    finally:
+        os._exit(0)
+
+
+def _run(order: dict[str, Any]) -> dict[str, Any]:
+    """Run one program to its end or its limits."""
+    stdin = os.memfd_create("stdin")
+    view = memoryview(order["stdin"].encode())
+    while view:
+        view = view[os.write(stdin, view) :]
+    os.lseek(stdin, 0, os.SEEK_SET)
+    out, err, status = os.pipe(), os.pipe(), os.pipe()
+    began = time.monotonic()
+    flags = _CLONE_NEWPID | _CLONE_NEWNS | signal.SIGCHLD
+    init = _check(_libc.syscall(_SYS_CLONE, ctypes.c_ulong(flags), 0, 0, 0, 0), "clone")
+    if init == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        _be_init(order, (stdin, out[1], err[1]), status[1])
+    for file in (stdin, out[1], err[1], status[1]):
+        os.close(file)
+    found: dict[int, bytearray] = {out[0]: bytearray(), err[0]: bytearray(), status[0]: bytearray()}
+    why = _read(found, status[0], order["output_bytes"], began + order["timeout_s"])
+    os.kill(init, signal.SIGKILL)
+    os.waitpid(init, 0)
+    text = {name: found[file].decode(errors="replace") for name, file in (("stdout", out[0]), ("stderr", err[0]))}
+    said = found[status[0]].decode()
+    for file in found:
+        os.close(file)
+    if not why and not said.lstrip("-").isdigit():
+        why = f"the sandbox failed: {said or 'its first process was killed'}"
+    code = int(said) if not why else None
+    return text | {"code": code, "why": why, "seconds": time.monotonic() - began}
+
+
+def _read(found: dict[int, bytearray], status: int, most: int, deadline: float) -> str:
+    """Read until the program has ended; else the limit that it reached."""
+    open_files = set(found)
+    while open_files:
+        if status not in open_files and not select.select(open_files, [], [], 0)[0]:
+            return ""
+        left = deadline - time.monotonic()
+        ready = select.select(open_files, [], [], max(left, 0))[0]
+        if not ready and left <= 0:
+            return "timeout"
+        for file in ready:
+            part = os.read(file, 1 << 16)
+            if not part:
+                open_files.discard(file)
+            found[file] += part
+            if len(found[file]) > most:
+                del found[file][most:]
+                return "output"
+        if time.monotonic() > deadline:
+            return "timeout"
+    return ""
+
+
+def main() -> None:
+    """Answer orders, a line of JSON each, until the other end closes."""
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open("/dev/null", os.O_RDWR), 0)
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    # a process that has changed its user may not write its own maps otherwise
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
+    as_root = os.getuid() == 0
+    lines = control.makefile("rwb")
+    try:
+        if os.uname().machine != "x86_64":
+            raise OSError(f"its system calls are known for x86_64 alone, not for {os.uname().machine}")
+        _leave_users()
+        _leave_files()
+        answer: dict[str, Any] = {"ready": True}
+    except OSError as error:
+        answer = {"refused": str(error)}
+    lines.write(json.dumps(answer).encode() + b"\n")
+    lines.flush()
+    import bisect  # noqa: F401  # programs use them
+
+    for line in lines:
+        lines.write(json.dumps(_run(json.loads(line) | {"as_nobody": as_root})).encode() + b"\n")
+        lines.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The pool of processes that score responses: deadlines, lost processes, policies for rows without a score."""
+
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.schema import RewardConfig
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.rewards import RewardManager
+
+ROW = "data_source, solution_str, ground_truth, extra_info"
+
+
+def _manager(folder: Path, code: str, **settings: object) -> RewardManager:
+    (folder / "reward.py").write_text(textwrap.dedent(code))
+    given = {"path": str(folder / "reward.py"), "processes": 2} | settings
+    return RewardManager(RewardConfig(**given), folder / "logs" / "rewards.log")  # type: ignore[arg-type]
+
+
+def _score(manager: RewardManager, *texts: str, **columns: object) -> list:
+    return manager.score(["a"] * len(texts), texts, ["c"] * len(texts), **columns)  # type: ignore[arg-type]
+
+
+def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_path):
+    code = f"""
+        import os, signal, subprocess, time
+
+        def compute_score({ROW}):
+            print("scoring", solution_str)
+            if solution_str == "hang":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                child = subprocess.Popen(["sleep", "3600"])
+                open(os.path.join(extra_info["folder"], "child"), "w").write(str(child.pid))
+                time.sleep(3600)
+            if solution_str == "raise":
+                raise KeyError("k")
+            if solution_str == "end":
+                os._exit(3)
+            if solution_str == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if solution_str == "object":
+                return {{"score": 1.0, "what": object()}}
+            return None if solution_str == "nonsense" else {{"score": 1.0, "pid": os.getpid()}}
+    """
+    texts = ["hang", "ok", "raise", "end", "kill", "object", "nonsense", "ok", "ok"]
+    with _manager(tmp_path, code, timeout_s=8.0) as manager:
+        results = _score(manager, *texts, extra_info=[{"folder": str(tmp_path)}] * len(texts))
+        assert [result.score for result in results] == [float(text == "ok") for text in texts]
+        said = [result.failure for result in results if result.failure]
+        assert said[0] == "no score within 8 s (reward.timeout_s)"
+        assert "raised KeyError: 'k' (line 12)" in said[1]
+        assert said[2:4] == [f"the process that scored it ended ({how})" for how in ("exit code 3", "signal 9")]
+        assert "not plain data: a value of type object" in said[4] and "returned 'None'" in said[5]
+        pids = {result.extra["pid"] for result in results if not result.failure}
+        assert os.getpid() not in pids
+        assert [result.score for result in _score(manager, "ok", "ok")] == [1.0, 1.0], "lost processes are replaced"
+    child = int((tmp_path / "child").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] in "ZX", "what a function started is killed with it"
+    assert "scoring hang" in (tmp_path / "logs" / "rewards.log").read_text()
+
+
+@pytest.mark.parametrize("policy", ["zero", "drop", "stop"])
+def test_a_reward_that_fails_everywhere_stops_the_run_whatever_the_policy(tmp_path, policy):
+    code = f"def compute_score({ROW}): return 1 / int(solution_str)"
+    with _manager(tmp_path, code, on_failure=policy) as manager:
+        with pytest.raises(DataError, match=r"row 0: .*ZeroDivisionError.*\(2 of 2 rows failed\)"):
+            _score(manager, "0", "0")
+        if policy == "stop":
+            with pytest.raises(DataError, match=r"row 1: .*ZeroDivisionError.*\(1 of 2 rows failed\)"):
+                _score(manager, "1", "0")
+        else:
+            assert [bool(result.failure) for result in _score(manager, "1", "0")] == [False, True]
+
+
+def test_async_calls_run_together_and_each_has_its_deadline(tmp_path):
+    code = f"""
+        import asyncio
+        arrived = 0
+
+        async def compute_score({ROW}):
+            global arrived
+            arrived += 1
+            while arrived < 40:  # would never end one after another
+                await asyncio.sleep(0.01)
+            return float(solution_str)
+    """
+    with _manager(tmp_path, code, processes=1) as manager:
+        assert [result.score for result in _score(manager, *map(str, range(40)))] == list(range(40))
+
+
+@pytest.mark.full
+def test_an_async_call_that_waits_or_blocks_the_loop_costs_itself_alone(tmp_path):
+    code = f"""
+        import asyncio, time
+
+        async def compute_score({ROW}):
+            if solution_str == "wait":
+                await asyncio.sleep(3600)
+            if solution_str == "block":
+                time.sleep(3600)
+            return 1.0
+    """
+    with _manager(tmp_path, code, processes=1, timeout_s=8.0) as manager:
+        results = _score(manager, "wait", "ok") + _score(manager, "ok", "block")
+    late = "no score within 8 s (reward.timeout_s)"
+    assert [result.failure for result in results] == [late, None, None, late]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_of_groups_gets_the_samples_of_a_prompt_at_once(tmp_path, kind):
+    code = f"""
+        {kind} compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale):
+            if "short" in solution_strs:
+                return [1.0]
+            best = max(solution_strs, key=len)
+            return [{{"score": scale * (text == best), "rivals": len(solution_strs)}} for text in solution_strs]
+    """
+    with _manager(tmp_path, code, kwargs={"scale": 2.0}) as manager:
+        results = _score(manager, "a", "b", "ccc", "bb", "short", "x", groups=[0, 1, 0, 1, 2, 2])
+    assert [result.score for result in results] == [0.0, 0.0, 2.0, 2.0, 0.0, 0.0]
+    assert [result.extra.get("rivals") for result in results] == [2, 2, 2, 2, None, None]
+    assert "expected a list of 2 scores" in str(results[4].failure)
+
+
+def test_rows_are_scored_while_the_caller_does_something_else(tmp_path):
+    code = f"""
+        import pathlib
+
+        def compute_score({ROW}):
+            pathlib.Path(extra_info["folder"], solution_str).touch()
+            return float(solution_str)
+    """
+    with _manager(tmp_path, code) as manager:
+        submitted = [manager.submit(["a"], [text], ["c"], [{"folder": str(tmp_path)}]) for text in ("1", "2", "3")]
+        while not all((tmp_path / text).exists() for text in ("1", "2", "3")):
+            os.sched_yield()  # scored before anybody has asked for the scores
+        assert [manager.collect(part)[0].score for part in reversed(submitted)] == [3.0, 2.0, 1.0]
+
+
+def test_a_host_that_is_killed_is_started_again_and_no_row_is_lost(tmp_path):
+    code = f"""
+        import os, signal
+
+        def compute_score({ROW}):
+            if solution_str == "host" and not os.path.exists(extra_info["flag"]):
+                open(extra_info["flag"], "w").close()
+                os.kill(os.getppid(), signal.SIGKILL)
+            return 1.0
+    """
+    with _manager(tmp_path, code) as manager:
+        infos = [{"flag": str(tmp_path / "flag")}] * 4
+        assert [result.score for result in _score(manager, "a", "host", "b", "c", extra_info=infos)] == [1.0] * 4
+
+
+def test_credentials_of_the_job_do_not_reach_rewards_and_values_keep_their_types(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDFLOW_JOB_SECRET", "s" * 64)
+    monkeypatch.setenv("MY_JUDGE_KEY", "k")
+    code = f"""
+        import os
+
+        def compute_score({ROW}):
+            names = [name for name in ("HYBRIDFLOW_JOB_SECRET", "MY_JUDGE_KEY") if name in os.environ]
+            types = [type(value).__name__ for value in extra_info.values()]
+            return {{"score": 1.0, "names": names, "types": types}}
+    """
+    import datetime
+
+    info = {"image": b"\xff", "on": datetime.date(2026, 1, 2), "at": datetime.datetime(2026, 1, 2), "n": 1}
+    with _manager(tmp_path, code) as manager:
+        result = manager.score(["a"], ["b"], ["c"], [info])[0]
+        assert result.extra == {"names": ["MY_JUDGE_KEY"], "types": ["bytes", "date", "datetime", "int"]}
+        with pytest.raises(DataError, match="a value of type complex; rewards are given plain data alone"):
+            manager.score(["a"], ["b"], ["c"], [{"k": 1j}])
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "named"),
+    [
+        ("import no_such_module_here", ConfigError, r"reward.py \(reward.path\) cannot be imported: ModuleNotFound"),
+        ("import os; os._exit(4)", ConfigError, r"reward.py \(reward.path\) ended with code 4; see .*rewards.log"),
+        ("def compute_score(text): pass", ConfigError, "cannot be called with"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_before_the_first_rollout(tmp_path, code, error, named):
+    with _manager(tmp_path, code) as manager, pytest.raises(error, match=named):
+        manager.check_data_sources(["a"])
+
+
+def test_the_pool_ends_with_its_driver(tmp_path):
+    with _manager(tmp_path, f"import os\ndef compute_score({ROW}): return os.getpid()") as manager:
+        pid = int(_score(manager, "a")[0].score)
+    with pytest.raises(ProcessLookupError):
+        for _ in range(3000):
+            os.kill(pid, 0)
+            signal.sigtimedwait([], 0.01)

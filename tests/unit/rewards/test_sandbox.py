@@ -1,0 +1,197 @@
+"""Programs in the sandbox: ordinary ones run, hostile ones end within their limits and change nothing outside."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.schema import RewardConfig
+from hybridflow.errors import ResourceError
+from hybridflow.rewards import RewardManager
+from hybridflow.rewards.sandbox import Limits, Sandbox
+
+try:
+    Sandbox().close()
+except ResourceError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+SECRET = "sandbox-secret-5c1f"
+# Each prints "harm" where it got what it wanted; PID, FILE and PORT are the test's own.
+HOSTILE = {
+    "fork": "import os\nos.fork(); print('harm')",
+    "fork bomb": "import os\nwhile True: os.fork()",
+    "vfork": "import ctypes\nprint('harm' if ctypes.CDLL(None).vfork() >= 0 else 1/0)",
+    "double fork": "import os\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: open('FILE', 'w').write('x')",
+    "daemon by subprocess": "import subprocess\nsubprocess.Popen(['sleep', '9'], process_group=0); print('harm')",
+    "shell": "import os\nprint('harm' if os.system('id') == 0 else 1/0)",
+    "exec": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo harm'])",
+    "spawn": "import os\nos.posix_spawn('/bin/sh', ['sh'], {}); print('harm')",
+    "multiprocessing": "import multiprocessing as m\nm.Pool(2).map(abs, [1]); print('harm')",
+    "memory": "x = bytearray(4 << 30); print('harm')",
+    "memory in steps": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "memory mapped": "import mmap\nx = mmap.mmap(-1, 4 << 30); print('harm')",
+    "memory by recursion": "def f(x): return f([x] * 10**6 + [x])\nimport sys; sys.setrecursionlimit(10**9); f(1)",
+    "integer": "x = 10 ** 10 ** 9; print('harm')",
+    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "disk": "f = open('/tmp/x', 'wb')\nwhile True: f.write(b'x' * (1 << 20))",
+    "many files": "i = 0\nwhile True: open(f'/tmp/{i}', 'w').close(); i += 1",
+    "many large files": "i = 0\nwhile True: open(f'/tmp/{i}', 'wb').write(b'x' * (8 << 20)); i += 1",
+    "memory file": "import os\nos.memfd_create('x'); print('harm')",
+    "descriptors": "import os\nx = []\nwhile True: x.append(os.open('/dev/null', os.O_RDONLY))",
+    "pipes": "import os\nx = []\nwhile True: x.append(os.pipe())",
+    "inotify": "import ctypes\nl = ctypes.CDLL(None)\nprint('harm' if l.inotify_init() >= 0 else 1/0)",
+    "endless loop": "while True: pass",
+    "sleep": "import time\ntime.sleep(10**6)",
+    "endless output": "while True: print('x' * 4096)",
+    "endless errors": "import sys\nwhile True: sys.stderr.write('x' * 4096)",
+    "ignores TERM": "import signal, time\nfor s in range(1, 32):\n try: signal.signal(s, signal.SIG_IGN)\n"
+    " except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
+    "environment": "import os\nprint('harm' if 'SECRET' in str(os.environ) else 1/0)",
+    "descriptors of others": "import os\nfor i in range(3, 4096):\n try: os.fstat(i); print('harm')\n"
+    " except OSError: pass\n1/0",
+    "reads a file": "print('harm', open('FILE').read())",
+    "reads passwords": "print('harm', open('/etc/shadow').read())",
+    "reads homes": "import os\nprint('harm' if os.listdir(os.path.expanduser('~')) else 1/0)",
+    "writes a file": "open('FILE', 'w').write('x')",
+    "writes to the library": "import os\nopen(os.__file__, 'a').write('x'); print('harm')",
+    "writes to the root": "open('/x', 'w'); print('harm')",
+    "removes the library": "import os\nos.unlink(os.__file__); print('harm')",
+    "symlink": "import os\nos.symlink('FILE', '/tmp/l'); print('harm', open('/tmp/l').read())",
+    "hard link": "import os\nos.link(os.__file__, '/tmp/l'); print('harm')",
+    "parent folders": "print('harm', open('../' * 40 + 'FILE').read())",
+    "proc": "print('harm', open('/proc/1/environ').read())",
+    "proc of itself": "import os\nprint('harm', os.listdir('/proc/self/fd'))",
+    "sys": "import os\nprint('harm', os.listdir('/sys'))",
+    "connects": "import socket\ns = socket.create_connection(('127.0.0.1', PORT)); print('harm')",
+    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX); print('harm')",
+    "raw socket": "import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('harm')",
+    "kills the parent": "import os\nos.kill(PID, 9); print('harm')",
+    "kills all": "import os, signal\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)\n1/0",
+    "kills its group": "import os\nos.killpg(0, 9)",
+    "stops its parent": "import os\nfor s in (1, 2, 3, 15, 19): os.kill(os.getppid(), s)\n1/0",
+    "ptrace": "import ctypes\nprint('harm' if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0 else 1/0)",
+    "mount": "import ctypes\nprint('harm' if ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0 else 1/0)",
+    "namespaces": "import ctypes\nprint('harm' if ctypes.CDLL(None).unshare(0x10000000) == 0 else 1/0)",
+    "becomes root": "import os\nos.setuid(0); print('harm')",
+    "chroot": "import os\nos.chroot('/tmp'); print('harm')",
+    "device": "import os\nos.mknod('/tmp/d', 0o60600, os.makedev(254, 0)); print('harm')",
+    "raises its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1)); print('harm')",
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "hard exit": "import os\nos._exit(7)",
+    "syntax": "def",
+    "keyring": "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(248, b'user', b'a', b'', 0, -3) > 0 else 1/0)",
+    "host name": "import socket\nsocket.sethostname('x'); print('harm')",
+    "bpf": "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(321, 0, 0, 0) >= 0 else 1/0)",
+    "io_uring": "import ctypes\nprint('harm' if ctypes.CDLL(None).syscall(425, 1, bytes(120)) >= 0 else 1/0)",
+}
+
+
+def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    file = tmp_path / "file"
+    file.write_text(SECRET)
+    victim = subprocess.Popen(["sleep", "600"])
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    limits = Limits(timeout_s=2.0, memory_bytes=256 << 20)
+    values = {"PID": victim.pid, "FILE": file, "PORT": listener.getsockname()[1]}
+
+    def run(part: list[str]) -> dict[str, object]:
+        sandbox, found = Sandbox(), {}
+        for name in part:
+            code = HOSTILE[name]
+            for word, value in values.items():
+                code = code.replace(word, str(value))
+            found[name] = sandbox.run(code, "", limits)
+        assert sandbox.run("print(input())", "still here").stdout == "still here\n"
+        sandbox.close()
+        return found
+
+    names = list(HOSTILE)
+    with ThreadPoolExecutor(4) as threads:
+        found = {name: end for part in threads.map(run, [names[i::4] for i in range(4)]) for name, end in part.items()}
+    assert len(found) >= 40
+    succeeded = [name for name, end in found.items() if not (end.why or end.code)]
+    assert succeeded == []
+    assert [name for name, end in found.items() if "harm" in end.stdout or SECRET in end.stdout + end.stderr] == []
+    assert [name for name, end in found.items() if end.why not in ("", "timeout", "output")] == []
+    assert found["endless output"].why == "output" and found["ignores TERM"].why == "timeout"
+    assert len(found["endless output"].stdout) <= limits.output_bytes
+    assert victim.poll() is None and file.read_text() == SECRET and os.listdir(tmp_path) == ["file"]
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    victim.kill()
+    victim.wait()
+    listener.close()
+
+
+def test_ordinary_programs_find_a_python_with_its_library_and_a_folder():
+    sandbox = Sandbox()
+    code = """
+        import collections, json, math, re, statistics, sys, threading
+        def solve():
+            open("scratch", "w").write(input())
+            print(json.dumps({"read": open("/tmp/scratch").read(), "pi": round(math.pi, 2)}))
+        sys.setrecursionlimit(10000)
+        thread = threading.Thread(target=solve); thread.start(); thread.join()
+    """
+    for _ in range(2):  # nothing of one program is left for the next
+        result = sandbox.run(textwrap.dedent(code) + "import os; print(os.listdir('/tmp'))", "42\n")
+        assert (result.code, result.why) == (0, ""), result
+        first, second = result.stdout.splitlines()
+        assert json.loads(first) == {"read": "42", "pi": 3.14} and second == "['scratch']"
+    assert sandbox.run("raise SystemExit(3)").code == 3
+    sandbox.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_an_ordinary_user_has_the_sandbox_as_well():
+    python = shutil.which("python3", path="/usr/bin")  # one that another user can read
+    if python is None:
+        pytest.skip("no python3 in /usr/bin")
+    source = (Path(__file__).parents[3] / "hybridflow" / "rewards" / "sandbox_process.py").read_text()
+    become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
+    order = {"code": "import os; print(os.getpid(), os.listdir('/tmp'))", "stdin": "", **vars(Limits())}
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([python, "-I", "-S", "-c", become, source], stdin=theirs, env={}, cwd="/")
+    theirs.close()
+    with ours, ours.makefile("rwb") as lines:
+        assert json.loads(lines.readline()) == {"ready": True}
+        lines.write(json.dumps(order).encode() + b"\n")
+        lines.flush()
+        result = json.loads(lines.readline())
+    assert (result["code"], result["stdout"]) == (0, "2 []\n"), result
+    process.wait(60)
+
+
+def test_where_namespaces_are_forbidden_nothing_runs_and_the_reason_is_said(monkeypatch):
+    code = "import ctypes, os, sys; ctypes.CDLL(None).unshare(0x10000000)"  # a user without a map may make none
+    monkeypatch.setattr(
+        "hybridflow.rewards.sandbox.COMMAND",
+        ("-I", "-S", "-c", f"{code}; os.execv(sys.executable, [sys.executable, '-I', '-S', sys.argv[1]])"),
+    )
+    with pytest.raises(ResourceError, match=r"programs cannot be run safely on this machine: .*namespaces"):
+        Sandbox()
+
+
+def test_code_is_scored_by_its_tests():
+    manager = RewardManager(RewardConfig(processes=0))
+    double = "```python\nprint(2 * int(input()))\n```"
+    solution = (
+        "Thus:\n```python\nclass Solution:\n    def add(self, a, b):\n        print('x')\n        return a + b\n```"
+    )
+    tests = {"inputs": ["1\n", "2\n", "5\n"], "outputs": ["2", "4\n", "11"]}
+    calls = json.dumps({"fn_name": "add", "inputs": [[1, 2], "3\n4"], "outputs": [3, [7]]})
+    found = manager.score(
+        ["apps"] * 4, [double, solution, "none", "```\nimport os\nos.fork()\n```"], [tests, calls, tests, tests]
+    )
+    assert [round(result.score, 3) for result in found] == [0.667, 1.0, 0.0, 0.0]
+    assert found[0].extra == {"passed": 2, "tests": 3, "failed_with": "another output"}
+    assert found[2].extra["failed_with"] == "no program"
+    assert "PermissionError" in found[3].extra["failed_with"]
