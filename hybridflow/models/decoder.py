@@ -191,6 +191,11 @@ class Decoder:
                     f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} leave no layer for "
                     "another stage; set them to 0"
                 )
+            if not middle:
+                raise ModelError(
+                    f"num_hidden_layers is {self.num_layers}, and {PIPELINE} {at.pp_size} has no stage besides the "
+                    f"first with first_stage_layers {first} and the last with last_stage_layers {last}; set one to 0"
+                )
             rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
         else:
             rules.append(("num_hidden_layers", self.num_layers, PIPELINE, at.pp_size))

@@ -89,7 +89,7 @@ def test_a_bad_cluster_file_is_one_message(
         (["--config-name", "grpo-qwen3-8b-1x8", "--mean-response", "-1"], "--mean-response -1"),
         (["--config-name", "grpo-qwen3-8b-1x8", "model.path=nowhere"], "model.path=nowhere"),
         (["--config-name", "grpo-kimi-k2-256x8", "actor.parallel.pipeline=2"], "num_hidden_layers is 61"),
-        (["--config-name", "grpo-deepseek-v3-32x8", "actor.parallel.pipeline=2"], "does not divide"),
+        (["--config-name", "grpo-deepseek-v3-32x8", "actor.parallel.pipeline=5"], "does not divide"),
         (["--config-name", "tiny-moe-grpo", "model.tokenizer=nowhere"], "vocab_size"),
         ([], "--config-name is missing"),
         (["--model", "kimi-k2"], "needs --model, --trainer and --engines"),
