@@ -3,6 +3,7 @@
 import os
 import signal
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -136,8 +137,10 @@ def test_rows_are_scored_while_the_caller_does_something_else(tmp_path):
     """
     with _manager(tmp_path, code) as manager:
         submitted = [manager.submit(["a"], [text], ["c"], [{"folder": str(tmp_path)}]) for text in ("1", "2", "3")]
-        while not all((tmp_path / text).exists() for text in ("1", "2", "3")):
-            os.sched_yield()  # scored before anybody has asked for the scores
+        deadline = time.monotonic() + 120
+        while not all((tmp_path / text).exists() for text in ("1", "2", "3")):  # before anybody has asked for scores
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert [manager.collect(part)[0].score for part in reversed(submitted)] == [3.0, 2.0, 1.0]
 
 
