@@ -11,25 +11,45 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 _QUARTERS = ("first", "second", "third", "last")
 
 
+class _Sums:
+    """Sums over tokens whose engine and trainer log-probs come piece by piece."""
+
+    def __init__(self) -> None:
+        self.count, self.log_ratio, self.ratio, self.squared, self.k3 = 0, 0.0, 0.0, 0.0, 0.0
+
+    def add(self, engine_T: np.ndarray, trainer_T: np.ndarray) -> None:
+        """Take tokens in. Log-ratios are clamped to +-20."""
+        log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
+        ratio = np.exp(log_ratio)
+        self.count += len(ratio)
+        self.log_ratio += float(log_ratio.sum())
+        self.ratio += float(ratio.sum())
+        self.squared += float((ratio**2).sum())
+        self.k3 += float((ratio - 1.0 - log_ratio).sum())
+
+    def divergences(self) -> dict[str, float]:
+        """Estimates with r = trainer / engine: kl and k3 of the divergence from the trainer, chi2 = mean(r^2) - 1, and
+        ess = mean(r)^2 / mean(r^2), the share of the tokens that importance weights would leave."""
+        return {
+            "kl": -self.log_ratio / self.count,
+            "k3": self.k3 / self.count,
+            "chi2": self.squared / self.count - 1.0,
+            "ess": self.ratio**2 / (self.count * self.squared),
+        }
+
+
 def divergences(engine_T: np.ndarray, trainer_T: np.ndarray) -> dict[str, float]:
-    """Estimates from tokens that the engine sampled, with r = trainer / engine: kl and k3 of the divergence from the
-    trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2), the share of the tokens that importance weights
-    would leave. Log-ratios are clamped to +-20."""
-    log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
-    ratio = np.exp(log_ratio)
-    second = float(np.mean(ratio**2))
-    return {
-        "kl": float(-np.mean(log_ratio)),
-        "k3": float(np.mean(ratio - 1.0 - log_ratio)),
-        "chi2": second - 1.0,
-        "ess": float(np.mean(ratio)) ** 2 / second,
-    }
+    """How far the engine's log-probs of tokens that it sampled are from the trainer's; `_Sums.divergences`."""
+    sums = _Sums()
+    sums.add(engine_T, trainer_T)
+    return sums.divergences()
 
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
-    """rollout/mismatch/*: `divergences`; the mean |difference| in each quarter of a row's sampled tokens; and where the
-    weights that sampled are not all of one age, the same by the number of weight syncs they are behind the newest."""
-    engine, trainer, places, versions = ([np.zeros(0)] for _ in range(4))
+    """rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a row's sampled tokens; and
+    where the weights that sampled are not all of one age, the same by the number of weight syncs they are behind the
+    newest. Holds a piece of the columns at a time."""
+    sums, quarters, by_version = _Sums(), np.zeros((2, 4)), dict[int, np.ndarray]()
     names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
     known = "response_versions" in batch
     for piece in batch.pieces((*names, "response_versions") if known else names):
@@ -37,20 +57,27 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
         before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])[offsets]
         sampled = np.diff(before)  # of each row
         number = np.arange(int(sampled.sum())) - np.repeat(before[:-1] - before[0], sampled)
-        places.append(number * 4 // np.repeat(sampled, sampled))
-        engine.append(piece.jagged("rollout_log_probs").values[mask])
-        trainer.append(piece.jagged("old_log_probs").values[mask])
+        engine, trainer = (piece.jagged(name).values[mask] for name in names[1:])
+        sums.add(engine, trainer)
+        difference = np.abs(engine - trainer)
+        quarters += _totals(number * 4 // np.repeat(sampled, sampled), difference, 4)
         if known:
-            versions.append(piece.jagged("response_versions").values[mask])
-    all_engine, all_trainer, quarter = np.concatenate(engine), np.concatenate(trainer), np.concatenate(places)
-    if not len(all_engine):
+            versions, places = np.unique(piece.jagged("response_versions").values[mask], return_inverse=True)
+            for version, total in zip(versions.tolist(), _totals(places, difference, len(versions)).T, strict=True):
+                by_version[version] = by_version.get(version, np.zeros(2)) + total
+    if not sums.count:
         return {}
-    found, difference = divergences(all_engine, all_trainer), np.abs(all_engine - all_trainer)
-    for number, name in enumerate(_QUARTERS):
-        if (here := quarter == number).any():
-            found[f"{name}_quarter"] = float(difference[here].mean())
-    lags = np.concatenate(versions).max(initial=0) - np.concatenate(versions)
-    ages = np.unique(lags)
-    if len(ages) > 1:
-        found |= {f"{int(age)}_syncs_behind": float(difference[lags == age].mean()) for age in ages}
-    return {f"rollout/mismatch/{name}": value for name, value in found.items()}
+    found = sums.divergences()
+    for name, (total, count) in zip(_QUARTERS, quarters.T, strict=True):
+        if count:
+            found[f"{name}_quarter"] = total / count
+    if len(by_version) > 1:
+        newest = max(by_version)
+        lags = {newest - version: total / count for version, (total, count) in sorted(by_version.items(), reverse=True)}
+        found |= {f"{lag}_syncs_behind": value for lag, value in lags.items()}
+    return {f"rollout/mismatch/{name}": float(value) for name, value in found.items()}
+
+
+def _totals(places_T: np.ndarray, values_T: np.ndarray, size: int) -> np.ndarray:
+    """[2, size]: the sum of the values at each place, and their number."""
+    return np.stack([np.bincount(places_T, values_T, size), np.bincount(places_T, minlength=size)])

@@ -40,7 +40,9 @@ def test_two_steps(tmp_path: Path, settings: list[str], name: str) -> None:
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record["rollout/logprob_diff/max"] < 1e-4 and record["actor/grad_norm"] > 0
-        assert abs(record["rollout/mismatch/kl"]) < 1e-4 and record["rollout/mismatch/ess"] == pytest.approx(1, abs=1e-3)
+        assert abs(record["rollout/mismatch/kl"]) < 1e-4 and record["rollout/mismatch/ess"] == pytest.approx(
+            1, abs=1e-3
+        )
         if name == "dapo-corrected":
             assert record["rollout_correction/weight"] == pytest.approx(1, abs=1e-3)
             assert record["rollout_correction/rejected"] == 0
