@@ -87,8 +87,7 @@ class EngineGroup:
             raise EngineError(f"{answers} answers were cut short, and no engine is lost")
         self.quarantine(self.stale | lost)
         if len(self.stale) == self.group.world_size:
-            reasons = "\n".join(f"  - {why}" for why in self.stale.values())
-            raise EnginesLostError(f"no engine is left that could answer\n{reasons}")
+            raise EnginesLostError(f"no engine is left that could answer: {'; '.join(self.stale.values())}")
         _log.warning("an engine was lost while it generated; the others go on with its %d answers", answers)
 
     def workers_alive(self) -> bool:
