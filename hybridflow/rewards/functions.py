@@ -55,6 +55,10 @@ class Scoring:
         """Data sources with a verifier (a name may end in `*`); None where a function scores all rows."""
         return None if self._function else sorted(self._verifiers)
 
+    def runs_in_driver(self, source: str) -> bool:
+        """Whether rows of this data source need no process of their own; `Verifier.runs_in_driver`."""
+        return self._function is None and self._verifier(source).runs_in_driver
+
     async def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
         """The outcomes of one call: of one row, or of the rows of a group."""
         try:

@@ -28,8 +28,9 @@ class RewardManager:
 
     Without `reward.path` each row is scored by the verifier of its data source, a built-in one or one of
     `reward.verifiers`, and `reward.kwargs` go to the verifiers that take them. With `reward.path` the function of that
-    file scores every row. Calls run in `reward.processes` processes, each with the deadline `reward.timeout_s`; with
-    `reward.processes=0` they run here, without a deadline (and not within a running event loop).
+    file scores every row. Calls run in `reward.processes` processes, each with the deadline `reward.timeout_s`. Here
+    run built-in verifiers that cannot hang, and with `reward.processes=0` all calls, without a deadline (and not within
+    a running event loop).
 
     Args:
         config: the `reward` section.
@@ -41,8 +42,9 @@ class RewardManager:
     """
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
-        self.config = config
-        self._scoring = Scoring(config) if config.processes == 0 else None
+        self.config, self._log_path = config, log_path
+        has_code_of_user = config.path is not None or bool(config.verifiers)
+        self._scoring = None if has_code_of_user and config.processes != 0 else Scoring(config)
         self._pool = RewardPool(config, log_path) if self._scoring is None else None
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
@@ -52,6 +54,8 @@ class RewardManager:
         for source in dict.fromkeys(data_sources if known is not None else ()):
             if matching(source, known or ()) is None:
                 raise DataError(unknown_source(source, known or ()))
+            if not self._runs_here(source):
+                self._started_pool()
 
     def score(
         self,
@@ -103,23 +107,24 @@ class RewardManager:
             group = number if not by_group else 0 if groups is None else groups[number]
             calls.setdefault(group, []).append(number)
         picked = [([rows[number] for number in numbers], numbers) for numbers in calls.values()]
-        if self._scoring is not None:
-            found = asyncio.run(_all(self._scoring, [rows for rows, _ in picked]))
-            return Submitted(list(zip(found, calls.values(), strict=True)))
-        assert self._pool is not None
+        here = [call for call in picked if self._runs_here(call[0][0][0])]
+        begun: list[tuple[int | list[Outcome], list[int]]] = []
         try:
-            return Submitted([(self._pool.submit(rows), numbers) for rows, numbers in picked])
+            begun += [(self._started_pool().submit(rows), at) for rows, at in picked if not self._runs_here(rows[0][0])]
         except ValueError as error:
             raise DataError(f"ground_truth or extra_info holds {error}; rewards are given plain data alone") from error
+        if here and self._scoring is not None:
+            found = asyncio.run(_all(self._scoring, [rows for rows, _ in here]))
+            begun += zip(found, [at for _, at in here], strict=True)
+        return Submitted(begun)
 
     def collect(self, submitted: Submitted) -> list[ScoreResult]:
         """The results of these rows, in the order in which they were submitted; waits for what is not finished."""
-        outcomes = [calls for calls, _ in submitted.calls]
-        if self._pool is not None:
-            outcomes = list(self._pool.collect([number for number in outcomes if isinstance(number, int)]))
+        pooled = [call for call, _ in submitted.calls if isinstance(call, int)]
+        answers = dict(zip(pooled, self._pool.collect(pooled), strict=True)) if self._pool is not None else {}
         results: dict[int, ScoreResult] = {}
-        for found, (_, numbers) in zip(outcomes, submitted.calls, strict=True):
-            assert isinstance(found, list)
+        for call, numbers in submitted.calls:
+            found = answers[call] if isinstance(call, int) else call
             for number, outcome in zip(numbers, found, strict=True):
                 results[number] = ScoreResult(
                     outcome.get("score", 0.0), outcome.get("extra", {}), outcome.get("failure")
@@ -140,11 +145,19 @@ class RewardManager:
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
         """The data sources with a verifier (None: a function scores all), and whether calls are by group."""
-        if self._pool is not None:
-            self._pool.start()
-            return self._pool.sources, self._pool.by_group
-        assert self._scoring is not None
-        return self._scoring.sources, self._scoring.by_group
+        if self._scoring is not None:
+            return self._scoring.sources, self._scoring.by_group
+        pool = self._started_pool()
+        return pool.sources, pool.by_group
+
+    def _runs_here(self, source: str) -> bool:
+        return self._scoring is not None and (self.config.processes == 0 or self._scoring.runs_in_driver(source))
+
+    def _started_pool(self) -> RewardPool:
+        if self._pool is None:
+            self._pool = RewardPool(self.config, self._log_path)
+        self._pool.start()
+        return self._pool
 
     def __enter__(self) -> Self:
         return self

@@ -37,10 +37,12 @@ class Verifier:
     Attributes:
         function: (response, ground_truth, *, options) -> a score, a dict with one under "score", or a `ScoreResult`.
         data_sources: the values of the column data_source whose rows it scores.
+        runs_in_driver: whether it takes microseconds and cannot hang, so that rows need no process and no deadline.
     """
 
     function: Callable[..., Any]
     data_sources: tuple[str, ...]
+    runs_in_driver: bool = False
 
     @property
     def options(self) -> set[str]:
@@ -52,11 +54,13 @@ class Verifier:
 VERIFIERS: Registry[Verifier] = Registry(VERIFIER.kind, VERIFIER.package, "reward.verifiers")
 
 
-def verifier(name: str, *, data_sources: Sequence[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the verifier of these data sources."""
+def verifier(
+    name: str, *, data_sources: Sequence[str], runs_in_driver: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the verifier of these data sources; see `Verifier` for the arguments."""
 
     def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        VERIFIERS.register(name, Verifier(function, tuple(data_sources)))
+        VERIFIERS.register(name, Verifier(function, tuple(data_sources), runs_in_driver))
         return function
 
     return registered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 
-@verifier("exact", data_sources=["arithmetic"])
+@verifier("exact", data_sources=["arithmetic"], runs_in_driver=True)
 def exact(response: str, ground_truth: str) -> ScoreResult:
     """1.0 when the response is the ground truth, leading and trailing white space aside.
 

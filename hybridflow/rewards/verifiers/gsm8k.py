@@ -19,7 +19,7 @@ _BELONGING_NUMBER = re.compile(
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![0-9])[-\u2212])?\s?\$?(?P<digits>{_NUMBER})")
 
 
-@verifier("gsm8k", data_sources=["openai/gsm8k"])
+@verifier("gsm8k", data_sources=["openai/gsm8k"], runs_in_driver=True)
 def gsm8k(response: str, ground_truth: str, *, flexible: bool = False) -> ScoreResult:
     """1.0 when the response's final answer equals the ground truth as an exact decimal number ("72" = "72.0" = "+72").
 
