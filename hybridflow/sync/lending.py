@@ -269,7 +269,28 @@ class _Segment:
                 raise self._member.late(self._peer, tag)
 
 
-class Sender:
+class _End:
+    """What both ends do with their segments."""
+
+    _segments: dict[int, _Segment]
+
+    def rewind(self) -> None:
+        """Begin with the first slot again."""
+        for segment in self._segments.values():
+            segment.rewind()
+
+    def close(self) -> None:
+        """End the session in good order: what was sent can still be received."""
+        self.abort()
+
+    def abort(self) -> None:
+        """Give the session up at once."""
+        segments, self._segments = self._segments, {}
+        for segment in segments.values():
+            segment.leave()
+
+
+class Sender(_End):
     """A trainer rank's end."""
 
     def __init__(self, member: Member, memory: SlotMemory) -> None:
@@ -279,7 +300,7 @@ class Sender:
             peer: [os.memfd_create(f"hybridflow-{member.rank}-{peer}", os.MFD_CLOEXEC), *make_pipes()]
             for peer in member.peers
         }
-        self._segments: dict[int, _Segment] = {}
+        self._segments = {}
         try:
             for segment, *_ in fds.values():
                 os.ftruncate(segment, header_bytes(member.endpoint) + memory.file_bytes(member.endpoint))
@@ -296,11 +317,6 @@ class Sender:
             for fd in (fd for each in fds.values() for fd in each):
                 os.close(fd)
 
-    def rewind(self) -> None:
-        """Begin with the first slot again."""
-        for segment in self._segments.values():
-            segment.rewind()
-
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """Return memory for the next message, once it is free."""
         return _segment(self._segments, self.member, peer, tag).free_slot(tag, nbytes)
@@ -314,25 +330,15 @@ class Sender:
         segment.publish(tag, payload.nbytes)
         return DONE
 
-    def close(self) -> None:
-        """What was sent can still be received."""
-        self.abort()
 
-    def abort(self) -> None:
-        """Give the session up at once."""
-        segments, self._segments = self._segments, {}
-        for segment in segments.values():
-            segment.leave()
-
-
-class Receiver:
+class Receiver(_End):
     """An engine rank's end."""
 
     def __init__(self, member: Member, memory: SlotMemory) -> None:
         self.member = member
         meeting = meet(member, offers=_offers(member, memory))
         watches = _watches(member, meeting)
-        self._segments: dict[int, _Segment] = {}
+        self._segments = {}
         self._pending: dict[int, list[_Arrival]] = {peer: [] for peer in member.peers}
         for peer, said in meeting.peers.items():
             number, *pipes = said["segments"][str(member.rank)]
@@ -360,11 +366,6 @@ class Receiver:
         """Messages of one peer that can be on loan at a time."""
         return self.member.endpoint.slots
 
-    def rewind(self) -> None:
-        """Begin with the first slot again."""
-        for segment in self._segments.values():
-            segment.rewind()
-
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
         """Return the next message of a peer, once it is there."""
         segment = _segment(self._segments, self.member, peer, tag)
@@ -376,16 +377,6 @@ class Receiver:
         while not arrival.is_done:
             pending[0].copy()
             pending.pop(0)
-
-    def close(self) -> None:
-        """End the session in good order."""
-        self.abort()
-
-    def abort(self) -> None:
-        """Give the session up at once."""
-        segments, self._segments = self._segments, {}
-        for segment in segments.values():
-            segment.leave()
 
 
 class SlotLoan:

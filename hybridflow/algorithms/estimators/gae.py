@@ -34,12 +34,3 @@ def gae_estimator(samples: Samples, options: GaeOptions) -> tuple[torch.Tensor, 
         mask_T=samples.mask,
     )
     return whiten(advantages, samples.mask), returns
-
-
-def discounted_returns(
-    rewards_T: torch.Tensor, lengths_S: torch.Tensor, mask_T: torch.Tensor, gamma: float
-) -> torch.Tensor:
-    """[T] G_t = r_t + gamma G_{t+1} over the tokens of the mask in each row, which skips the others; 0 at those."""
-    from hybridflow_kernels.scans import gae
-
-    return gae(rewards_T, rewards_T * 0.0, lengths_S, gamma=gamma, lam=1.0, mask_T=mask_T)[0]

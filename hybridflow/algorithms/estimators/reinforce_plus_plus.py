@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators.base import Samples, estimator
-from hybridflow.algorithms.estimators.gae import discounted_returns
 from hybridflow.algorithms.whitening import whiten
 
 if TYPE_CHECKING:
@@ -26,5 +25,7 @@ def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> 
 
     Tokens that the policy did not sample are skipped: a return reaches over them without a discount.
     """
-    returns = discounted_returns(samples.rewards, samples.lengths, samples.mask, options.gamma)
+    from hybridflow_kernels.scans import discounted_sums
+
+    returns = discounted_sums(samples.rewards, samples.lengths, gamma=options.gamma, mask_T=samples.mask)
     return whiten(returns, samples.mask), None

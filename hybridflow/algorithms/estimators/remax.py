@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators.base import Samples, estimator
-from hybridflow.algorithms.estimators.gae import discounted_returns
 
 if TYPE_CHECKING:
     import torch
@@ -14,5 +13,7 @@ if TYPE_CHECKING:
 @estimator("remax", reads=("greedy_scores",))
 def remax(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
     """Rewards to go less `greedy_scores` [B], the score of the most likely answer (arXiv 2310.10505, eq. 5)."""
-    returns = discounted_returns(samples.rewards, samples.lengths, samples.mask, 1.0)
+    from hybridflow_kernels.scans import discounted_sums
+
+    returns = discounted_sums(samples.rewards, samples.lengths, gamma=1.0, mask_T=samples.mask)
     return returns - samples.over_tokens(samples.columns["greedy_scores"]), None
