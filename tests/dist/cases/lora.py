@@ -114,8 +114,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     )
     result["not_adapters"] = _optimized_or_with_gradient(policy)
     if case.world == 1:
-        torch.save(mine, folder / "partial.pt")
-        (folder / "partial.pt").rename(folder / f"{case.model}.pt")
+        partial = folder / f"{case.model}.partial"  # the models' one-process cases run at the same time
+        torch.save(mine, partial)
+        partial.rename(folder / f"{case.model}.pt")
     wait_for(folder / f"{case.model}.pt")
     one = torch.load(folder / f"{case.model}.pt", weights_only=True)
     ours, theirs = torch.tensor(mine.pop("history")), torch.tensor(one.pop("history"))
