@@ -18,14 +18,20 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that nothing is loaded between a fork and an exec
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to SIGKILL this process when its parent ends.
 
     The kernel watches the *thread* that forked this process, which should therefore live as long as this process. The
     request is not inherited: each generation has to make its own.
+
+    Args:
+        parent: the pid that the parent had before the fork. A parent that ended before the request is then noticed, and
+            this process ends as well; the kernel says nothing about it. None where nobody knows the pid.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state_of(pid: int) -> str:

@@ -56,9 +56,10 @@ def main(argv: Sequence[str]) -> None:
     listeners = [socket.socket(fileno=int(group[0])) for group in groups]
     _load(groups[0][1:])
     chosen = 0
+    first = os.getpid()
     for number in range(1, len(groups)):
         if not os.fork():
-            die_with_parent()
+            die_with_parent(first)
             _load(groups[number][1:])
             chosen = number
             break
@@ -112,9 +113,10 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
     files: list[int] = []
     try:
         order = _read(connection, files)
+        server = os.getpid()
         pid = os.fork()
         if not pid:
-            _begin(order, files)
+            _begin(order, files, server)
             for key in list(events.get_map().values()):  # or clients would not see the end of the server
                 if key.data is not None:
                     os.close(key.fd)
@@ -173,13 +175,13 @@ def _report_end(child: _Child, events: selectors.BaseSelector) -> None:
     child.connection.close()
 
 
-def _begin(order: dict[str, Any], files: Sequence[int]) -> None:
+def _begin(order: dict[str, Any], files: Sequence[int], server: int) -> None:
     """Be what a new interpreter would be: own files, environment, folder, random states and number of threads."""
     if order["leader"]:
         os.setsid()
     else:
         os.setpgid(0, 0)  # Ray kills the group of a worker that it ends
-        die_with_parent()
+        die_with_parent(server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in enumerate(files):
         os.dup2(file, number)

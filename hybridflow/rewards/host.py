@@ -96,9 +96,10 @@ class Host:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        host = os.getpid()
         pid = os.fork()
         if not pid:
-            die_with_parent()
+            die_with_parent(host)
             os.setsid()  # what the function starts is killed with it
             for key in list(self.events.get_map().values()):
                 os.close(key.fd)

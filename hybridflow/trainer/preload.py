@@ -13,6 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +61,7 @@ class Preload:
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno() for listener in listeners],
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509  the driver has one thread here
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509  the driver has one thread here
         )
         for listener in listeners:
             listener.close()

@@ -107,10 +107,12 @@ def remove_shared_memory(paths: set[str]) -> None:
             os.unlink(path)
 
 
-def die_with_parent() -> None:
-    """For Popen's `preexec_fn`: if the guard is killed, so is the server. The guard has one thread, so the signal comes
-    with its end and not before."""
+def die_with_guard(guard: int) -> None:
+    """What the server does first: if the guard with this pid is killed, also before this, so is the server. The guard
+    has one thread, so the signal comes with its end and not before."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Fork:
@@ -144,11 +146,12 @@ class Fork:
 
 def start(command: list[str]) -> subprocess.Popen[bytes] | Fork | None:
     """Start the server; None in the fork that is to become it."""
+    guard = os.getpid()
     if command[0] != "-m":
-        return subprocess.Popen(command, preexec_fn=die_with_parent)  # noqa: PLW1509  this process has one thread
+        return subprocess.Popen(command, preexec_fn=lambda: die_with_guard(guard))  # noqa: PLW1509  one thread here
     if pid := os.fork():
         return Fork(pid)
-    die_with_parent()
+    die_with_guard(guard)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return None
 

@@ -34,11 +34,5 @@ def start_child(
         stdout=stdout,
         stderr=stderr,
         start_new_session=new_session,
-        preexec_fn=lambda: _set_up(parent),  # noqa: PLW1509  one prepared C call: safe between fork and exec
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509  one prepared C call: safe between fork and exec
     )
-
-
-def _set_up(parent: int) -> None:
-    die_with_parent()
-    if os.getppid() != parent:  # it died before the request
-        os._exit(1)

@@ -89,11 +89,11 @@ def main() -> None:
     from hybridflow.process.children import die_with_parent
 
     for line in sys.stdin:
-        trial, pids = json.loads(line), []
+        trial, pids, server = json.loads(line), [], os.getpid()
         for rank in range(2):
             pid = os.fork()
             if pid == 0:
-                die_with_parent()
+                die_with_parent(server)
                 os.environ |= {
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",

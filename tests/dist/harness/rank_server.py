@@ -54,12 +54,13 @@ def _ends(order: dict[str, Any], of_loading: dict[str, str]) -> dict[str, int | 
 
 
 def _fork(order: dict[str, Any], rank: str, of_loading: dict[str, str]) -> int:
+    server = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        die_with_parent()  # a test that is killed leaves no ranks that wait for each other
+        die_with_parent(server)  # a test that is killed leaves no ranks that wait for each other
         _begin(**order["ranks"][rank])
         os.environ.update(of_loading)
         module, name = order["function"].split(":")
