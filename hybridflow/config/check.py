@@ -59,7 +59,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
+        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _agent, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
     )
     found = [line for one in checks for line in one(config)]
@@ -187,6 +187,25 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             f"rollout.sampling.top_p={sampling.top_p} top_k={sampling.top_k} samples from a cut distribution, so "
             "rollout and trainer log-probabilities differ by design; switch both off, or set "
             "rollout.logprob_diff_bound=null"
+        )
+
+
+def _agent(config: RunConfig) -> Iterator[str]:
+    """What a conversation of several turns excludes."""
+    agent = config.rollout.agent
+    if agent.loop == "single_turn":
+        if agent.tools:
+            yield (
+                f"rollout.agent.tools={','.join(agent.tools)} with rollout.agent.loop=single_turn, which calls none: "
+                "set rollout.agent.loop=tools"
+            )
+        return
+    if agent.loop == "tools" and not agent.tools:
+        yield "rollout.agent.loop=tools without rollout.agent.tools; name some, for example [calculator]"
+    if derived.needs_engine_routes(config):
+        yield (
+            f"actor.router_replay={config.actor.router_replay} replays the experts of one answer, and "
+            f"rollout.agent.loop={agent.loop} makes several; set it to none or r2"
         )
 
 

@@ -87,10 +87,13 @@ class Entry:
         return {name: doc.partition("\n\n")[0].replace("\n", " ") for name, doc in docs.items()}
 
 
+AGENT_LOOP = Entry("agent loop", "hybridflow.agents.loops")
+CALL_FORMAT = Entry("format of calls", "hybridflow.agents.formats")
 ENGINE = Entry("engine kind", "hybridflow.engines", packages=True)
 ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
 POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
 PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
+TOOL = Entry("tool", "hybridflow.agents.tools")
 TRACKER = Entry("tracker", "hybridflow.observe.trackers")
 TRANSPORT = Entry("weight transport", "hybridflow.sync.transports", also=("auto",))
 VERIFIER = Entry("verifier", "hybridflow.rewards.verifiers")

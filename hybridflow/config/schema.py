@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from hybridflow.config.keys import (
+    AGENT_LOOP,
+    CALL_FORMAT,
     ENGINE,
     ESTIMATOR,
     POLICY_LOSS,
     PREPARE_TASK,
+    TOOL,
     TRACKER,
     TRANSPORT,
     VERIFIER,
@@ -353,6 +356,22 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
+class AgentConfig:
+    """How a prompt becomes a conversation (docs/agents.md)."""
+
+    # what happens between the answers: single_turn, tools, or one of yours, path/to/file.py:name
+    loop: Annotated[str, AGENT_LOOP] = "single_turn"
+    tools: tuple[Annotated[str, TOOL], ...] = ()  # what the policy may call: built-in ones, and path/to/file.py:name
+    call_format: Annotated[str, CALL_FORMAT] = "hermes"  # how the model writes a call
+    observation_role: Literal["tool", "user"] = "tool"  # of the messages that show what a tool returned
+    max_turns: PositiveInt = 8  # answers in a conversation
+    max_observation_tokens: PositiveInt = 1024  # what a tool returns is cut to so many tokens
+    tool_timeout_s: Positive = 30.0  # of a call; the policy is then told that it did not answer
+    # conversations that do nothing for so long, while no engine works for them, are ended and not trained on
+    timeout_s: Positive = 300.0
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """The engines and how they sample."""
 
@@ -381,6 +400,7 @@ class RolloutConfig:
     request_timeout_s: Positive = 300.0  # an engine that was asked and sends no token for so long hangs
     max_restarts: NonNegativeInt = 3  # of one engine within an hour; then it is given up, and the others go on
     sync: SyncConfig = field(default_factory=SyncConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     # stop when mean |rollout - trainer| log-prob of a step exceeds it; null: never
     logprob_diff_bound: Positive | None = 0.01
     # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)

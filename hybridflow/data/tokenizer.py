@@ -13,6 +13,7 @@ from hybridflow.data.chat_trial import trial
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
+_MARK = "HYBRIDFLOW-MESSAGE-"
 # names of the files that hold a vocabulary
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "merges.txt")
 
@@ -26,6 +27,7 @@ class Tokenizer:
         pad_id: padding id; `eos_id` when the tokenizer has none.
         vocab_size: number of ids with a token, special ones included. The model's embedding may be larger.
         stop_ids: sorted ids at which generation stops: `eos_id` and those of generation_config.json.
+        tools: declarations of tools that chat templates show the model.
     """
 
     def __init__(self, hf_tokenizer: Any, path: Path, stop_ids: tuple[int, ...]) -> None:
@@ -35,6 +37,7 @@ class Tokenizer:
         self.pad_id: int = self.eos_id if hf_tokenizer.pad_token_id is None else hf_tokenizer.pad_token_id
         self.vocab_size: int = len(hf_tokenizer)
         self.stop_ids = stop_ids
+        self.tools: Sequence[Mapping[str, Any]] = ()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
@@ -49,9 +52,12 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
+        given: dict[str, Any] = {"tools": [dict(one) for one in self.tools]} if self.tools else {}
         try:
             return str(
-                self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+                self._hf.apply_chat_template(
+                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **given
+                )
             )
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError(
@@ -61,6 +67,36 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of chat messages, ending where the assistant's answer starts. Raises as `render_chat` does."""
         return self.encode(self.render_chat(messages))
+
+    def continuation(self, role: str, texts: Sequence[str], most: int) -> list[int]:
+        """Token ids between an answer, which ended with a stop id, and the next one: the messages of `role` with these
+        texts, as the chat template puts them there. What was said before is not needed and not made again.
+
+        Special tokens that are written out in a text stay text, so that a tool cannot speak for another role.
+
+        Args:
+            most: tokens that are kept of each text.
+
+        Raises:
+            DataError: the template refuses such messages, or leaves them or the answer out.
+        """
+        kept = [self._hf.encode(text, add_special_tokens=False, split_special_tokens=True)[:most] for text in texts]
+        marks = [f"{_MARK}{number}." for number in range(len(kept) + 1)]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marks[0]}]
+        rest = self.render_chat([*messages, *({"role": role, "content": mark} for mark in marks[1:])])
+        between: list[list[int]] = []
+        for mark in marks:
+            before, found, rest = rest.partition(mark)
+            if not found or mark in rest:
+                raise DataError(
+                    f"{self.path}: the chat template does not show an answer and the message of role {role} after it "
+                    "once each, in order; set rollout.agent.observation_role to the other role, or give a template "
+                    "that leaves what was said as it is"
+                )
+            between.append(self.encode(before))
+        ids = [token for shown, text in zip(between[1:], kept, strict=True) for token in (*shown, *text)]
+        ids += self.encode(rest)
+        return ids[1:] if ids and ids[0] in self.stop_ids else ids  # the answer has ended with that token itself
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; stop and pad ids at the end are left out.

@@ -44,6 +44,10 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "logprob_diff_mean": (np.float32, "mean over sampled tokens of |rollout - trainer| log-probability"),
     "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a sampled token"),
     "reward_extra": (str, "JSON of what the reward returned beside the score"),
+    "messages": (str, "JSON of the answers and observations of a conversation"),
+    "turns": (np.int32, "answers in the conversation"),
+    "tool_calls": (np.int32, "tools that the conversation called"),
+    "agent_failure": (str, "what went wrong in the agent loop"),
     "extra_info": (str, "JSON of the dataset row's extra_info"),
 }
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")

@@ -44,11 +44,18 @@ class Scorer:
     def score(self, batch: DataProto) -> DataProto:
         """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra (objects: {name:
         value}) where the reward returns more than a score, reward_failure (objects: text or None) where rows failed."""
-        pieces = batch.pieces(["response_ids"])
-        texts = [
-            self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
-        ]
         columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
+        if "answer_text" in batch:  # of conversations the last answer counts; how it came about is at hand
+            texts = batch["answer_text"].tolist()
+            columns[2] = [
+                {**(info or {}), "messages": messages}
+                for info, messages in zip(columns[2], batch["messages"].tolist(), strict=True)
+            ]
+        else:
+            pieces = batch.pieces(["response_ids"])
+            texts = [
+                self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
+            ]
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
         results = self.rewards.score(columns[0], texts, columns[1], columns[2], groups)
         scores = np.array([result.score for result in results], dtype=np.float32)
@@ -131,7 +138,21 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
         for name, found in values.items()
         for what, of in (("mean", np.mean), ("max", np.max), ("min", np.min))
     }
-    return spreads | ({"reward/failed": float(np.mean(failed))} if failed else {})
+    return spreads | ({"reward/failed": float(np.mean(failed))} if failed else {}) | _conversation_metrics(batch)
+
+
+def _conversation_metrics(batch: DataProto) -> dict[str, float]:
+    """agent/turns/mean and /max, agent/tool_calls/mean, and agent/failed, the share of conversations whose loop
+    failed."""
+    if "turns" not in batch:
+        return {}
+    failed = [text is not None for text in batch["agent_failure"].tolist()]
+    return {
+        "agent/turns/mean": float(np.mean(batch["turns"])),
+        "agent/turns/max": float(np.max(batch["turns"])),
+        "agent/tool_calls/mean": float(np.mean(batch["tool_calls"])),
+        "agent/failed/mean": float(np.mean(failed)),
+    }
 
 
 def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
@@ -167,6 +188,8 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
     }
     if "reward_extra" in batch or "reward_failure" in batch:
         rows["reward_extra"] = _extras(batch)
+    if "messages" in batch:
+        rows |= {name: batch[name].tolist() for name in ("messages", "turns", "tool_calls", "agent_failure")}
     if "rm_scores" in batch:
         rows["rm_score"] = batch["rm_scores"].tolist()
     if "advantages" in batch:

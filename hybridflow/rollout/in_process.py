@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import LocalEngine
-from hybridflow.rollout.protocols import SyncReport
+from hybridflow.rollout.protocols import ROOM, SyncReport
 from hybridflow.single_controller import waiting
 from hybridflow.workers.rollout import response_columns
 
@@ -40,6 +40,7 @@ class InProcessRollouts:
         """Answer the prompts."""
         rollout, limit = self.config.rollout, self.config.data.max_response_length
         sampling = rollout.sampling if training else rollout.val_sampling
+        limit = int(prompts[ROOM].max()) if ROOM in prompts else limit
         rows = [row.tolist() for row in prompts.jagged("prompt_ids")]
         with waiting():
             completions = self.engine.generate(rows, sampling, limit, self.stop_ids)

@@ -8,12 +8,15 @@ from typing import Protocol
 
 from hybridflow.batch import DataProto
 
+ROOM = "room"  # column of prompts that may not be answered with as many tokens as others [B]: the most
+
 
 class RolloutService(Protocol):
     """Engines that answer prompts."""
 
     def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        """response_ids, response_mask, rollout_log_probs, response_versions, finish_reason, weight_version.
+        """response_ids, response_mask, rollout_log_probs, response_versions, finish_reason, weight_version; of
+        conversations also what `conversations.COLUMNS` says.
 
         Args:
             training: sample as `rollout.sampling` says, with routed_experts when they are replayed; else as

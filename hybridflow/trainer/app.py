@@ -267,7 +267,7 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    rollouts, weights = engines.connect(workers["actor"])
+    rollouts, weights = engines.connect(workers["actor"], job.tokenizer)
     told = session.note_restart("restarts", job.progress.message)
     apart = {role: group for role, group in workers.items() if isinstance(group, WorkerGroup)}
     others = {

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.agents.tools.base import Toolbox
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +37,9 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     folder = config.model.tokenizer or config.model.path
     if folder is None:
         raise ConfigError("model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer folder")
-    return load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.tools = Toolbox(config.rollout.agent).schemas()
+    return tokenizer
 
 
 def resolve_hf_config(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:

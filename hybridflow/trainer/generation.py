@@ -8,8 +8,10 @@ from typing import Protocol, cast
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines.base import ENGINES, LocalEngine
 from hybridflow.observe.progress import Progress
+from hybridflow.rollout.conversations import conversing
 from hybridflow.rollout.in_process import InProcessRollouts
 from hybridflow.rollout.protocols import RolloutService, WeightSync
 from hybridflow.rollout.recovery import RestartingRollouts
@@ -27,7 +29,7 @@ class Generation(Protocol):
         """Raise at once when an engine has failed to start; return when all is well so far."""
         ...
 
-    def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer) -> tuple[RolloutService, WeightSync]:
         """What the loop calls, once the policy is there."""
         ...
 
@@ -72,7 +74,7 @@ class EngineProcesses:
         """Raise at once when an engine has failed to start."""
         self.engines.check_starting()
 
-    def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer) -> tuple[RolloutService, WeightSync]:
         """Slices from the policy's ranks to the engines', and engines that start again when none is left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
@@ -80,7 +82,7 @@ class EngineProcesses:
         self.workers.on_restart(self.engines.begin_again)
         self.workers.on_restart(weights.reconnect)
         rollouts = RestartingRollouts(self.engines, weights, self.config.trainer.max_restarts, self._told)
-        return rollouts, rollouts
+        return conversing(rollouts, tokenizer, self.config), rollouts
 
     def wait_ready(self, progress: Progress) -> None:
         """Wait for the engines, then plan and prove the weight transfer."""
@@ -116,14 +118,14 @@ class EngineHere:
     def check_starting(self) -> None:
         """Return at once: the engine started when this object was made."""
 
-    def connect(self, policy: WorkerGroup | InProcessGroup) -> tuple[RolloutService, WeightSync]:
+    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer) -> tuple[RolloutService, WeightSync]:
         """Calls of the engine, and copies from the policy's tensors."""
 
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target))
 
         rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
-        return rollouts, rollouts
+        return conversing(rollouts, tokenizer, self.config), rollouts
 
     def wait_ready(self, progress: Progress) -> None:
         """Return at once: the engine is ready, and no transfer is planned."""

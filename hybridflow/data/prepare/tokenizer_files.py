@@ -13,9 +13,10 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 END = "<|end|>"
 
-# The content of each message as it is, then "=" to ask for the answer: "12+34=".
+# The content of each message as it is, with "=" to ask for the answer, which ends with eos: "12+34=".
 CHARACTER_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}={{ message['content'] }}<eos>"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 ROLE_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] "

@@ -8,7 +8,7 @@ on `seed`: runs with different seeds are validated on the same problems and neve
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from hybridflow.errors import ConfigError
 
 DATA_SOURCE = "arithmetic"
 CHARACTERS = "0123456789+-*="
+CALCULATOR = "calculator"  # the tool that demonstrations call, in plain tags
+_TAG_CHARACTERS = "".join(sorted({*CALCULATOR, *"</>"}))
 _ERRORS = ("any", "near")
 _MAX_ROWS = 5_000_000  # more rows than this belong in a generator, not in one parquet file
 _EXTRA_INFO = {"split": pa.string(), "index": pa.int64(), "operation": pa.string(), "a": pa.int64(), "b": pa.int64()}
@@ -58,6 +60,8 @@ class ArithmeticOptions:
         num_test: held-out pairs, never in train.parquet or sft.parquet.
         num_sft: demonstrations, drawn from all pairs that are not held out (they may also be RL prompts); 0 writes no
             sft.parquet.
+        num_calls: so many of the demonstrations, each in two rows, call the tool calculator in plain tags and copy what
+            it returns; the tokenizer then has the characters of the tags.
         num_pairs: preference pairs (right answer, wrong answer), for a reward model: pairs.parquet on prompts that are
             not held out, several for a prompt where there are more pairs than prompts; pairs_test.parquet on the
             held-out ones. 0 writes neither.
@@ -77,6 +81,7 @@ class ArithmeticOptions:
     num_train: int = -1
     num_test: int = 500
     num_sft: int = 0
+    num_calls: int = 0
     num_pairs: int = 0
     pair_errors: str = "any"
     hold_out_swapped: bool = False
@@ -100,6 +105,13 @@ class ArithmeticOptions:
         require(self.num_train >= -1 and self.num_train != 0, "num_train", self.num_train, "positive, or -1 for all")
         require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
         require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
+        require(0 <= self.num_calls <= self.num_sft, "num_calls", self.num_calls, f"0 to num_sft ({self.num_sft})")
+        require(
+            not self.num_calls or not (self.reverse_answer or self.zero_pad),
+            "num_calls",
+            self.num_calls,
+            "0 with reverse_answer or zero_pad: the calculator writes numbers as they are usually written",
+        )
         require(self.num_pairs >= 0, "num_pairs", self.num_pairs, "at least 0")
         require(self.pair_errors in _ERRORS, "pair_errors", self.pair_errors, " or ".join(_ERRORS))
         require(self.seed >= 0, "seed", self.seed, "at least 0")
@@ -121,8 +133,10 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
         sft = _draw(options, forbidden, options.num_sft, stream=1, option="num_sft")
         demonstrations = [
             {"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]}
-            for row in _prompts(sft, "sft", options)
+            for row in _prompts(sft[options.num_calls :], "sft", options)
         ]
+        for row in _prompts(sft[: options.num_calls], "sft", options):
+            demonstrations += _call_demonstration(row)
         rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
     if options.num_pairs:
         free = np.setdiff1d(np.arange(_span(options) ** 2), forbidden)
@@ -131,8 +145,16 @@ def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[st
         )
         for name, numbers in (("pairs.parquet", drawn), ("pairs_test.parquet", held_out)):
             rows[name] = write_pairs(out / name, _preferences(numbers, name, options))
-    write_character_tokenizer(out / "tokenizer", CHARACTERS)
+    write_character_tokenizer(out / "tokenizer", CHARACTERS + (_TAG_CHARACTERS if options.num_calls else ""))
     return rows
+
+
+def _call_demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The two answers of a conversation that asks the calculator: the call, and after its result the answer."""
+    question, answer = row["prompt"][0], str(row["reward_model"]["ground_truth"])
+    call = f"<{CALCULATOR}>{question['content']}</{CALCULATOR}>"
+    shown = [question, {"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
+    return [{"prompt": [question], "response": call}, {"prompt": shown, "response": answer}]
 
 
 def problem(a: int, b: int, options: ArithmeticOptions) -> tuple[str, str]:

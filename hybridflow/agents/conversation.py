@@ -1,0 +1,116 @@
+"""One conversation as the tokens that the engine saw: what the policy sampled, and between it what it was shown.
+
+Tokens are appended and never made again from text: a chat template is asked only for what it puts between an answer
+and the next one (`Tokenizer.continuation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hybridflow.config.schema import AgentConfig
+from hybridflow.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended (stop, length,
+    abort)."""
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+
+
+# (all tokens so far, the most tokens to sample) -> what the engine sampled
+Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
+
+
+class ConversationOver(Exception):
+    """The conversation has no room for another token, or has had its turns. Ends the agent loop that does not catch
+    it."""
+
+
+@dataclass
+class Conversation:
+    """What an agent loop is given.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        row: data_source, ground_truth and extra_info of the prompt's row.
+        config: `rollout.agent`.
+        room: tokens that may still follow the prompt, sampled or shown.
+        messages: the answers and observations so far, as chat messages.
+        end: why it ended; empty while it goes on.
+        failure: what went wrong, where the loop raised. Its tokens are not trained on.
+        turns, calls: number of answers, and of tools called.
+    """
+
+    prompt: Sequence[int]
+    row: Mapping[str, Any]
+    config: AgentConfig
+    tokenizer: Tokenizer
+    sample: Sample
+    room: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+    end: str = ""
+    failure: str | None = None
+    turns: int = 0
+    calls: int = 0
+    finish_reason: str = "abort"  # until something was sampled
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    async def answer(self) -> str:
+        """Let the policy go on; the text of what it sampled, without the token that ended it.
+
+        Raises:
+            ConversationOver: it has had `rollout.agent.max_turns` answers, or there is no room for another token.
+        """
+        if self.turns == self.config.max_turns:
+            raise ConversationOver(f"{self.turns} turns")
+        self.need(1)
+        sampled = await self.sample([*self.prompt, *self.tokens], self.room)
+        self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions)
+        self.turns += 1
+        self.finish_reason = sampled.finish_reason
+        text = self.tokenizer.decode(sampled.token_ids.tolist())
+        self.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def observe(self, texts: Sequence[str]) -> None:
+        """Show the policy these texts, each as a message of `rollout.agent.observation_role` and cut to
+        `max_observation_tokens`. It is asked next.
+
+        Raises:
+            ConversationOver: the last answer did not end by itself, or there is no room for the texts and an answer.
+        """
+        if self.finish_reason != "stop":
+            raise ConversationOver("the answer was cut off")
+        role, most = self.config.observation_role, self.config.max_observation_tokens
+        ids = self.tokenizer.continuation(role, texts, most)
+        self.need(len(ids) + 1)
+        version = self.versions[-1] if self.versions else -1
+        count = len(ids)
+        self._append(np.array(ids, np.int64), False, np.zeros(count, np.float32), np.full(count, version, np.int64))
+        self.messages += [{"role": role, "content": text} for text in texts]
+
+    def need(self, tokens: int) -> None:
+        """Raise ConversationOver where there is no room for so many tokens; the conversation is then cut off."""
+        if tokens > self.room:
+            self.finish_reason = "length"
+            raise ConversationOver("no room is left")
+
+    def _append(self, ids: np.ndarray, sampled: bool, log_probs: np.ndarray, versions: np.ndarray) -> None:
+        self.tokens += ids.tolist()
+        self.mask += [sampled] * len(ids)
+        self.log_probs += log_probs.tolist()
+        self.versions += versions.tolist()
+        self.room -= len(ids)

@@ -1,0 +1,157 @@
+"""What a tool is, how one is registered, and how the calls of an answer are run.
+
+A built-in tool is a file of this package that bears its name; one of a user's is named in `rollout.agent.tools`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.agents.formats.base import FORMATS, Call
+from hybridflow.config.keys import TOOL
+from hybridflow.config.registry import Registry
+from hybridflow.config.schema import AgentConfig
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_MOST_CHARACTERS = 1 << 16  # of a result, before it is cut to tokens
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call.
+
+    Attributes:
+        name: as the policy writes it.
+        function: its arguments have names and the types str, int, float or bool; what it returns is shown as text. It
+            may be async; one that is not runs in a thread of its own.
+        description: what the policy is told of it: the first paragraph of the function's docstring.
+        is_instant: it takes microseconds and cannot hang, so that it needs no thread.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    description: str
+    is_instant: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its arguments."""
+        return tuple(inspect.signature(self.function).parameters)
+
+    def schema(self) -> dict[str, Any]:
+        """Its declaration as chat templates take it."""
+        found = inspect.signature(self.function, eval_str=True).parameters.values()
+        kinds = {one.name: {"type": _JSON_TYPES.get(one.annotation, "string")} for one in found}
+        required = [one.name for one in found if one.default is inspect.Parameter.empty]
+        parameters = {"type": "object", "properties": kinds, "required": required}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+TOOLS: Registry[Tool] = Registry(TOOL.kind, TOOL.package, "rollout.agent.tools")
+
+
+def tool(name: str, *, is_instant: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the tool of this name; `Tool` says what it may look like."""
+
+    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+        description = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+        TOOLS.register(name, Tool(name, function, description, is_instant))
+        return function
+
+    return registered
+
+
+class Toolbox:
+    """The tools of a run, and the format in which they are called.
+
+    Raises:
+        ConfigError: there is no tool or format of a name.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.tools = {found.name: found for found in map(TOOLS.get, config.tools)}
+        self._format, self._timeout_s = FORMATS.get(config.call_format), config.tool_timeout_s
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """What chat templates are told of the tools."""
+        return [found.schema() for found in self.tools.values()]
+
+    def calls(self, answer: str) -> list[Call]:
+        """The calls in an answer, in order."""
+        return self._format(answer, {name: found.parameters for name, found in self.tools.items()})
+
+    async def results(self, calls: Sequence[Call]) -> list[str]:
+        """What each call returned, or what was wrong with it, as text for the policy. The calls run at the same
+        time."""
+        return list(await asyncio.gather(*map(self._result, calls)))
+
+    async def _result(self, call: Call) -> str:
+        problem = call.problem or self._problem(call)
+        if problem:
+            return f"error: {problem}"
+        try:
+            found = await asyncio.wait_for(_run(self.tools[call.name], call.arguments), self._timeout_s)
+        except TimeoutError:
+            return f"error: {call.name} did not answer within {self._timeout_s:g} s"
+        except (Exception, SystemExit) as error:  # whatever a tool raises, the policy is told
+            found = f"error: {type(error).__name__}: {error}"
+        text = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+        return text[:_MOST_CHARACTERS]
+
+    def _problem(self, call: Call) -> str:
+        if call.name not in self.tools:
+            near = difflib.get_close_matches(call.name, self.tools, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return f"there is no tool {call.name!r}{hint} (the tools are {', '.join(self.tools)})"
+        try:
+            inspect.signature(self.tools[call.name].function).bind(**call.arguments)
+        except TypeError as error:
+            return f"{call.name}: {error}"
+        return ""
+
+
+async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(tool.function):
+        return await tool.function(**arguments)
+    if tool.is_instant:
+        return tool.function(**arguments)
+    return await _in_thread(tool.function, arguments)
+
+
+async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Run it in a thread that the process does not wait for at its end: a call that hangs is left alone."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.done():
+            return  # nobody waits any longer
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = function(**arguments)
+        except SystemExit as ended:
+            error = RuntimeError(f"it called sys.exit({ended.code})")
+        except Exception as raised:
+            error = raised
+        if not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(settle, result, error)
+            except RuntimeError:
+                return  # the loop was closed in between
+
+    threading.Thread(target=run, name=f"tool-{function.__name__}", daemon=True).start()
+    return await done

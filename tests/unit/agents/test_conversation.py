@@ -1,0 +1,179 @@
+"""Conversations as tokens: what the engine is asked, what the batch holds, and what a chat template would have written
+of the same messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
+from hybridflow.config.schema import AgentConfig
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.errors import DataError
+
+# (special tokens, the one that ends an answer, template): written here in the manner of four families of models
+FAMILIES = {
+    "chatml": (
+        ["<|im_start|>", "<|im_end|>", "<think>"],
+        "<|im_end|>",
+        "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+        "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ),
+    "headers": (
+        ["<|begin|>", "<|header|>", "<|/header|>", "<|eot|>"],
+        "<|eot|>",
+        "<|begin|>{% for m in messages %}<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/header|>\n\n"
+        "{{ m.content | trim }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}",
+    ),
+    "marks": (
+        ["<｜begin｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end｜>", "<｜output｜>"],
+        "<｜end｜>",
+        "<｜begin｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}<｜Assistant｜>"
+        "{% elif m.role == 'assistant' %}{{ m.content }}<｜end｜>{% else %}<｜output｜>{{ m.content }}<｜Assistant｜>"
+        "{% endif %}{% endfor %}",
+    ),
+    "roles": (
+        ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        "<|observation|>",  # an answer ends where the next role begins
+        "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    ),
+}
+
+
+def byte_tokenizer(folder: Path, specials: Sequence[str], end: str, template: str) -> Tokenizer:
+    """A token a byte, and the special ones."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Fast
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    fast = Fast(models.BPE(vocabulary, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    made = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=end, clean_up_tokenization_spaces=False)
+    made.chat_template = template
+    made.save_pretrained(str(folder))
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(params=FAMILIES)
+def tokenizer(request: Any, tmp_path: Path) -> Tokenizer:
+    return byte_tokenizer(tmp_path, *FAMILIES[request.param])
+
+
+class Engine:
+    """Answers with the texts that it was given, and keeps what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
+        self.tokenizer, self.texts, self.asked = tokenizer, list(texts), list[tuple[list[int], int]]()
+
+    async def sample(self, tokens: Sequence[int], most: int) -> Sampled:
+        self.asked.append((list(tokens), most))
+        text = self.tokenizer.encode(self.texts.pop(0))
+        ids = np.array([*text, self.tokenizer.eos_id][:most])
+        reason = "stop" if len(text) < most else "length"
+        return Sampled(ids, -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 7), reason)
+
+
+def conversation(tokenizer: Tokenizer, engine: Engine, room: int = 1000, **settings: Any) -> Conversation:
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "What is 12 * 34?"}])
+    return Conversation(prompt, {}, AgentConfig(loop="tools", **settings), tokenizer, engine.sample, room)
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """All of it, special tokens too."""
+    return str(tokenizer._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+async def talk(held: Conversation, *observations: Sequence[str]) -> None:
+    await held.answer()
+    for texts in observations:
+        held.observe(texts)
+        await held.answer()
+
+
+def test_the_tokens_are_what_the_engine_saw_and_what_the_template_writes(tokenizer: Tokenizer) -> None:
+    engine = Engine(tokenizer, "I ask for it.", "And once more", "It is 408.")
+    held = conversation(tokenizer, engine)
+    asyncio.run(talk(held, ["408"], ["four", "hundred"]))
+    assert held.turns == 3 and held.room == 1000 - len(held.tokens)
+    whole = [*held.prompt, *held.tokens]
+    for number, (asked, most) in enumerate(engine.asked):
+        assert whole[: len(asked)] == asked and most == 1000 - (len(asked) - len(held.prompt)), number
+    sampled = [token for token, own in zip(held.tokens, held.mask, strict=True) if own]
+    assert sampled == [
+        token
+        for text in ("I ask for it.", "And once more", "It is 408.")
+        for token in (*tokenizer.encode(text), tokenizer.eos_id)
+    ]
+    shown = [
+        (value, version)
+        for value, version, own in zip(held.log_probs, held.versions, held.mask, strict=True)
+        if not own
+    ]
+    assert set(shown) == {(0.0, 7)}
+    messages = [{"role": "user", "content": "What is 12 * 34?"}, *held.messages]
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    # the oracle: the template over all messages but the last answer, whose text the engine then sampled
+    assert text_of(tokenizer, whole[:-1]) == tokenizer.render_chat(messages[:-1]) + "It is 408."
+
+
+def test_a_tool_cannot_speak_for_another_role(tokenizer: Tokenizer) -> None:
+    special = text_of(tokenizer, [tokenizer.eos_id])
+    engine = Engine(tokenizer, "call", "done")
+    held = conversation(tokenizer, engine)
+    plain = tokenizer.continuation("tool", ["x"], 100)
+    asyncio.run(talk(held, [f"x{special}x"]))
+    shown = [token for token, own in zip(held.tokens, held.mask, strict=True) if not own]
+    assert shown.count(tokenizer.eos_id) == plain.count(tokenizer.eos_id)
+    assert special in text_of(tokenizer, shown)
+
+
+def test_limits(tokenizer: Tokenizer) -> None:
+    long = "x" * 500
+    held = conversation(tokenizer, Engine(tokenizer, "a", "b", "c"), max_turns=2, max_observation_tokens=10)
+    with pytest.raises(ConversationOver, match="2 turns"):
+        asyncio.run(talk(held, [long], [long]))
+    assert held.finish_reason == "stop" and held.mask.count(False) <= 2 * 80
+    held = conversation(tokenizer, Engine(tokenizer, "a", "b"), room=100)
+    with pytest.raises(ConversationOver, match="no room"):
+        asyncio.run(talk(held, [long]))
+    assert held.finish_reason == "length" and len(held.tokens) == 2  # what does not fit is not shown in part
+    held = conversation(tokenizer, Engine(tokenizer, long), room=100)
+    with pytest.raises(ConversationOver, match="cut off"):
+        asyncio.run(talk(held, ["x"]))
+    assert held.finish_reason == "length" and len(held.tokens) == 100
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' else m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_show_what_was_said_is_refused(tmp_path: Path, template: str) -> None:
+    found = byte_tokenizer(tmp_path, ["<e>"], "<e>", template)
+    with pytest.raises(DataError, match=r"observation_role|refused the messages"):
+        found.continuation("tool", ["x"], 5)

@@ -1,0 +1,160 @@
+"""Tools: what the policy is told when a call succeeds, and whatever else may happen to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridflow.agents.formats.base import Call
+from hybridflow.agents.tools.base import Toolbox
+from hybridflow.agents.tools.calculator import calculator
+from hybridflow.config.schema import AgentConfig
+from hybridflow.errors import ConfigError
+
+OWN = '''
+import sys, threading, asyncio
+from hybridflow.agents.tools.base import tool
+
+@tool("greet")
+def greet(name: str, times: int = 1) -> str:
+    """Greet somebody.
+
+    Not for the model."""
+    return f"hello {name} " * times
+
+@tool("hang")
+async def hang() -> str:
+    await asyncio.Event().wait()
+
+@tool("leave")
+def leave() -> str:
+    sys.exit(3)
+
+@tool("fail")
+def fail() -> str:
+    raise KeyError("no such thing")
+
+@tool("large")
+def large() -> bytes:
+    return b"\\xff" + b"x" * 10_000_000
+
+@tool("where")
+def where() -> str:
+    return threading.current_thread().name
+'''
+
+
+@pytest.fixture
+def toolbox(tmp_path: Path) -> Callable[..., Toolbox]:
+    (tmp_path / "own.py").write_text(OWN)
+
+    def made(*names: str, **settings: Any) -> Toolbox:
+        return Toolbox(AgentConfig(tools=tuple(f"{tmp_path}/own.py:{name}" for name in names), **settings))
+
+    return made
+
+
+def results(tools: Toolbox, *calls: Call) -> list[str]:
+    return asyncio.run(tools.results(calls))
+
+
+def test_a_call_returns_text_and_the_model_is_told_what_there_is(toolbox: Callable[..., Toolbox]) -> None:
+    tools = toolbox("greet", "where")
+    assert results(tools, Call("greet", {"name": "you", "times": 2}), Call("where")) == [
+        "hello you hello you ",
+        "tool-where",
+    ]
+    function = tools.schemas()[0]["function"]
+    assert (function["name"], function["description"]) == ("greet", "Greet somebody.")
+    assert function["parameters"]["properties"] == {"name": {"type": "string"}, "times": {"type": "integer"}}
+    assert function["parameters"]["required"] == ["name"]
+
+
+def test_whatever_goes_wrong_the_policy_is_told(toolbox: Callable[..., Toolbox]) -> None:
+    tools = toolbox("greet", "leave", "fail", "large")
+    unknown, missing, unreadable, left, failed, large = results(
+        tools,
+        Call("gret", {"name": "you"}),
+        Call("greet", {"nam": "you"}),
+        Call("", problem="the call is no JSON"),
+        Call("leave"),
+        Call("fail"),
+        Call("large"),
+    )
+    assert "there is no tool 'gret'; did you mean greet?" in unknown
+    assert "greet: missing a required argument: 'name'" in missing
+    assert unreadable == "error: the call is no JSON"
+    assert "sys.exit(3)" in left and "KeyError: 'no such thing'" in failed
+    assert large.startswith("�x") and len(large) == 1 << 16
+
+
+def test_a_tool_that_hangs_is_given_up(toolbox: Callable[..., Toolbox]) -> None:
+    tools = toolbox("hang", "greet", tool_timeout_s=0.2)
+    assert results(tools, Call("hang"), Call("greet", {"name": "you"})) == [
+        "error: hang did not answer within 0.2 s",
+        "hello you ",
+    ]
+
+
+def test_a_thread_that_ends_after_the_deadline_disturbs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import threading\nfrom hybridflow.agents.tools.base import tool\ngate, ended = threading.Event(), []\n"
+        "@tool('slow')\ndef slow() -> str:\n    gate.wait(60)\n    ended.append(1)\n    return 'late'\n"
+    )
+    tools = Toolbox(AgentConfig(tools=(f"{tmp_path}/slow.py:slow",), tool_timeout_s=0.1))
+    assert results(tools, Call("slow")) == ["error: slow did not answer within 0.1 s"]
+    module = tools.tools["slow"].function.__globals__
+    waiting = [thread for thread in threading.enumerate() if thread.name == "tool-slow"]
+    module["gate"].set()
+    for thread in waiting:
+        thread.join(60)
+    assert module["ended"] == [1]
+
+
+def test_an_unknown_tool_or_format_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.agent.tools=calculater: .* did you mean 'calculator'"):
+        Toolbox(AgentConfig(tools=("calculater",)))
+    with pytest.raises(ConfigError, match=r"rollout.agent.call_format=herms: .* did you mean 'hermes'"):
+        Toolbox(AgentConfig(call_format="herms"))
+
+
+@given(st.recursive(st.integers(0, 999), lambda x: st.tuples(x, st.sampled_from("+-*"), x), max_leaves=12))
+def test_the_calculator_computes_as_fractions_do(tree: Any) -> None:
+    def written(node: Any) -> str:
+        return str(node) if isinstance(node, int) else f"({written(node[0])}{node[1]}{written(node[2])})"
+
+    def value(node: Any) -> Fraction:
+        if isinstance(node, int):
+            return Fraction(node)
+        a, b = value(node[0]), value(node[2])
+        return a + b if node[1] == "+" else a - b if node[1] == "-" else a * b
+
+    assert calculator(written(tree)) == str(value(tree))
+
+
+def test_the_calculator_divides_and_raises_to_powers() -> None:
+    assert (calculator(" 7 / 2 "), calculator("8/4"), calculator("-2**10"), calculator("7 // 2 % 2")) == (
+        "3.5",
+        "2",
+        "-1024",
+        "1",
+    )
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "1+", "x", "().__class__", "'a'*9", "1<2", "True+1", "9**9**9", "9**99999999", "(-1)**0.5",
+                   "1e99*1e99", "f(1)", "[1]", "1" * 300, "(" * 150, "\0", "1e999"]
+)  # fmt: skip
+def test_the_calculator_computes_nothing_else(expression: str) -> None:
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        calculator(expression)
+    tools = Toolbox(AgentConfig(tools=("calculator",)))
+    assert results(tools, Call("calculator", {"expression": expression}))[0].startswith("error: ")

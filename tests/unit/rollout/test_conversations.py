@@ -1,0 +1,195 @@
+"""Conversations over a rollout service: rounds, columns, and what a loop or tool that misbehaves does to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.agents.loops.base import LOOPS
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.check import problems
+from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
+from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.rollout.conversations import Conversations, conversing
+from hybridflow.rollout.protocols import ROOM
+from hybridflow.workers.rollout import response_columns
+
+CHARACTERS = "0123456789+-*=</>acdefilortuw "
+OWN = '''
+import asyncio, sys
+from hybridflow.agents.loops.base import agent_loop
+
+@agent_loop("fails_for_two")
+async def fails_for_two(conversation, tools):
+    await conversation.answer()
+    if conversation.row["ground_truth"] == "2":
+        raise RuntimeError("no such state")
+
+@agent_loop("waits_for_ever_for_two")
+async def waits_for_ever_for_two(conversation, tools):
+    await conversation.answer()
+    if conversation.row["ground_truth"] == "2":
+        await asyncio.Event().wait()
+
+working = []
+
+@agent_loop("joins_later")
+async def joins_later(conversation, tools):
+    """One conversation works on something until the engine has answered others."""
+    if conversation.row["ground_truth"] == "2":
+        working.append(asyncio.get_running_loop().create_future())
+        await working[0]
+    await conversation.answer()
+'''
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("characters")
+    write_character_tokenizer(folder, CHARACTERS)
+    return load_tokenizer(folder)
+
+
+class Engines:
+    """A rollout service that answers a prompt's text with `say(text)` and an eos; keeps what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, say: Callable[[str], str]) -> None:
+        self.tokenizer, self.say, self.rounds, self.rooms = tokenizer, say, list[list[str]](), list[list[int]]()
+        self.slept: list[Any] = []
+
+    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
+        texts = [
+            "".join(self.tokenizer.decode([token]) or "." for token in row.tolist())
+            for row in prompts.jagged("prompt_ids")
+        ]
+        self.rounds.append(texts)
+        self.rooms.append(prompts[ROOM].tolist())
+        return response_columns([self._answer(text) for text in texts])
+
+    def _answer(self, text: str) -> Completion:
+        ids = [*self.tokenizer.encode(self.say(text)), self.tokenizer.eos_id]
+        return Completion(ids, [-0.5] * len(ids), "stop", (WeightSpan("3", 0, len(ids)),))
+
+    def sleep(self) -> None:
+        self.slept.append("sleep")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self.slept.append(tags)
+
+
+def config(limit: int = 60, **agent: Any) -> RunConfig:
+    return RunConfig(data=DataConfig(max_response_length=limit), rollout=RolloutConfig(agent=AgentConfig(**agent)))
+
+
+def prompts(tokenizer: Tokenizer, *texts: str) -> DataProto:
+    rows = [np.array(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in texts]
+    objects = {
+        "data_source": ["x"] * len(texts),
+        "ground_truth": [str(number + 1) for number in range(len(texts))],
+        "extra_info": [{}] * len(texts),
+    }
+    columns = {name: np.array(values, dtype=object) for name, values in objects.items()}
+    return DataProto.from_columns({"prompt_ids": Jagged.from_rows(rows, np.int64), **columns})
+
+
+def asks_the_calculator(text: str) -> str:
+    """Calls it for a product, copies what it returned, and answers anything else with 7."""
+    question, _, rest = text.rstrip("=").partition("=")
+    if rest:
+        return rest.rpartition(">")[2].strip(".")
+    return f"<calculator>{question}</calculator>" if "*" in question else "7"
+
+
+def test_conversations_of_several_lengths_in_rounds(tokenizer: Tokenizer) -> None:
+    engines = Engines(tokenizer, asks_the_calculator)
+    service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags"))
+    answers = service.generate(prompts(tokenizer, "3*4", "3+4", "5*5"), training=True)
+    assert [len(texts) for texts in engines.rounds] == [3, 2]
+    assert engines.rounds[1] == ["3*4=<calculator>3*4</calculator>.12=", "5*5=<calculator>5*5</calculator>.25="]
+    assert engines.rooms == [[60, 60, 60], [60 - 32, 60 - 32]]
+    assert answers["answer_text"].tolist() == ["12", "7", "25"]
+    assert answers["turns"].tolist() == [2, 1, 2] and answers["tool_calls"].tolist() == [1, 0, 1]
+    masks = answers.jagged("response_mask")
+    called = [1] * 29 + [0] * 3 + [1] * 3
+    assert [row.astype(int).tolist() for row in masks] == [called, [1, 1], called]
+    for name in ("response_ids", "rollout_log_probs", "response_versions"):
+        assert answers.lengths(name).tolist() == masks.lengths.tolist()
+    assert set(answers.jagged("response_versions").values.tolist()) == {3}
+    assert answers["weight_version"].tolist() == ["3"] * 3 and answers["finish_reason"].tolist() == ["stop"] * 3
+    assert answers["messages"][0] == [
+        {"role": "assistant", "content": "<calculator>3*4</calculator>"},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "12"},
+    ]
+    assert answers["agent_failure"].tolist() == [None] * 3
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "loops.py"
+    path.write_text(OWN)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("loop", "failure"),
+    [
+        ("fails_for_two", "RuntimeError: no such state (line 9)"),
+        ("waits_for_ever_for_two", "nothing happened for 0.3 s"),
+    ],
+)
+def test_a_loop_that_fails_costs_its_own_conversation(tokenizer: Tokenizer, own: Path, loop: str, failure: str) -> None:
+    service = Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, config(loop=f"{own}:{loop}", timeout_s=0.3))
+    answers = service.generate(prompts(tokenizer, "1", "2", "3"), training=True)
+    assert answers["agent_failure"].tolist() == [None, failure, None]
+    assert [row.tolist() for row in answers.jagged("response_mask")] == [[True] * 2, [False] * 2, [True] * 2]
+    with pytest.raises(HybridFlowError, match=r"failed in all 2 conversations; the first: (RuntimeError|nothing)"):
+        service.generate(prompts(tokenizer, "1", "2", "2").rows([1, 1]), training=True)
+
+
+def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(tokenizer: Tokenizer, own: Path) -> None:
+    def say(text: str) -> str:
+        if text == "3=":
+            working[0].set_result(None)
+        return "7"
+
+    working = LOOPS.get(f"{own}:joins_later").__globals__["working"]  # type: ignore[attr-defined]
+    engines = Engines(tokenizer, say)
+    service = Conversations(engines, tokenizer, config(loop=f"{own}:joins_later"))
+    answers = service.generate(prompts(tokenizer, "1", "2", "3"), training=False)
+    assert engines.rounds == [["1=", "3="], ["2="]] and answers["turns"].tolist() == [1, 1, 1]
+
+
+def test_an_error_of_the_engines_ends_the_step_and_not_the_next_one(tokenizer: Tokenizer) -> None:
+    engines = Engines(tokenizer, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",)))
+    with pytest.raises(ZeroDivisionError):
+        service.generate(prompts(tokenizer, "1", "2"), training=True)
+    engines.say = lambda _: "7"
+    assert service.generate(prompts(tokenizer, "1"), training=True)["answer_text"].tolist() == ["7"]
+    service.sleep()
+    service.wake(["weights"])
+    assert engines.slept == ["sleep", ["weights"]]
+
+
+def test_one_turn_needs_no_conversation(tokenizer: Tokenizer) -> None:
+    engines = Engines(tokenizer, lambda _: "7")
+    assert conversing(engines, tokenizer, config()) is engines
+    with pytest.raises(ConfigError, match=r"rollout.agent.loop=tool: .*did you mean 'tools'"):
+        conversing(engines, tokenizer, config(loop="tool"))
+
+
+def test_settings_without_sense_are_refused() -> None:
+    def said(**agent: Any) -> str:
+        return "\n".join(problems(config(**agent), files=False))
+
+    assert "calls none: set rollout.agent.loop=tools" in said(tools=("calculator",))
+    assert "rollout.agent.loop=tools without rollout.agent.tools" in said(loop="tools")
+    assert "rollout.agent" not in said(loop="tools", tools=("calculator",))
