@@ -26,7 +26,7 @@ from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
@@ -86,7 +86,7 @@ class RLTrainer:
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
                     batch = self.next_prompts()
                     with phase("gen"):
-                        batch = batch.union(self.engines.generate(batch, training=True))
+                        batch = batch.union(answers(self.engines, batch, training=True))
                     with phase("reward"):
                         batch = self.with_scores(batch)
                     with self.phases.training():
