@@ -1,7 +1,7 @@
 """Conversations over a rollout service: an agent loop for each prompt, all at the same time.
 
-The engines are asked in rounds: what conversations wait for an answer is one batch, while tools that take longer go on
-beside it and their conversations join a later round. There is no thread for a conversation.
+A conversation is a task of one event loop, which runs in the caller's thread while it polls: there is no thread for a
+conversation. What they ask goes to the engines request by request, and tools go on beside them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +30,21 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.protocols import ROOM, RolloutService
 
-# besides those of `RolloutService.generate`: what the reward sees as the response (the last answer), the messages after
+# besides those of `RolloutService.take`: what the reward sees as the response (the last answer), the messages after
 # the prompt, the number of answers and of tools called, and what went wrong in the agent loop (None: nothing)
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
+_POLL_S = 0.25
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
 _log = logging.getLogger(__name__)
 
 
 class Conversations:
-    """`RolloutService` whose answers are conversations.
+    """`RolloutService` whose answers are conversations. They move on in the caller's thread, while it polls.
 
     Args:
-        engines: answer the prompts of a round.
+        engines: answer what conversations ask.
         tokenizer: its chat template continues a conversation.
 
     Raises:
@@ -49,39 +55,79 @@ class Conversations:
     def __init__(self, engines: RolloutService, tokenizer: Tokenizer, config: RunConfig) -> None:
         self.engines, self.tokenizer, self.config = engines, tokenizer, config
         self.agent = config.rollout.agent
-        self._loop, self._tools = LOOPS.get(self.agent.loop), Toolbox(self.agent)
+        self._agent_loop, self._tools = LOOPS.get(self.agent.loop), Toolbox(self.agent)
         tokenizer.continuation(self.agent.observation_role, ["?"], 1)
+        self._next_ticket = 0
+        self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
+        self._waiting: list[_Ask] = []
+        self._under_way: dict[int, _Ask] = {}  # by the engines' tickets
+        self._asked = asyncio.Event()
+        self._moved = time.monotonic()
+        self._events = asyncio.new_event_loop()
+        weakref.finalize(self, _close, self._events)
 
-    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        """Hold a conversation for each prompt.
-
-        Raises:
-            HybridFlowError: what `engines.generate` raises; or the agent loop failed in every conversation.
-        """
-        rows = prompts.select([name for name in ("prompt_ids", *_ROW) if name in prompts]).fetch()
-        asking = _Asking(self.engines, training)
-        room = self.config.data.max_response_length
-        conversations = [
-            Conversation(
+    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+        """Begin a conversation for each prompt, and return a ticket for each."""
+        rows = prompts.select([name for name in ("prompt_ids", "uid", *_ROW) if name in prompts]).fetch()
+        uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
+        tickets = list(range(self._next_ticket, self._next_ticket + len(rows)))
+        self._next_ticket += len(rows)
+        for number, (ticket, ids) in enumerate(zip(tickets, rows.jagged("prompt_ids"), strict=True)):
+            conversation = Conversation(
                 prompt=ids.tolist(),
                 row={name: rows[name][number] for name in _ROW if name in rows},
                 config=self.agent,
                 tokenizer=self.tokenizer,
-                sample=asking.sample,
-                room=room,
+                sample=partial(self._sample, training, uids[number]),
+                room=self.config.data.max_response_length,
             )
-            for number, ids in enumerate(rows.jagged("prompt_ids"))
-        ]
-        asyncio.run(self._hold(conversations, asking))
-        failed = [one for one in conversations if one.failure]
-        if failed and len(failed) == len(conversations):
+            self._held[ticket] = conversation, self._events.create_task(self._one(conversation))
+        self._moved = time.monotonic()
+        return tickets
+
+    def poll(self) -> None:
+        """Let conversations go on: ask the engines, wait a moment for them or for what works beside them.
+
+        Raises:
+            HybridFlowError: what `engines.poll` raises.
+        """
+        self._settle()
+        self._send()
+        if self._under_way:
+            self.engines.poll()
+            self._receive()
+        else:
+            self._events.run_until_complete(self._wait(_POLL_S))
+            self._end_idle()
+
+    def ended(self, tickets: Iterable[int]) -> bool:
+        """Whether all of these conversations have ended."""
+        return all(self._held[ticket][1].done() for ticket in tickets)
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
+        """The conversations, in the order of the tickets; they can be taken once.
+
+        Raises:
+            HybridFlowError: the agent loop failed in all of them.
+        """
+        found = [self._held.pop(ticket)[0] for ticket in tickets]
+        failed = [one.failure for one in found if one.failure]
+        if failed and len(failed) == len(found):
             raise HybridFlowError(
-                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations; the first: "
-                f"{failed[0].failure}"
+                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations, first with: {failed[0]}"
             )
         if failed:
-            _log.warning("%d of %d conversations failed: %s", len(failed), len(conversations), failed[0].failure)
-        return as_batch(conversations)
+            _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
+        return as_batch(found)
+
+    def forget(self) -> None:
+        """Give up all conversations."""
+        tasks = [task for _, task in self._held.values()]
+        for task in tasks:
+            task.cancel()
+        self._events.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._held, self._waiting, self._under_way = {}, [], {}
+        self.engines.forget()
 
     def sleep(self) -> None:
         """Have the engines give their memory back."""
@@ -91,84 +137,105 @@ class Conversations:
         """Have the engines take the memory of these parts again."""
         self.engines.wake(tags)
 
-    async def _hold(self, conversations: Sequence[Conversation], asking: _Asking) -> None:
-        tasks = [asyncio.ensure_future(self._one(conversation)) for conversation in conversations]
-        try:
-            while True:
-                await _settle(asking)
-                if asking.waiting:
-                    asking.answer()
-                    continue
-                if not (running := [task for task in tasks if not task.done()]):
-                    break
-                asked = asyncio.ensure_future(asking.asked.wait())
-                done, _ = await asyncio.wait(
-                    [*running, asked], timeout=self.agent.timeout_s, return_when="FIRST_COMPLETED"
-                )
-                asked.cancel()
-                await _settle(asking)  # what was ready when the time ran out has gone on
-                if not done and not asking.waiting:
-                    self._end_idle(conversations, tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    # ---- in the event loop
 
     async def _one(self, conversation: Conversation) -> None:
         try:
-            await self._loop(conversation, self._tools)
+            await self._agent_loop(conversation, self._tools)
         except ConversationOver as over:
             conversation.end = str(over)
         except (Exception, SystemExit) as error:  # of the user's loop: this conversation is lost, the run goes on
-            conversation.failure = describe_error(error, Path(inspect.getfile(self._loop)))
+            conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop)))
         else:
-            conversation.end = conversation.end or "the agent loop returned"
+            conversation.end = "the agent loop returned"
+        self._asked.set()  # `_wait` looks again
 
-    def _end_idle(self, conversations: Sequence[Conversation], tasks: Sequence[asyncio.Task[None]]) -> None:
-        for conversation, task in zip(conversations, tasks, strict=True):
-            if not task.done():
-                conversation.failure = f"nothing happened for {self.agent.timeout_s:g} s"
-                task.cancel()
+    async def _sample(self, training: bool, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
+        """`conversation.Sample`: wait for an engine."""
+        ask = _Ask(training, uid, tokens, most, self._events.create_future())
+        self._waiting.append(ask)
+        self._asked.set()
+        return await ask.answer
+
+    def _settle(self) -> None:
+        """Let every conversation that can go on at once do so."""
+
+        async def rounds() -> None:
+            quiet, before = 0, -1
+            while quiet < _SETTLED:
+                quiet, before = (quiet + 1 if len(self._waiting) == before else 0), len(self._waiting)
+                await asyncio.sleep(0)
+
+        self._events.run_until_complete(rounds())
+
+    async def _wait(self, seconds: float) -> None:
+        """Until a conversation asks or ends, or so long."""
+        self._asked.clear()
+        if self._waiting or all(task.done() for _, task in self._held.values()):
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), seconds)
+            self._moved = time.monotonic()
+
+    # ---- between the conversations and the engines
+
+    def _send(self) -> None:
+        for training in (True, False):
+            asks = [ask for ask in self._waiting if ask.training == training and not ask.answer.done()]
+            if not asks:
+                continue
+            rows = Jagged.from_rows([np.asarray(ask.tokens, np.int64) for ask in asks], np.int64)
+            room = np.array([ask.most for ask in asks], np.int64)
+            # the samples of a prompt begin alike, and an engine computes that once
+            uid = np.array([-1 - n if ask.uid is None else ask.uid for n, ask in enumerate(asks)], np.int64)
+            prompts = DataProto.from_columns({"prompt_ids": rows, ROOM: room, "uid": uid})
+            self._under_way |= dict(zip(self.engines.submit(prompts, training=training), asks, strict=True))
+            self._moved = time.monotonic()
+        self._waiting = []
+
+    def _receive(self) -> None:
+        done = [ticket for ticket in self._under_way if self.engines.ended([ticket])]
+        if not done:
+            return
+        found = self.engines.take(done).fetch()
+        columns = [found.jagged(name) for name in ("response_ids", "rollout_log_probs", "response_versions")]
+        for ticket, reason, *row in zip(done, found["finish_reason"], *columns, strict=True):
+            ask = self._under_way.pop(ticket)
+            ids, log_probs, versions = (part[: ask.most] for part in row)
+            if not ask.answer.done():
+                cut = len(row[0]) > ask.most
+                ask.answer.set_result(Sampled(ids, log_probs, versions, "length" if cut else str(reason)))
+        self._moved = time.monotonic()
+        self._settle()
+
+    def _end_idle(self) -> None:
+        """End conversations that do nothing, once that has lasted for `rollout.agent.timeout_s`."""
+        if time.monotonic() - self._moved < self.agent.timeout_s or self._waiting:
+            return
+        idle = [(conversation, task) for conversation, task in self._held.values() if not task.done()]
+        for conversation, task in idle:
+            conversation.failure = f"nothing happened for {self.agent.timeout_s:g} s"
+            task.cancel()
+        self._settle()
 
 
-class _Asking:
-    """What conversations wait for."""
-
-    def __init__(self, engines: RolloutService, training: bool) -> None:
-        self.engines, self.training = engines, training
-        self.waiting: list[tuple[Sequence[int], int, asyncio.Future[Sampled]]] = []
-        self.asked = asyncio.Event()
-
-    async def sample(self, tokens: Sequence[int], most: int) -> Sampled:
-        """`conversation.Sample`: wait for the next round's answer."""
-        answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        self.waiting.append((tokens, most, answer))
-        self.asked.set()
-        return await answer
-
-    def answer(self) -> None:
-        """Have the engines answer everything that waits."""
-        waiting, self.waiting = self.waiting, []
-        self.asked.clear()
-        prompts = Jagged.from_rows([np.asarray(tokens, np.int64) for tokens, _, _ in waiting], np.int64)
-        asked = DataProto.from_columns(
-            {"prompt_ids": prompts, ROOM: np.array([most for _, most, _ in waiting], np.int64)}
-        )
-        found = self.engines.generate(asked, training=self.training).fetch()
-        names = ("response_ids", "rollout_log_probs", "response_versions")
-        columns = [found.jagged(name) for name in names]
-        for (_, most, answer), reason, *row in zip(waiting, found["finish_reason"], *columns, strict=True):
-            ids, log_probs, versions = (part[:most] for part in row)
-            if not answer.done():
-                answer.set_result(Sampled(ids, log_probs, versions, "length" if len(row[0]) > most else str(reason)))
+def _close(events: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(events)
+    for task in tasks:
+        task.cancel()
+    events.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    events.close()
 
 
-async def _settle(asking: _Asking) -> None:
-    """Let every conversation that can go on at once do so."""
-    quiet, before = 0, -1
-    while quiet < _SETTLED:
-        quiet, before = (quiet + 1 if len(asking.waiting) == before else 0), len(asking.waiting)
-        await asyncio.sleep(0)
+@dataclass(frozen=True, eq=False)
+class _Ask:
+    """What a conversation waits for."""
+
+    training: bool
+    uid: int | None
+    tokens: Sequence[int]
+    most: int
+    answer: asyncio.Future[Sampled]
 
 
 def as_batch(conversations: Sequence[Conversation]) -> DataProto:

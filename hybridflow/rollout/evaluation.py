@@ -17,7 +17,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.protocols import RolloutService
+from hybridflow.rollout.protocols import RolloutService, answers
 
 # large, and not read here
 _NOT_DUMPED = (
@@ -80,7 +80,7 @@ class Validator:
         if self.dataset is None:
             return {}
         batch = self.dataset.batch(np.arange(len(self.dataset)))
-        batch = batch.union(engines.generate(batch, training=False))
+        batch = batch.union(answers(engines, batch, training=False))
         batch = batch.union(self.scorer.score(batch))
         dump_batch(self.folder, step, batch, self.scorer.tokenizer)
         metrics = {"val/response_length/mean": float(np.mean(batch.lengths("response_ids")))}

@@ -17,15 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.custom import Prompts, open_sampler
+from hybridflow.data.custom import Prompts
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
+from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
@@ -65,8 +64,7 @@ class RLTrainer:
         )
         self.advantages, self.keep = Advantages(config), keep
         self.phases = Phases(config, policy, engines, self.others)
-        self.sampler = open_sampler(config.data, dataset, config.seed)
-        self._first_order = self.sampler.state()
+        self.groups = Groups(config, engines, dataset, keep)
         self.step = 0
         self.left_out: set[str] = set()
 
@@ -84,9 +82,8 @@ class RLTrainer:
             while self.step < trainer.total_steps:
                 self.step += 1
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
-                    batch = self.next_prompts()
                     with phase("gen"):
-                        batch = batch.union(self.engines.generate(batch, training=True))
+                        batch = self.groups.next_batch(self.step - 1)
                     with phase("reward"):
                         batch = self.with_scores(batch)
                     with self.phases.training():
@@ -112,11 +109,6 @@ class RLTrainer:
                 self.save_if_due()
 
     # ---- parts of a step
-
-    def next_prompts(self) -> DataProto:
-        """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
-        batch = self.dataset.batch(next(self.sampler))
-        return self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
 
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
@@ -169,7 +161,8 @@ class RLTrainer:
         Raises:
             LogprobMismatchError: by more than the bound: the run would not train on what it samples.
         """
-        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch)
+        made_by = self.step - 1 if self.config.trainer.max_staleness else None  # older weights differ by design
+        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch, made_by)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
         self.session.note_max("logprob_diff_max", largest)
         # `not <=` rather than `>`: NaN is beyond the bound too
@@ -227,7 +220,7 @@ class RLTrainer:
             | critic_metrics(updates.get("critic", ()))
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
-        metrics |= self.advantages.metrics | synced.metrics() | extra_metrics(batch) | seconds
+        metrics |= self.advantages.metrics | self.groups.metrics | synced.metrics() | extra_metrics(batch) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
@@ -276,7 +269,7 @@ class RLTrainer:
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {
-            "sampler": self.sampler.state(),
+            **self.groups.state(),
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
         }
@@ -294,7 +287,7 @@ class RLTrainer:
         self.fill_reference()
         if self.critic:
             self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
-        self.sampler.restore(checkpoint.state["sampler"])
+        self.groups.restore(checkpoint.state)
         if "advantages" in checkpoint.state:
             self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
@@ -318,7 +311,7 @@ class RLTrainer:
         if checkpoint is not None:
             self.resume(checkpoint)
             return
-        self.sampler.restore(self._first_order)
+        self.groups.restore(None)
         self.advantages = Advantages(self.config)
         self.step = 0
         self.start_from_present_weights()

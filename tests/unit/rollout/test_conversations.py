@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.rollout.conversations import Conversations, conversing
-from hybridflow.rollout.protocols import ROOM
+from hybridflow.rollout.protocols import ROOM, answers
 from hybridflow.workers.rollout import response_columns
 
 CHARACTERS = "0123456789+-*=</>acdefilortuw "
@@ -63,15 +63,29 @@ class Engines:
     def __init__(self, tokenizer: Tokenizer, say: Callable[[str], str]) -> None:
         self.tokenizer, self.say, self.rounds, self.rooms = tokenizer, say, list[list[str]](), list[list[int]]()
         self.slept: list[Any] = []
+        self.asked, self.answers, self.forgotten = list[list[int]](), list[Completion](), 0
 
-    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        texts = [
-            "".join(self.tokenizer.decode([token]) or "." for token in row.tolist())
-            for row in prompts.jagged("prompt_ids")
-        ]
-        self.rounds.append(texts)
+    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+        tickets = [len(self.asked) + number for number in range(len(prompts))]
+        self.asked += [row.tolist() for row in prompts.jagged("prompt_ids")]
         self.rooms.append(prompts[ROOM].tolist())
-        return response_columns([self._answer(text) for text in texts])
+        return tickets
+
+    def poll(self) -> None:
+        new = range(len(self.answers), len(self.asked))
+        texts = ["".join(self.tokenizer.decode([token]) or "." for token in self.asked[ticket]) for ticket in new]
+        self.rounds.append(texts)
+        self.answers += [self._answer(text) for text in texts]
+
+    def ended(self, tickets: Iterable[int]) -> bool:
+        return all(ticket < len(self.answers) for ticket in tickets)
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
+        return response_columns([self.answers[ticket] for ticket in tickets])
+
+    def forget(self) -> None:
+        self.forgotten += 1
+        self.answers += [Completion([], [], "abort", ())] * (len(self.asked) - len(self.answers))
 
     def _answer(self, text: str) -> Completion:
         ids = [*self.tokenizer.encode(self.say(text)), self.tokenizer.eos_id]
@@ -110,25 +124,25 @@ def asks_the_calculator(text: str) -> str:
 def test_conversations_of_several_lengths_in_rounds(tokenizer: Tokenizer) -> None:
     engines = Engines(tokenizer, asks_the_calculator)
     service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags"))
-    answers = service.generate(prompts(tokenizer, "3*4", "3+4", "5*5"), training=True)
+    found = answers(service, prompts(tokenizer, "3*4", "3+4", "5*5"), training=True)
     assert [len(texts) for texts in engines.rounds] == [3, 2]
     assert engines.rounds[1] == ["3*4=<calculator>3*4</calculator>.12=", "5*5=<calculator>5*5</calculator>.25="]
     assert engines.rooms == [[60, 60, 60], [60 - 32, 60 - 32]]
-    assert answers["answer_text"].tolist() == ["12", "7", "25"]
-    assert answers["turns"].tolist() == [2, 1, 2] and answers["tool_calls"].tolist() == [1, 0, 1]
-    masks = answers.jagged("response_mask")
+    assert found["answer_text"].tolist() == ["12", "7", "25"]
+    assert found["turns"].tolist() == [2, 1, 2] and found["tool_calls"].tolist() == [1, 0, 1]
+    masks = found.jagged("response_mask")
     called = [1] * 29 + [0] * 3 + [1] * 3
     assert [row.astype(int).tolist() for row in masks] == [called, [1, 1], called]
     for name in ("response_ids", "rollout_log_probs", "response_versions"):
-        assert answers.lengths(name).tolist() == masks.lengths.tolist()
-    assert set(answers.jagged("response_versions").values.tolist()) == {3}
-    assert answers["weight_version"].tolist() == ["3"] * 3 and answers["finish_reason"].tolist() == ["stop"] * 3
-    assert answers["messages"][0] == [
+        assert found.lengths(name).tolist() == masks.lengths.tolist()
+    assert set(found.jagged("response_versions").values.tolist()) == {3}
+    assert found["weight_version"].tolist() == ["3"] * 3 and found["finish_reason"].tolist() == ["stop"] * 3
+    assert found["messages"][0] == [
         {"role": "assistant", "content": "<calculator>3*4</calculator>"},
         {"role": "tool", "content": "12"},
         {"role": "assistant", "content": "12"},
     ]
-    assert answers["agent_failure"].tolist() == [None] * 3
+    assert found["agent_failure"].tolist() == [None] * 3
 
 
 @pytest.fixture
@@ -147,11 +161,11 @@ def own(tmp_path: Path) -> Path:
 )
 def test_a_loop_that_fails_costs_its_own_conversation(tokenizer: Tokenizer, own: Path, loop: str, failure: str) -> None:
     service = Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, config(loop=f"{own}:{loop}", timeout_s=0.3))
-    answers = service.generate(prompts(tokenizer, "1", "2", "3"), training=True)
-    assert answers["agent_failure"].tolist() == [None, failure, None]
-    assert [row.tolist() for row in answers.jagged("response_mask")] == [[True] * 2, [False] * 2, [True] * 2]
-    with pytest.raises(HybridFlowError, match=r"failed in all 2 conversations; the first: (RuntimeError|nothing)"):
-        service.generate(prompts(tokenizer, "1", "2", "2").rows([1, 1]), training=True)
+    found = answers(service, prompts(tokenizer, "1", "2", "3"), training=True)
+    assert found["agent_failure"].tolist() == [None, failure, None]
+    assert [row.tolist() for row in found.jagged("response_mask")] == [[True] * 2, [False] * 2, [True] * 2]
+    with pytest.raises(HybridFlowError, match=r"failed in all 2 conversations, first with: (RuntimeError|nothing)"):
+        answers(service, prompts(tokenizer, "1", "2", "2").rows([1, 1]), training=True)
 
 
 def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(tokenizer: Tokenizer, own: Path) -> None:
@@ -163,17 +177,19 @@ def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(tokeniz
     working = LOOPS.get(f"{own}:joins_later").__globals__["working"]  # type: ignore[attr-defined]
     engines = Engines(tokenizer, say)
     service = Conversations(engines, tokenizer, config(loop=f"{own}:joins_later"))
-    answers = service.generate(prompts(tokenizer, "1", "2", "3"), training=False)
-    assert engines.rounds == [["1=", "3="], ["2="]] and answers["turns"].tolist() == [1, 1, 1]
+    found = answers(service, prompts(tokenizer, "1", "2", "3"), training=False)
+    assert engines.rounds == [["1=", "3="], ["2="]] and found["turns"].tolist() == [1, 1, 1]
 
 
 def test_an_error_of_the_engines_ends_the_step_and_not_the_next_one(tokenizer: Tokenizer) -> None:
     engines = Engines(tokenizer, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",)))
     with pytest.raises(ZeroDivisionError):
-        service.generate(prompts(tokenizer, "1", "2"), training=True)
+        answers(service, prompts(tokenizer, "1", "2"), training=True)
     engines.say = lambda _: "7"
-    assert service.generate(prompts(tokenizer, "1"), training=True)["answer_text"].tolist() == ["7"]
+    service.forget()
+    assert engines.forgotten == 1
+    assert answers(service, prompts(tokenizer, "1"), training=True)["answer_text"].tolist() == ["7"]
     service.sleep()
     service.wake(["weights"])
     assert engines.slept == ["sleep", ["weights"]]

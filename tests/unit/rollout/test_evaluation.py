@@ -104,7 +104,9 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
         batch = lambda self, indices: given  # noqa: E731
 
     class Engines:
-        generate = lambda self, prompts, training: rest  # noqa: E731
+        submit = lambda self, prompts, training: list(range(len(rest)))  # noqa: E731
+        ended = lambda self, tickets: True  # noqa: E731
+        take = lambda self, tickets: rest  # noqa: E731
 
     rows: Any = Rows()
     engines: Any = Engines()
