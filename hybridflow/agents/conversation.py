@@ -32,7 +32,7 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 
 
 class ConversationOver(Exception):
-    """The conversation has no room for another token, or has had its turns. Ends the agent loop that does not catch
+    """The conversation has no room for another token, or has had its answers. Ends the agent loop that does not catch
     it."""
 
 
@@ -48,7 +48,7 @@ class Conversation:
         messages: the answers and observations so far, as chat messages.
         end: why it ended; empty while it goes on.
         failure: what went wrong, where the loop raised. Its tokens are not trained on.
-        turns, calls: number of answers, and of tools called.
+        answered, calls: number of answers, and of tools called.
     """
 
     prompt: Sequence[int]
@@ -60,7 +60,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
     end: str = ""
     failure: str | None = None
-    turns: int = 0
+    answered: int = 0
     calls: int = 0
     finish_reason: str = "abort"  # until something was sampled
     tokens: list[int] = field(default_factory=list)
@@ -72,14 +72,14 @@ class Conversation:
         """Let the policy go on; the text of what it sampled, without the token that ended it.
 
         Raises:
-            ConversationOver: it has had `rollout.agent.max_turns` answers, or there is no room for another token.
+            ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room for another token.
         """
-        if self.turns == self.config.max_turns:
-            raise ConversationOver(f"{self.turns} turns")
+        if self.answered == self.config.max_answers:
+            raise ConversationOver(f"{self.answered} answers")
         self.need(1)
         sampled = await self.sample([*self.prompt, *self.tokens], self.room)
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions)
-        self.turns += 1
+        self.answered += 1
         self.finish_reason = sampled.finish_reason
         text = self.tokenizer.decode(sampled.token_ids.tolist())
         self.messages.append({"role": "assistant", "content": text})

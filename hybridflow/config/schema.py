@@ -364,7 +364,7 @@ class AgentConfig:
     tools: tuple[Annotated[str, TOOL], ...] = ()  # what the policy may call: built-in ones, and path/to/file.py:name
     call_format: Annotated[str, CALL_FORMAT] = "hermes"  # how the model writes a call
     observation_role: Literal["tool", "user"] = "tool"  # of the messages that show what a tool returned
-    max_turns: PositiveInt = 8  # answers in a conversation
+    max_answers: PositiveInt = 8  # turns: answers in a conversation
     max_observation_tokens: PositiveInt = 1024  # what a tool returns is cut to so many tokens
     tool_timeout_s: Positive = 30.0  # of a call; the policy is then told that it did not answer
     # conversations that do nothing for so long, while no engine works for them, are ended and not trained on

@@ -114,7 +114,8 @@ class Conversations:
         failed = [one.failure for one in found if one.failure]
         if failed and len(failed) == len(found):
             raise HybridFlowError(
-                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations, first with: {failed[0]}"
+                f"rollout.agent.loop={self.agent.loop} failed in all {len(failed)} conversations, the first with: "
+                f"{failed[0]}"
             )
         if failed:
             _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
@@ -253,7 +254,7 @@ def as_batch(conversations: Sequence[Conversation]) -> DataProto:
         "weight_version": _objects([str(row[-1]) if len(row) else "" for row in versions]),
         "answer_text": _objects([_last_answer(one) for one in conversations]),
         "messages": _objects([one.messages for one in conversations]),
-        "turns": np.array([one.turns for one in conversations], np.int64),
+        "turns": np.array([one.answered for one in conversations], np.int64),
         "tool_calls": np.array([one.calls for one in conversations], np.int64),
         "agent_failure": _objects([one.failure for one in conversations]),
     }

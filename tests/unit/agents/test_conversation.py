@@ -107,7 +107,7 @@ def test_the_tokens_are_what_the_engine_saw_and_what_the_template_writes(tokeniz
     engine = Engine(tokenizer, "I ask for it.", "And once more", "It is 408.")
     held = conversation(tokenizer, engine)
     asyncio.run(talk(held, ["408"], ["four", "hundred"]))
-    assert held.turns == 3 and held.room == 1000 - len(held.tokens)
+    assert held.answered == 3 and held.room == 1000 - len(held.tokens)
     whole = [*held.prompt, *held.tokens]
     for number, (asked, most) in enumerate(engine.asked):
         assert whole[: len(asked)] == asked and most == 1000 - (len(asked) - len(held.prompt)), number
@@ -150,8 +150,8 @@ def test_a_tool_cannot_speak_for_another_role(tokenizer: Tokenizer) -> None:
 
 def test_limits(tokenizer: Tokenizer) -> None:
     long = "x" * 500
-    held = conversation(tokenizer, Engine(tokenizer, "a", "b", "c"), max_turns=2, max_observation_tokens=10)
-    with pytest.raises(ConversationOver, match="2 turns"):
+    held = conversation(tokenizer, Engine(tokenizer, "a", "b", "c"), max_answers=2, max_observation_tokens=10)
+    with pytest.raises(ConversationOver, match="2 answers"):
         asyncio.run(talk(held, [long], [long]))
     assert held.finish_reason == "stop" and held.mask.count(False) <= 2 * 80
     held = conversation(tokenizer, Engine(tokenizer, "a", "b"), room=100)

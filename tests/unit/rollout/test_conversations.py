@@ -164,7 +164,7 @@ def test_a_loop_that_fails_costs_its_own_conversation(tokenizer: Tokenizer, own:
     found = answers(service, prompts(tokenizer, "1", "2", "3"), training=True)
     assert found["agent_failure"].tolist() == [None, failure, None]
     assert [row.tolist() for row in found.jagged("response_mask")] == [[True] * 2, [False] * 2, [True] * 2]
-    with pytest.raises(HybridFlowError, match=r"failed in all 2 conversations, first with: (RuntimeError|nothing)"):
+    with pytest.raises(HybridFlowError, match=r"failed in all 2 conversations, the first with: (RuntimeError|nothing)"):
         answers(service, prompts(tokenizer, "1", "2", "2").rows([1, 1]), training=True)
 
 
