@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import HybridFlowError, WorkerError, from_json
-from hybridflow.process.children import STOPPED, state_of
+from hybridflow.process.children import ENDED, STOPPED, state_of
 from hybridflow.single_controller.host import Failure
 from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.stored import stored_results
 
 _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
+_NEWS_S = 30.0  # by then Ray has told of a process that has ended, however busy the machine is
 _POLL_S = 1.0
 _AT_ONCE_S = 0.2  # how long all ranks are waited for together, when the failure of one may go unnoticed
 _STOPPED_LOOKS = 10  # of `_POLL_S` each; a driver that was suspended together with a rank looks less often
@@ -204,14 +205,21 @@ class Future:
         connection."""
         import ray
 
-        until = time.monotonic() + _GRACE_S
-        while self._pending and not any(map(_is_death, failed.values())) and time.monotonic() < until:
+        began = time.monotonic()
+        while self._pending and not any(map(_is_death, failed.values())):
+            if time.monotonic() - began > (_NEWS_S if self._has_ended() else _GRACE_S):
+                break
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=0.2)
             failed |= self._take(ready)
         rank = min(failed, key=lambda r: (not _is_death(failed[r]), not _is_ours(failed[r]), list(failed).index(r)))
         others = sorted(set(failed) - {rank})
         also = f"; ranks {others} failed too" if others else ""
         return self._error_of(rank, failed[rank], also)
+
+    def _has_ended(self) -> bool:
+        """Whether the process of a rank of this machine that still owes an answer is gone."""
+        owing = (self._ranks[rank] for rank in self._pending.values())
+        return any(rank.is_local and rank.pid and state_of(rank.pid) in ("", ENDED) for rank in owing)
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
         if isinstance(cause, Failure):

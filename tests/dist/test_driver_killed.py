@@ -50,10 +50,10 @@ def test_nothing_survives_a_killed_driver_and_a_restart_works(tmp_path: Path) ->
         assert len(known) >= 8  # driver, gcs, raylet, workers, sleepers, agents: the test does look at something
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-        deadline = time.monotonic() + 20
-        while (left := still_there(known, temp_dir)) and time.monotonic() < deadline:
+        killed = time.monotonic()
+        while (left := still_there(known, temp_dir)) and time.monotonic() < killed + 60:
             time.sleep(0.1)
         for process in left:  # a failing test leaves nothing behind either
             os.kill(int(process.split()[0]), signal.SIGKILL)
         assert not left, f"survived the {attempt} driver: {left}"
-        print(f"{attempt}: {len(known)} processes gone {20 - (deadline - time.monotonic()):.1f} s after SIGKILL")
+        print(f"{attempt}: {len(known)} processes gone {time.monotonic() - killed:.1f} s after SIGKILL")

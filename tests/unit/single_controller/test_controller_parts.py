@@ -3,7 +3,9 @@ order of nodes."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.single_controller import colocated
+from hybridflow.errors import WorkerError
+from hybridflow.single_controller import colocated, future
 from hybridflow.single_controller.cluster import _ip_key
 from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.host import Failure, Host
@@ -161,3 +164,34 @@ def test_one_class_may_serve_several_roles_and_the_call_says_which() -> None:
 
 def test_nodes_are_ordered_by_address_as_numbers() -> None:
     assert sorted(["10.0.0.10", "10.0.0.9", "9.0.0.1"], key=_ip_key) == ["9.0.0.1", "10.0.0.9", "10.0.0.10"]
+
+
+def test_a_rank_whose_process_has_ended_is_the_cause_however_late_ray_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer is what another rank says of the lost connection; that of the dead one comes after the grace."""
+    import ray
+
+    monkeypatch.setattr(future, "_GRACE_S", 0.0)
+    looks = iter(range(100))
+
+    def wait(refs: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        ready = [ref for ref in refs if ref == "lives" or next(looks) >= 3]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(refs: Any, **_: Any) -> Any:
+        if isinstance(refs, list):
+            raise ray.exceptions.GetTimeoutError
+        if refs == "lives":
+            return Failure("RuntimeError", "Connection closed by peer", None)
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ranks = [future.Rank(None, "here", Path("log"), True, pid) for pid in (os.getpid(), ended.pid)]
+    waiting = future.Future(
+        "actor", "work", ranks=ranks, refs={0: "lives", 1: "dead"}, collect=dict, default_timeout_s=60.0
+    )
+    with pytest.raises(WorkerError, match="the worker process died") as caught:
+        waiting.result()
+    assert caught.value.rank == 1
