@@ -56,6 +56,10 @@ class Rank:
     pid: int = 0
     log_from: int = 0  # where its part of the log begins: those of earlier processes in its place come before
 
+    def is_in(self, *states: str) -> bool:
+        """Whether its process is seen from here, and in one of these states of `process.children.state_of`."""
+        return self.is_local and self.pid > 0 and state_of(self.pid) in states
+
     def log_tail(self) -> str:
         """The last lines of its log, empty where the file cannot be seen from here."""
         try:
@@ -154,17 +158,18 @@ class Future:
             if not ready and left <= 0:
                 raise self._hung()
             if not ready and (rank := self._stopped(stopped)) is not None:
-                self._lost = True
-                raise self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
+                raise self._stands_still(rank)
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
         """A rank of this machine that still owes an answer and has been stopped for some time; `looks` counts how often
         each was seen so. A call may take long: what tells is the state of the process, not its silence."""
         for rank in self._pending.values():
-            state = self._ranks[rank]
-            stands = state.is_local and state.pid and state_of(state.pid) == STOPPED
-            looks[rank] = looks.get(rank, 0) + 1 if stands else 0
+            looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
         return next((rank for rank, count in looks.items() if count >= _STOPPED_LOOKS), None)
+
+    def _stands_still(self, rank: int) -> WorkerError:
+        self._lost = True
+        return self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
 
     def _take_at_once(self, timeout: float) -> None:
         """Take all answers with one request to Ray, as most calls are short and succeed. Finding out which have come
@@ -201,8 +206,8 @@ class Future:
         return dict(failed)
 
     def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
-        """One error for the call. A rank that died is looked for first: it explains what the others raise about a lost
-        connection."""
+        """One error for the call. A rank that died, or was stopped, is looked for first: it explains what the others
+        raise about a lost connection."""
         import ray
 
         began = time.monotonic()
@@ -211,6 +216,10 @@ class Future:
                 break
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=0.2)
             failed |= self._take(ready)
+        if not any(map(_is_death, failed.values())):
+            for rank in self._pending.values():
+                if self._ranks[rank].is_in(STOPPED):
+                    return self._stands_still(rank)
         rank = min(failed, key=lambda r: (not _is_death(failed[r]), not _is_ours(failed[r]), list(failed).index(r)))
         others = sorted(set(failed) - {rank})
         also = f"; ranks {others} failed too" if others else ""
@@ -218,8 +227,7 @@ class Future:
 
     def _has_ended(self) -> bool:
         """Whether the process of a rank of this machine that still owes an answer is gone."""
-        owing = (self._ranks[rank] for rank in self._pending.values())
-        return any(rank.is_local and rank.pid and state_of(rank.pid) in ("", ENDED) for rank in owing)
+        return any(self._ranks[rank].is_in("", ENDED) for rank in self._pending.values())
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
         if isinstance(cause, Failure):
