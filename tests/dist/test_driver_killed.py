@@ -22,7 +22,7 @@ def start_driver(out: Path) -> tuple[subprocess.Popen[bytes], list[int], str]:
     """The driver, the pids it reported (2 workers, then a child of each), and its cluster's temporary folder."""
     out.mkdir()
     driver = subprocess.Popen([sys.executable, "-m", "tests.dist.harness.sc_workers", str(out)], cwd=ROOT)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not (out / "pids").exists():
         assert driver.poll() is None, "the driver ended early"
         assert time.monotonic() < deadline, "the driver did not come up"

@@ -114,7 +114,7 @@ def stop_while_ray_starts(number: signal.Signals, after_s: float, tmp_path: Path
         time.sleep(after_s)
         started = {child.pid for child in psutil.Process(driver.pid).children(recursive=True)}
         driver.send_signal(number)
-        out, err = driver.communicate(timeout=60)
+        out, err = driver.communicate(timeout=240)
     assert driver.returncode == 0 and out.endswith("interrupted\n"), (out, err)
     deadline = time.monotonic() + 60
     while (any(map(psutil.pid_exists, started)) or [*temp_dir.iterdir()]) and time.monotonic() < deadline:

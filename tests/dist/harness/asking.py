@@ -12,7 +12,7 @@ from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.token_stream import Asked
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 @contextmanager
