@@ -30,7 +30,7 @@ from hybridflow.launch import records
 MARK = "preflight "  # begins the line with a node's record among what else srun prints
 _GIB = 2**30
 _POLL_S = 0.1
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     complaints: dict[str, str] = field(default_factory=dict)  # other node -> what is wrong between the two
-    clocks: dict[str, float] = field(default_factory=dict)  # other node -> its clock minus this one's, seconds
+    clocks: dict[str, float] = field(default_factory=dict)  # other node -> seconds its clock is ahead, at least
 
 
 def check_node(
@@ -291,7 +291,7 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
         started = clock()
         with socket.create_connection(address, timeout=_CONNECT_S) as connection:
             said = json.loads(connection.makefile("rb").read(4096))
-        middle = (started + clock()) / 2
+        ended = clock()
     except (OSError, ValueError) as error:
         record.complaints[other] = (
             f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall and `interface`"
@@ -302,7 +302,9 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
             f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose another `interface`"
         )
         return
-    record.clocks[other] = round(float(said["time"]) - middle, 3)
+    # The other node read its clock between `started` and `ended`; a busy node may answer late.
+    time_there = float(said["time"])
+    record.clocks[other] = round(max(time_there - ended, 0.0) + min(time_there - started, 0.0), 3)
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:

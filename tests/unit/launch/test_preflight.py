@@ -73,6 +73,16 @@ def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spare
         choose(hosts, found, 3, 2.0, errors)
 
 
+def test_a_node_that_answers_late_is_not_taken_for_one_whose_clock_is_off(tmp_path: Path) -> None:
+    def late() -> float:
+        time.sleep(0.3)
+        return time.time()
+
+    hosts = ["n1", "n2"]
+    found = check_all(dict.fromkeys(hosts, tmp_path), hosts, {"n2": late})
+    assert found["n1"].clocks == {"n2": 0.0} and found["n2"].clocks == {"n1": 0.0}
+
+
 def test_what_a_node_lacks_is_said_with_its_remedy(tmp_path: Path) -> None:
     wanted = Wanted(gpus=99, min_free_gib=1e9, min_shm_gib=1e9, min_open_files=10**9)
     record = check_node("n1", ["n1"], tmp_path, wanted, 5.0)
