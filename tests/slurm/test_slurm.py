@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def urgent_job(jobs: Jobs, released: Path) -> str:
     """A job that takes all nodes from those of lower partitions, and keeps them until the file `released` is there."""
-    wait = f"until [[ -e {shlex.quote(str(released))} ]]; do sleep 0.2; done"
+    wait = f"until [ -e {shlex.quote(str(released))} ]; do sleep 0.2; done"  # sbatch gives it to sh
     nodes = f"--nodes={len(jobs.cluster.names)}"
     return jobs.cluster.ask(
         "sbatch", "--parsable", "--partition=high", nodes, "--exclusive", "--output=/dev/null", f"--wrap={wait}"
