@@ -77,6 +77,12 @@ def check_node(
         clock: seconds since the epoch; replaced in tests.
     """
     record = Record(node, nonce=secrets.token_hex(8))
+    deadline = time.monotonic() + timeout_s
+    while not folder.is_dir() and time.monotonic() < deadline:  # a network filesystem may show it late
+        time.sleep(_POLL_S)
+    if not folder.is_dir():
+        record.problems.append(f"{folder} is absent there; choose an output_dir that all nodes mount")
+        return record
     record.facts, record.problems = _resources(folder, wanted)
     meeting = folder / "preflight"
     try:
@@ -88,7 +94,6 @@ def check_node(
     record.port = server.getsockname()[1]
     answering = threading.Thread(target=_answer, args=(server, record, clock), daemon=True)
     answering.start()
-    deadline = time.monotonic() + timeout_s
     others = [host for host in hosts if host != node]
     try:
         records.write(meeting / f"{node}.json", {"address": record.address, "port": record.port, "nonce": record.nonce})

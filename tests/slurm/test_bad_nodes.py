@@ -60,8 +60,8 @@ def test_a_folder_that_the_nodes_do_not_share_ends_the_job(jobs: Jobs) -> None:
     elsewhere = ON_N2.format(step="preflight", lines='set -- "${@/restart-0/elsewhere}"')
     site = jobs.site("not shared", python=elsewhere, preflight_timeout_s=90)
     line = refused(jobs, jobs.submit("not shared", "--site", site, "--max-restarts", "0"))
-    assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: between it and n1: " in line
-    assert line.endswith("choose an output_dir that all nodes mount")
+    assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: " in line
+    assert line.endswith("is absent there; choose an output_dir that all nodes mount")
 
 
 def test_a_token_that_does_not_match_ends_the_job(jobs: Jobs) -> None:
