@@ -43,7 +43,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=60
+SlurmdTimeout=300
 MessageTimeout=60
 TCPTimeout=20
 KillWait=10
@@ -128,6 +128,11 @@ class SlurmCluster:
         """End the slurmd of a node, as when the machine has lost its network: its processes run on."""
         self.daemons[name].send_signal(signal.SIGKILL)
         self.daemons[name].wait()
+
+    def lose_node(self, name: str) -> None:
+        """End the slurmd of a node, and tell slurmctld what it would find out after SlurmdTimeout."""
+        self.kill_node(name)
+        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=its slurmd does not answer")
 
     def ask(self, *words: str) -> str:
         """What a command of Slurm's prints."""

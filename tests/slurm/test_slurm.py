@@ -87,7 +87,7 @@ def test_a_node_whose_slurmd_died_gets_the_job_requeued_without_it(jobs: Jobs) -
     job = jobs.submit(name, *jobs.recipe("lost", ENDLESS), "trainer.save_every_steps=1")
     jobs.in_loop(job, name)
     started = jobs.restarts(job)
-    jobs.cluster.kill_node("n2")
+    jobs.cluster.lose_node("n2")
     try:
         jobs.wait_for(job, lambda: jobs.restarts(job) > started)
         done = len(jobs.steps(name))
@@ -108,7 +108,7 @@ def test_a_start_on_a_node_that_slurm_has_lost_ends_when_the_job_starts_elsewher
     jobs.in_loop(job, name)
     assert jobs.cluster.field(job, "NodeList") == "n1"
     earlier = len(jobs.attempts(job))
-    jobs.cluster.kill_node("n1")  # its processes run on
+    jobs.cluster.lose_node("n1")  # its processes run on
     try:
         jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
         lost = jobs.attempts(job)[earlier]
