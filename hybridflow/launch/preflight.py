@@ -7,6 +7,7 @@ One process a node runs `check_node` at the same time; `choose` looks at what al
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import secrets
@@ -307,9 +308,9 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
             f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose another `interface`"
         )
         return
-    # The other node read its clock between `started` and `ended`; a busy node may answer late.
-    time_there = float(said["time"])
-    record.clocks[other] = round(max(time_there - ended, 0.0) + min(time_there - started, 0.0), 3)
+    # the answer was written at some moment in between: what lies within says nothing, on a busy node that is seconds
+    offset = float(said["time"]) - (started + ended) / 2
+    record.clocks[other] = round(math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3)
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:
