@@ -30,8 +30,8 @@ class Driver:
     def __init__(self, folder: Path, grace_s: float) -> None:
         """`grace_s`: seconds that a checkpoint may take once it was asked for."""
         self.folder, self.grace_s = folder, grace_s
-        name, _, number = folder.name.rpartition("-")
-        self.next_start = folder.with_name(f"{name}-{int(number) + 1}")
+        restart = int(folder.name.rpartition("-")[2])
+        self.next_start = folder.with_name(f"restart-{restart + 1}")
         self.process: subprocess.Popen[bytes] | None = None
         self.asked_at: float | None = None
         self.ended_at: float | None = None
