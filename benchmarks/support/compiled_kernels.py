@@ -20,6 +20,9 @@ def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, 
     shape = {"n": "i32", "v": "i32", "h": "i32"}
     given = {"hidden": "*bf16", "weight": "*bf16", "targets": "*i64"}
     tile = {**linear_log_probs._constants(tiles, torch.bfloat16), "ENTROPY": True}
+    small = linear_log_probs._constants(linear_log_probs.tiles_for(torch.bfloat16, with_best=True), torch.bfloat16)
+    sums = {**given, "found": "*fp32", "picked": "*fp32", "keys": "*i64", **shape, "splits": "i32"}
+    sums["temperature"] = "fp32"
     rows = dict.fromkeys(("from_log_probs", "from_entropy", "log_z", "entropies"), "*fp32")
     columns = {"rewards": "*fp32", "values": "*fp32", "log_ratios": "*fp32", "mask": "*i1"}
     ends = {"lengths": "*i64", "ends": "*i64", "sums": "*fp32", "targets": "*fp32", "advantages": "*fp32"}
@@ -44,8 +47,15 @@ def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, 
         (
             "linear_log_probs forward",
             linear_log_probs._sums_kernel,
-            {**given, "found": "*fp32", "picked": "*fp32", **shape, "splits": "i32", "temperature": "fp32"},
-            {**tile, "SPLIT": tiles.split, "LOWEST": linear_log_probs.LOWEST},
+            sums,
+            {**tile, "SPLIT": tiles.split, "LOWEST": linear_log_probs.LOWEST, "BEST": 0},
+            options,
+        ),
+        (
+            "linear_log_probs forward, top 32",
+            linear_log_probs._sums_kernel,
+            sums,
+            {**small, "ENTROPY": False, "SPLIT": tiles.split, "LOWEST": linear_log_probs.LOWEST, "BEST": 32},
             options,
         ),
         (

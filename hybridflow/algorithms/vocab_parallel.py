@@ -8,13 +8,11 @@ v vocabulary rows of this rank (rank r holds [r v, (r + 1) v), padding at the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from hybridflow_kernels import uses_triton
 from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
@@ -96,11 +94,9 @@ def top_log_probs(
     values = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     tokens = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
     mine = min(k, shard.rows)
-    for rows, logits in shard.chunks(hidden_NH):
-        if mine:
-            found = logits.topk(mine, dim=-1)
-            values[rows, :mine], tokens[rows, :mine] = found.values, found.indices + shard.first
-    log_z = _normaliser(shard, hidden_NH)[0]
+    best = values[:, :mine].contiguous(), tokens[:, :mine].contiguous()
+    log_z = _normaliser(shard, hidden_NH, best=best if mine else None)[0]
+    values[:, :mine], tokens[:, :mine] = best[0], best[1] + shard.first
     world = dist.get_world_size(group)
     all_values, all_tokens = (
         [torch.empty_like(values) for _ in range(world)],
@@ -126,12 +122,6 @@ class _Shard:
         self.rows = max(0, min(len(weight), scoring.vocab_size - self.first))
         self.weight, self.scoring, self.group = weight[: self.rows], scoring, group
 
-    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows of hidden, their [chunk, v] fp32 logits over the temperature)."""
-        for start in range(0, len(hidden), self.scoring.chunk):
-            rows = slice(start, min(start + self.scoring.chunk, len(hidden)))
-            yield rows, F.linear(hidden[rows], self.weight).float().div_(self.scoring.temperature)
-
     def local(self, targets: torch.Tensor) -> torch.Tensor:
         """Each target's row here, -1 where it is elsewhere."""
         local = targets - self.first
@@ -154,10 +144,13 @@ class _Shard:
 
 
 def _normaliser(
-    shard: _Shard, hidden: torch.Tensor, targets: torch.Tensor | None = None
+    shard: _Shard,
+    hidden: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target, [n] entropy (zeros unless
-    asked for).
+    asked for); `best` as `partial_sums` has it.
 
     Two small all-reduces however many chunks there are: latency is what tensor parallelism costs over gloo.
     """
@@ -170,6 +163,7 @@ def _normaliser(
         temperature=shard.scoring.temperature,
         with_entropy=entropy,
         chunk=shard.scoring.chunk,
+        best=best,
     )
     highest = tops.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)

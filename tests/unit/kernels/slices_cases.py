@@ -95,7 +95,7 @@ def packs_right(pieces: list[Slice], nbytes: int, seed: int) -> None:
         payload.fill_(78)
 
 
-@settings(max_examples=12 if INTERPRETED else 40)
+@settings(max_examples=6 if INTERPRETED else 15)
 @given(data=st.data(), seed=st.integers(0, 2**64 - 1))
 def test_a_message_holds_its_slices_and_has_their_checksum(data: st.DataObject, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 1000)
@@ -105,7 +105,7 @@ def test_a_message_holds_its_slices_and_has_their_checksum(data: st.DataObject, 
     packs_right(*in_order(pieces), seed)
 
 
-@settings(max_examples=8 if INTERPRETED else 40)
+@settings(max_examples=6 if INTERPRETED else 15)
 @given(
     blocks=st.sampled_from([((8, 16), (2, 19, 48)), ((1, 16), (1, 5, 40)), ((4, 4), (2, 9, 12)), ((3, 5), (1, 7, 11))]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -130,7 +130,7 @@ def test_fp8_of_blocks_is_made_in_the_same_pass(
     packs_right(*in_order(pieces), seed)
 
 
-@settings(max_examples=8 if INTERPRETED else 40)
+@settings(max_examples=6 if INTERPRETED else 15)
 @given(data=st.data(), seed=st.integers(0, 2**64 - 1))
 def test_the_way_back_fills_the_slices_alone(data: st.DataObject, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 1000)
