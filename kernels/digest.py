@@ -34,7 +34,9 @@ def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
     words = (body[:whole] if aligned else body[:whole].clone()).view(torch.int64)
     if uses_triton(body):
         sums = body.new_empty(len(words) // BLOCK + 1, dtype=torch.int64)
-        _digest_kernel[(len(sums),)](words, body[whole:], sums, len(words), body.numel() - whole, signed(seed), BLOCK)
+        rest, count = body[whole:], body.numel() - whole
+        with torch.cuda.device_of(body):  # a thread that sends begins with the first GPU
+            _digest_kernel[(len(sums),)](words, rest, sums, len(words), count, signed(seed), BLOCK)
         return sums.sum(0, keepdim=True)
     total = torch.zeros(1, dtype=torch.int64, device=body.device)
     rest = torch.zeros(8, dtype=torch.uint8, device=body.device)

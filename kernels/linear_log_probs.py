@@ -89,7 +89,7 @@ def partial_sums(
     sums = tops.new_zeros((3, len(hidden_NH)))
     for start in range(0, len(hidden_NH), chunk):
         rows = slice(start, min(start + chunk, len(hidden_NH)))
-        logits = F.linear(hidden_NH[rows], weight_VH).float().div_(temperature)
+        logits = _divided(F.linear(hidden_NH[rows], weight_VH).float(), temperature)
         tops[rows] = top = logits.amax(-1)
         if best is not None:
             best[0][rows], best[1][rows] = logits.topk(best[0].shape[1], dim=-1)
@@ -102,6 +102,11 @@ def partial_sums(
         else:
             sums[0, rows] = shifted.exp_().sum(-1)
     return tops, sums
+
+
+def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divided in place; a temperature of one, which changes no bit, is no pass over the logits."""
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ def gradients(
         return _triton_gradients(hidden_NH, weight_VH, targets_N, upstream, temperature, of_hidden, grad_weight_VH)
     for start in range(0, len(hidden_NH), chunk):
         rows = slice(start, min(start + chunk, len(hidden_NH)))
-        logits = F.linear(hidden_NH[rows], weight_VH).float().div_(temperature)
+        logits = _divided(F.linear(hidden_NH[rows], weight_VH).float(), temperature)
         log_p = logits.sub_(upstream.log_z[rows, None])
         index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
         from_log_probs = upstream.log_probs[rows]
@@ -152,7 +157,7 @@ def gradients(
         else:
             grad = log_p.exp_().mul_(-from_log_probs[:, None])
         grad.scatter_add_(-1, index[:, None], torch.where(mine, from_log_probs, 0.0)[:, None])
-        grad = grad.div_(temperature).to(hidden_NH.dtype)
+        grad = _divided(grad, temperature).to(hidden_NH.dtype)
         if grad_hidden is not None:
             grad_hidden[rows] = grad @ weight_VH
         if grad_weight_VH is not None:

@@ -100,6 +100,10 @@ class Slices:
 
     def _pass(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
         self._check_payload(payload)
+        with torch.cuda.device_of(payload):  # a thread that sends begins with the first GPU
+            return self._on_its_device(payload, seed, scatter)
+
+    def _on_its_device(self, payload: torch.Tensor, seed: int, scatter: bool) -> torch.Tensor:
         if not self._in_kernel or payload.data_ptr() % _VECTOR:
             _move(self._slices, payload, scatter)
             return digest(payload, seed)
