@@ -20,8 +20,8 @@ import torch
 from hybridflow_kernels import INTERPRETED, TRITON, fp8_cast, uses_triton
 from hybridflow_kernels.digest import WORD, digest, signed
 
-ROWS, WORDS = (2, 4) if INTERPRETED else (8, 64)  # of a program's tile; with four warps
-AGAIN = 8 if INTERPRETED else 1024  # words that a program reads again
+ROWS, WORDS = (2, 8) if INTERPRETED else (8, 64)  # of a program's tile; with four warps
+AGAIN = 32 if INTERPRETED else 1024  # words that a program reads again
 _VECTOR = 16  # bytes that a thread of a GPU moves at a time, where all begins at multiples of them
 
 

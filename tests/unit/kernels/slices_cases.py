@@ -95,7 +95,7 @@ def packs_right(pieces: list[Slice], nbytes: int, seed: int) -> None:
         payload.fill_(78)
 
 
-@settings(max_examples=6 if INTERPRETED else 15)
+@settings(max_examples=5 if INTERPRETED else 15)
 @given(data=st.data(), seed=st.integers(0, 2**64 - 1))
 def test_a_message_holds_its_slices_and_has_their_checksum(data: st.DataObject, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 1000)
@@ -105,7 +105,7 @@ def test_a_message_holds_its_slices_and_has_their_checksum(data: st.DataObject, 
     packs_right(*in_order(pieces), seed)
 
 
-@settings(max_examples=6 if INTERPRETED else 15)
+@settings(max_examples=5 if INTERPRETED else 15)
 @given(
     blocks=st.sampled_from([((8, 16), (2, 19, 48)), ((1, 16), (1, 5, 40)), ((4, 4), (2, 9, 12)), ((3, 5), (1, 7, 11))]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -130,7 +130,7 @@ def test_fp8_of_blocks_is_made_in_the_same_pass(
     packs_right(*in_order(pieces), seed)
 
 
-@settings(max_examples=6 if INTERPRETED else 15)
+@settings(max_examples=5 if INTERPRETED else 15)
 @given(data=st.data(), seed=st.integers(0, 2**64 - 1))
 def test_the_way_back_fills_the_slices_alone(data: st.DataObject, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed % 1000)
@@ -160,7 +160,7 @@ def test_one_wrong_bit_changes_the_checksum_that_the_receiver_takes() -> None:
     prepared = Slices([Slice(view, 0, tuple(view.shape), torch.bfloat16)], 2 * view.numel())
     payload = torch.zeros(2 * view.numel(), dtype=torch.uint8)
     right = prepared.scatter(payload, 5)
-    for byte in range(0, len(payload), 7):
+    for byte in range(0, len(payload), 61):
         payload[byte] ^= 16
         assert not torch.equal(prepared.scatter(payload, 5), right)
         payload[byte] ^= 16
@@ -168,7 +168,7 @@ def test_one_wrong_bit_changes_the_checksum_that_the_receiver_takes() -> None:
 
 def test_every_rounding_to_bfloat16() -> None:
     """Middles between two numbers, their neighbours, the largest, subnormal numbers and what is not finite."""
-    high = torch.arange(0, 1 << 16, 37, dtype=torch.int32) << 16
+    high = torch.arange(0, 1 << 16, 151, dtype=torch.int32) << 16
     bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
     bits = torch.cat([bits, torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan])])[None, None]
     payload = torch.empty(2 * bits.numel(), dtype=torch.uint8)
