@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.observe.jsonl import finite
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -108,7 +109,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     transfer = _transfer_of(config, args) if args.transfer else None
     if args.json:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})
-        print(json.dumps(figures, indent=2))
+        print(json.dumps(finite(figures), indent=2))
         return 0
     change = None if plan.fits else advice.nearest_change(config, machines, assumed, hf)
     print(table(plan, args.config_name.removesuffix(".yaml"), change))
@@ -136,7 +137,7 @@ def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, a
     )
     plan = make_plan(job_of(chosen, machines, assumed, hf))
     if args.json:
-        print(json.dumps(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}, indent=2))
+        print(json.dumps(finite(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}), indent=2))
         return 0
     print(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{table(plan, args.config_name)}")
     return 0
@@ -210,7 +211,7 @@ def run_transfer(args: argparse.Namespace) -> int:
     made = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
     if args.write is not None:
         args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
-    print(json.dumps(made.figures(), indent=2) if args.json else report.table(made))
+    print(json.dumps(finite(made.figures()), indent=2) if args.json else report.table(made))
     return 0
 
 

@@ -7,6 +7,7 @@ One process a node runs `check_node` at the same time; `choose` looks at what al
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import secrets
@@ -55,7 +56,9 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     complaints: dict[str, str] = field(default_factory=dict)  # other node -> what is wrong between the two
-    clocks: dict[str, float] = field(default_factory=dict)  # other node -> its clock minus this one's, seconds
+    clocks: dict[str, float] = field(
+        default_factory=dict
+    )  # other node -> its clock minus this one's, at least, seconds
 
 
 def check_node(
@@ -291,7 +294,7 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
         started = clock()
         with socket.create_connection(address, timeout=_CONNECT_S) as connection:
             said = json.loads(connection.makefile("rb").read(4096))
-        middle = (started + clock()) / 2
+        ended = clock()
     except (OSError, ValueError) as error:
         record.complaints[other] = (
             f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall and `interface`"
@@ -302,7 +305,9 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
             f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose another `interface`"
         )
         return
-    record.clocks[other] = round(float(said["time"]) - middle, 3)
+    # the answer was written at some moment in between: what lies within says nothing, on a busy node that is seconds
+    offset = float(said["time"]) - (started + ended) / 2
+    record.clocks[other] = round(math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3)
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:

@@ -36,6 +36,7 @@ from hybridflow.process.store import StoreClient, StoreError
 CONTROL = "with the right key: "
 NOBODY = 65534
 WAIT_S = 1.5
+RAY_S = 120  # also to load Ray on a busy machine
 MS = 1000
 
 
@@ -281,10 +282,10 @@ def _http(url: str, body: Any, headers: dict[str, str]) -> str:
 
 def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Ray's gcs without a token and with a guessed one, and its agents' HTTP."""
-    tokens = {"without a token: ": "", "with a guessed token: ": "0" * 64, CONTROL: facts["ray_token"]}
-    forks = {f"{name}keys of Ray's gcs": _fork(_gcs, facts["gcs"], token) for name, token in tokens.items()}
-    for name, fork in forks.items():
-        yield name, _result(fork)
+    tokens = {"with a guessed token: ": "0" * 64, CONTROL: facts["ray_token"]}
+    forks = {name: _fork(_gcs, facts["gcs"], token, within_s=RAY_S) for name, token in tokens.items()}
+    for name, fork in ({"without a token: ": facts["without_token"]} | forks).items():
+        yield f"{name}keys of Ray's gcs", _result(fork)
     paths = ("/", "/metrics", "/get_or_create_runtime_env")
     asked = [(*at, path) for at in facts["tcp"] if at[0].startswith("Ray") for path in paths]
 
@@ -298,16 +299,25 @@ def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _gcs(address: str, token: str) -> str:
     from ray._raylet import GcsClient  # here: tests that start a cluster must be the first to import Ray
 
-    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"})
+    os.environ["RAY_AUTH_TOKEN"] = token
     return str(GcsClient(address).internal_kv_keys(b"", None, 5))
 
 
-def _fork(action: Callable[..., str], *arguments: Any) -> tuple[int, int]:
-    """Start the action in a fork; its pid and where `_result` reads. Ray takes its settings once in a process, torch's
-    store waits without end for who does not speak its language, and this user may start no Python of root's."""
+def _gcs_without_token(address: str) -> str:
+    """For a process that has not loaded Ray, which takes its settings as it is loaded."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray._raylet  # noqa: F401
+
+    drop_privileges()
+    return _gcs(address, "")
+
+
+def _fork(action: Callable[..., str], *arguments: Any, within_s: int = 10) -> tuple[int, int]:
+    """Start the action in a fork; its pid and where `_result` reads. torch's store waits without end for who does not
+    speak its language, and this user may start no Python of root's."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        signal.alarm(10)
+        signal.alarm(within_s)
         os.write(write, refused(action, *arguments).encode()[:1000])
         os._exit(0)
     os.close(write)
@@ -324,6 +334,7 @@ def _result(fork: tuple[int, int]) -> str:
 
 def warm_up() -> None:
     """Load what is loaded on first use: modules under root's home cannot be read afterwards."""
+    os.environ["RAY_AUTH_MODE"] = "token"  # Ray takes its settings as it is loaded
     import ray._raylet  # noqa: F401
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -340,6 +351,8 @@ ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_ray)
 
 if __name__ == "__main__":
     known = json.loads(Path(sys.argv[1]).read_text())
+    if on_ray in ATTEMPTS[: known["kinds"]]:
+        known["without_token"] = _fork(_gcs_without_token, known["gcs"], within_s=RAY_S)
     warm_up()
     drop_privileges()
     answers = []
