@@ -51,5 +51,5 @@ class Combination(Verifier):
 
     @property
     def options(self) -> set[str]:
-        """Those of all parts."""
+        """The options of all parts."""
         return {option for one, _ in self.parts.values() for option in one.options}

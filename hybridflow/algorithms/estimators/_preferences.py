@@ -50,7 +50,7 @@ class Pairs:
 
     @classmethod
     def of(cls, samples: Samples) -> Pairs:
-        """Of equally good answers the first is chosen; of equally bad ones the last is rejected."""
+        """The first of equally good answers is chosen, the last of equally bad ones rejected."""
         groups = Groups.by(samples.groups)
         order = samples.scores.argsort(descending=True, stable=True)
         order = order[groups.of[order].argsort(stable=True)]  # group after group, the best first
