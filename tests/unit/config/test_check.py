@@ -251,6 +251,10 @@ def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, .
     assert any(all(part in line for part in parts) for line in lines), lines
 
 
+def test_a_temperature_below_zero_gets_one_answer() -> None:
+    assert found("rollout.sampling.temperature=-1") == ["rollout.sampling.temperature=-1.0 must be more than 0"]
+
+
 @pytest.mark.parametrize("key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)])
 def test_numbers_out_of_range_name_their_key(key: str) -> None:
     kind = dict(all_keys(RunConfig))[key]
