@@ -38,7 +38,7 @@ class Combination(Verifier):
             parts[str(name).rpartition(":")[2]] = (entry, float(weight))
 
         def combined(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
-            score, extra = 0.0, {}
+            score, extra = 0.0, dict[str, Any]()
             for name, (one, weight) in parts.items():
                 given = {key: value for key, value in options.items() if key in one.options}
                 found = result_of(one.function(response, ground_truth, **given))

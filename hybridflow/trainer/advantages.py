@@ -55,14 +55,16 @@ class Advantages:
         # what is left out has no advantage, and as its reward the weighted score alone
         lengths = torch.tensor(batch.lengths("response_ids"))
         tokens, rows = counts.repeat_interleave(lengths), torch.from_numpy(self._weighted(batch))
-        found = [torch.zeros(len(tokens)), torch.zeros(len(tokens)) if self.estimator.needs_critic else None]
+        advantages = torch.zeros(len(tokens))
+        returns = torch.zeros(len(tokens)) if self.estimator.needs_critic else None
         if counts.any():
             samples = self._samples(batch.rows(counts.numpy()))
             rows[counts] = samples.scores
-            for whole, part in zip(found, self.estimator.function(samples, self.options), strict=True):
-                if whole is not None:
-                    whole[tokens] = part.float()
-        return _with_found(batch, rows, *found)
+            found, values = self.estimator.function(samples, self.options)
+            advantages[tokens] = found.float()
+            if returns is not None:
+                returns[tokens] = values.float()
+        return _with_found(batch, rows, advantages, returns)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
