@@ -352,6 +352,7 @@ class RolloutConfig:
     n: PositiveInt = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    val_samples: PositiveInt = 1  # answers to each held-out prompt: mean@k, best@k, pass@k and maj@k are measured
     max_running_requests: PositiveInt = 64
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
