@@ -153,8 +153,10 @@ def max_sequence_length(config: RunConfig) -> int:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether any KL term asks for log-probabilities of the reference policy."""
-    return config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0
+    """Whether a KL term or the estimator asks for log-probabilities of the reference policy."""
+    if config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0:
+        return True
+    return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
 def needs_engine_routes(config: RunConfig) -> bool:

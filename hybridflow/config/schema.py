@@ -352,6 +352,7 @@ class RolloutConfig:
     n: PositiveInt = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    val_samples: PositiveInt = 1  # answers to each held-out prompt: mean@k, best@k, pass@k and maj@k are measured
     max_running_requests: PositiveInt = 64
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
@@ -405,6 +406,9 @@ class TrainerConfig:
     """The loop."""
 
     total_steps: PositiveInt = 1
+    # how many weight versions the oldest token of a step may be behind; 0: a step waits for all prompts that it hands
+    # out; 1: it trains while engines answer those of the next; more: fully asynchronous (docs/asynchronous.md)
+    max_staleness: NonNegativeInt = 0
     critic_warmup: NonNegativeInt = 0  # first steps in which the critic alone is trained
     val_before_train: bool = True
     test_every_steps: NonNegativeInt = 0  # 0: only before and after

@@ -32,14 +32,21 @@ class RewardConfig:
     # the samples of a prompt, (data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list. May be async
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # verifiers that judge every row, whatever its data source, with their weights, e.g. {gsm8k: 0.9, format: 0.1};
+    # empty: the one of its data source
+    combine: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0  # of this score in the reward; validation counts the score itself
     # processes beside the driver in which responses are scored; null: one a core, at most 16; 0: in the driver, without
     # a deadline
     processes: NonNegativeInt | None = None
     timeout_s: Positive = 60.0  # deadline of one call of a function or verifier
     # what a response counts whose scoring hangs, raises or returns nonsense. zero: a score of 0; drop: nothing, its
-    # tokens are masked and its group's mean stays as it was; stop: the run ends. It ends as well when all of a step do
+    # tokens are masked and it enters no statistic; stop: the run ends. It ends as well when all of a step do
     on_failure: Literal["zero", "drop", "stop"] = "zero"
+    # DAPO's soft punishment: an answer loses reward in proportion to what it has of the last so many tokens before
+    # data.max_response_length, and overlong_penalty with all of them; 0: none
+    overlong_tokens: NonNegativeInt = 0
+    overlong_penalty: NonNegative = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,3 +64,7 @@ class AlgorithmConfig:
     kl_penalty: KlEstimate = "k1"  # estimate of the KL divergence at each token
     kl_target: Positive | None = None  # steer kl_coef towards this mean KL of a token; null: kl_coef is fixed
     kl_horizon: PositiveInt = 10000  # samples over which the steering takes effect
+    # DAPO: groups whose samples all have one score are replaced by those of further prompts, and a step generates at
+    # most so many batches of data.train_batch_size prompts; 0: every group is kept
+    dynamic_sampling: NonNegativeInt = 0
+    overlong_filter: bool = False  # DAPO: answers that reach data.max_response_length enter no loss and no statistic

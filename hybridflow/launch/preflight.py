@@ -31,7 +31,7 @@ from hybridflow.launch import records
 MARK = "preflight "  # begins the line with a node's record among what else srun prints
 _GIB = 2**30
 _POLL_S = 0.1
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     complaints: dict[str, str] = field(default_factory=dict)  # other node -> what is wrong between the two
-    clocks: dict[str, float] = field(
-        default_factory=dict
-    )  # other node -> its clock minus this one's, at least, seconds
+    clocks: dict[str, float] = field(default_factory=dict)  # other node -> seconds its clock is ahead, at least
 
 
 def check_node(
@@ -80,6 +78,12 @@ def check_node(
         clock: seconds since the epoch; replaced in tests.
     """
     record = Record(node, nonce=secrets.token_hex(8))
+    deadline = time.monotonic() + timeout_s
+    while not folder.is_dir() and time.monotonic() < deadline:  # a network filesystem may show it late
+        time.sleep(_POLL_S)
+    if not folder.is_dir():
+        record.problems.append(f"{folder} is absent there; choose an output_dir that all nodes mount")
+        return record
     record.facts, record.problems = _resources(folder, wanted)
     meeting = folder / "preflight"
     try:
@@ -91,7 +95,6 @@ def check_node(
     record.port = server.getsockname()[1]
     answering = threading.Thread(target=_answer, args=(server, record, clock), daemon=True)
     answering.start()
-    deadline = time.monotonic() + timeout_s
     others = [host for host in hosts if host != node]
     try:
         records.write(meeting / f"{node}.json", {"address": record.address, "port": record.port, "nonce": record.nonce})

@@ -22,11 +22,13 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.custom import Prompts, open_sampler
+from hybridflow.data.custom import COLUMNS, Prompts
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.rollout.groups import Groups
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
+from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
@@ -65,10 +67,10 @@ class RLTrainer:
         )
         self.advantages, self.keep = Advantages(config), keep
         self.phases = Phases(config, policy, engines, self.others)
-        self.sampler = open_sampler(config.data, dataset, config.seed)
-        self._first_order = self.sampler.state()
+        self.groups = Groups(config, engines, dataset, keep)
         self.step = 0
         self.left_out: set[str] = set()
+        self.sampling_metrics: dict[str, float] = {}
 
     # ---- the loop
 
@@ -84,11 +86,9 @@ class RLTrainer:
             while self.step < trainer.total_steps:
                 self.step += 1
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
-                    batch = self.next_prompts()
-                    with phase("gen"):
-                        batch = batch.union(self.engines.generate(batch, training=True))
-                    with phase("reward"):
-                        batch = self.with_scores(batch)
+                    batch = self.sampled()
+                    if "greedy_scores" in self.advantages.estimator.reads:
+                        batch = self.with_greedy_scores(batch)
                     with self.phases.training():
                         if self.scores_first:
                             with phase("old_log_prob"):
@@ -113,14 +113,32 @@ class RLTrainer:
 
     # ---- parts of a step
 
-    def next_prompts(self) -> DataProto:
-        """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
-        batch = self.dataset.batch(next(self.sampler))
-        return self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
+    def sampled(self) -> DataProto:
+        """Prompts with answers and scores: those of one batch, or with `algorithm.dynamic_sampling` of several."""
+        collected, phase = DynamicSampling(self.config), self.session.timeline.phase
+        while True:
+            with phase("gen"):
+                batch = self.groups.next_batch(self.step - 1)
+            with phase("reward"):
+                batch = self.with_scores(batch)
+            if (found := collected.add(batch)) is not None:
+                self.sampling_metrics = collected.metrics
+                return found
+
+    def with_greedy_scores(self, batch: DataProto) -> DataProto:
+        """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of each row."""
+        _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
+        prompts = batch.rows(first).select(["uid", *COLUMNS])
+        with self.session.timeline.phase("gen_greedy"):
+            answered = prompts.union(answers(self.engines, prompts, training=False))
+        scores = self.scorer.score(answered)["scores"] * np.float32(self.config.reward.weight)
+        return batch.with_columns(greedy_scores=scores[group])
 
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
         batch = without_failed(batch.union(self.scorer.score(batch)), self.config.reward.on_failure)
+        if self.config.algorithm.overlong_filter:
+            batch = without_overlong(batch)
         if self.reward_model:
             batch = batch.union(self.reward_model.compute(ModelWorker.compute_scores, batch))
         return batch
@@ -169,7 +187,8 @@ class RLTrainer:
         Raises:
             LogprobMismatchError: by more than the bound: the run would not train on what it samples.
         """
-        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch)
+        made_by = self.step - 1 if self.config.trainer.max_staleness else None  # older weights differ by design
+        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch, made_by)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
         self.session.note_max("logprob_diff_max", largest)
         # `not <=` rather than `>`: NaN is beyond the bound too
@@ -227,7 +246,8 @@ class RLTrainer:
             | critic_metrics(updates.get("critic", ()))
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
-        metrics |= self.advantages.metrics | synced.metrics() | extra_metrics(batch) | seconds
+        metrics |= self.sampling_metrics | self.advantages.metrics | self.groups.metrics
+        metrics |= synced.metrics() | extra_metrics(batch) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
@@ -276,7 +296,7 @@ class RLTrainer:
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {
-            "sampler": self.sampler.state(),
+            **self.groups.state(),
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
         }
@@ -294,7 +314,7 @@ class RLTrainer:
         self.fill_reference()
         if self.critic:
             self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
-        self.sampler.restore(checkpoint.state["sampler"])
+        self.groups.restore(checkpoint.state)
         if "advantages" in checkpoint.state:
             self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
@@ -318,7 +338,7 @@ class RLTrainer:
         if checkpoint is not None:
             self.resume(checkpoint)
             return
-        self.sampler.restore(self._first_order)
+        self.groups.restore(None)
         self.advantages = Advantages(self.config)
         self.step = 0
         self.start_from_present_weights()

@@ -28,6 +28,7 @@ from typing import Any
 import requests
 import torch.distributed as dist
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from hybridflow.engines.sglang import closed_sockets
 from hybridflow.process.secret import VARIABLE
@@ -37,7 +38,9 @@ CONTROL = "with the right key: "
 NOBODY = 65534
 WAIT_S = 1.5
 RAY_S = 120  # also to load Ray on a busy machine
-MS = 1000
+ZMQ_MS = 4000
+OVER = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+OVER |= zmq.EVENT_DISCONNECTED
 
 
 class Trap:
@@ -197,7 +200,7 @@ def batched(rows: list[Any], size: int) -> Iterator[list[Any]]:
 def _our_store(host: str, port: int, secret: str) -> str:
     os.environ[VARIABLE] = secret
     try:
-        store = StoreClient(host, port, WAIT_S)
+        store = StoreClient(host, port, 2 * WAIT_S)
     except StoreError:
         return ""
     return f"{store.num_keys()} keys"
@@ -209,18 +212,17 @@ def _zmq_push(host: str, port: int, trap: str) -> str:
     try:
         for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB):
             link = context.socket(kind)
-            link.linger = 0
-            monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | OVER)
             link.connect(f"tcp://{host}:{port}")
-            if kind != zmq.SUB:
-                link.send(pickle.dumps(Trap(trap)), zmq.NOBLOCK) if link.poll(100, zmq.POLLOUT) else None
-            if monitor.poll(300):
+            if monitor.poll(ZMQ_MS) and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if kind != zmq.SUB and link.poll(ZMQ_MS, zmq.POLLOUT):
+                    link.send(pickle.dumps(Trap(trap)))
                 return f"handshake as {kind}"
             link.disable_monitor()
             link.close()
         return ""
     finally:
-        context.destroy(linger=0)
+        context.destroy(linger=ZMQ_MS)  # what was sent leaves first
 
 
 def _curve(host: str, port: int, secret: str) -> str:
@@ -232,7 +234,7 @@ def _curve(host: str, port: int, secret: str) -> str:
         poller.register(link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED), zmq.POLLIN)
         closed_sockets.connect(zmq.Socket.connect, link, f"tcp://{host}:{port}")
     try:
-        return "handshake" if poller.poll(3 * MS) else ""
+        return "handshake" if poller.poll(ZMQ_MS) else ""
     finally:
         context.destroy(linger=0)
 

@@ -56,8 +56,15 @@ def test_good_nodes_reach_each_other_and_are_chosen_in_order(tmp_path: Path) -> 
 
 def test_a_folder_that_is_not_shared_names_the_node(tmp_path: Path) -> None:
     hosts = ["n1", "n2"]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "b"}, hosts, wait_s=0.5)
     with pytest.raises(ResourceError, match=r"n2: between it and n1: .*choose an output_dir that all nodes mount"):
+        choose(hosts, found, 2, 2.0)
+    found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "absent"}, hosts, wait_s=0.5)
+    with pytest.raises(
+        ResourceError, match=r"n2: \S+absent is absent there; choose an output_dir that all nodes mount"
+    ):
         choose(hosts, found, 2, 2.0)
 
 
