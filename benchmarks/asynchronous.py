@@ -23,10 +23,11 @@ from hybridflow.rollout.requests import Requests
 from hybridflow.workers.rollout import response_columns
 from support.report import Figure, write
 
-ENGINES, PROMPTS, SAMPLES, STEPS = 8, 128, 8, 10
+ENGINES, PROMPTS, SAMPLES, STEPS = 8, 128, 8, 24
 MOST, RATE = 16384, 50.0  # tokens of a response; tokens a second of a request
 MEDIAN, P99 = 500, 5000
-RUNNING = (32, 128)  # requests that an engine runs at a time
+_POLL_S = 1.0  # between two looks at the engines
+RUNNING = 64  # requests that an engine runs at a time
 
 
 class Engine:
@@ -83,7 +84,9 @@ class Engines(Requests):
 
     def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         if not any(self.engines[number].ended for number in engines):
-            self.advance(min(self.engines[number].running[0][0] for number in engines) + wait_s)
+            self.advance(
+                min(self.engines[number].running[0][0] for number in engines if self.engines[number].running) + _POLL_S
+            )
         return [self._answers(self.engines[number]) for number in engines]
 
     def _answers(self, engine: Engine) -> DataProto:
@@ -109,11 +112,11 @@ class Rows:
         return DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1]] * len(rows), np.int64)})
 
 
-def config_of(running: int, staleness: int = 0) -> RunConfig:
+def config_of(staleness: int = 0) -> RunConfig:
     """The run that is looked at."""
     return RunConfig(
         data=DataConfig(train_batch_size=PROMPTS, max_response_length=MOST),
-        rollout=RolloutConfig(n=SAMPLES, num_engines=ENGINES, max_running_requests=running),
+        rollout=RolloutConfig(n=SAMPLES, num_engines=ENGINES, max_running_requests=RUNNING),
         trainer=TrainerConfig(total_steps=STEPS, max_staleness=staleness),
     )
 
@@ -125,9 +128,9 @@ def lengths_of(count: int, seed: int) -> np.ndarray:
     return np.minimum(np.maximum(drawn, 1), MOST).astype(np.int64)
 
 
-def run(running: int, staleness: int, training_s: float) -> tuple[float, float, float]:
+def run(staleness: int, training_s: float) -> tuple[float, float, float]:
     """Seconds a step, the share of the trainer's time in which it waits, and the idle share of the engines' places."""
-    config = config_of(running, staleness)
+    config = config_of(staleness)
     engines, waited = Engines(config, lengths_of(PROMPTS * SAMPLES * STEPS, 1)), 0.0
     given: Any = (engines, Rows(), lambda batch: batch)
     groups = Groups(config, *given)
@@ -137,16 +140,16 @@ def run(running: int, staleness: int, training_s: float) -> tuple[float, float, 
         waited += engines.now - before
         engines.advance(engines.now + training_s)
     busy = sum(engine.busy for engine in engines.engines)
-    return engines.now / STEPS, waited / engines.now, 1 - busy / (engines.now * ENGINES * running)
+    return engines.now / STEPS, waited / engines.now, 1 - busy / (engines.now * ENGINES * RUNNING)
 
 
-def throughput(running: int, long_share: float) -> float:
+def throughput(long_share: float) -> float:
     """Tokens a second while requests wait, of the same tokens in all with and without long answers."""
     count = PROMPTS * SAMPLES * STEPS
     lengths = np.full(count, MEDIAN)
     long = np.random.default_rng(2).random(count) < long_share
     lengths[long] *= 20
-    engines = Engines(config_of(running), lengths)
+    engines = Engines(config_of(), lengths)
     engines.submit(Rows().batch(np.arange(count)), training=True)
     while engines._waiting:
         engines.poll()
@@ -159,22 +162,22 @@ def throughput(running: int, long_share: float) -> float:
 
 def main() -> None:
     """Simulate, and write the results."""
-    figures = []
-    for running in RUNNING:
-        training_s = run(running, 0, 0.0)[0]
-        what = f"{running} requests an engine at a time"
-        synchronous = run(running, 0, training_s)
-        for staleness in (0, 1, 2, 4):
-            step_s, waits, idle = run(running, staleness, training_s)
-            name = f"{what}, max_staleness {staleness}"
-            figures.append(
-                Figure(f"{name}: a step", step_s, "s", "synchronous", synchronous[0], synchronous[0] / step_s)
-            )
-            figures += [Figure(f"{name}: trainer waits", waits, ""), Figure(f"{name}: places idle", idle, "")]
-        plain, tailed = throughput(running, 0.0), throughput(running, 0.01)
-        name = f"{what}: throughput with 1 % of answers 20 times as long"
-        figures.append(Figure(name, tailed, "tokens/s", "without", plain, tailed / plain))
-    write("asynchronous", figures, {"time": "virtual", "steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES})
+    training_s = run(0, 0.0)[0]
+    synchronous, figures = 0.0, []
+    for staleness in (0, 1, 4):
+        step_s, waits, idle = run(staleness, training_s)
+        synchronous = synchronous or step_s
+        name = f"max_staleness {staleness}"
+        figures += [
+            Figure(f"{name}: a step", step_s, "s", "synchronous", synchronous, synchronous / step_s),
+            Figure(f"{name}: trainer waits", waits, "of its time"),
+            Figure(f"{name}: places of engines idle", idle, "of their time"),
+        ]
+    plain, tailed = throughput(0.0), throughput(0.01)
+    name = "throughput with 1 % of answers 20 times as long"
+    figures.append(Figure(name, tailed, "tokens/s", "without", plain, tailed / plain))
+    conditions = {"time": "virtual", "steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES, "engines": ENGINES}
+    write("asynchronous", figures, {**conditions, "running": RUNNING})
 
 
 if __name__ == "__main__":

@@ -134,11 +134,17 @@ def log_probs(tokens: int) -> list[Figure]:
         given = kernel.Upstream(ones, ones, log_z, entropies)
         kernel.gradients(plain, matrix, targets, given, temperature=1.0, chunk=CHUNK, grad_weight_VH=grad_weight)
 
+    best = torch.empty(tokens, 32, device="cuda"), torch.empty(tokens, 32, device="cuda", dtype=torch.int64)
+
+    def highest() -> Any:
+        return kernel.partial_sums(plain, matrix, targets, temperature=1.0, with_entropy=False, chunk=CHUNK, best=best)
+
     compiled = torch.compile(in_torch(kernel, forward))
     once, thrice = seconds(products), seconds(all_products)
     name = f"{tokens} tokens x {VOCAB} x {HIDDEN}"
     plain_forms = {"torch, chunked": in_torch(kernel, forward), "torch.compile": compiled}
     figures = compared(f"log-probs and entropy, {name}", forward, plain_forms, once)
+    figures += compared(f"log-probs and top 32, {name}", highest, {"torch, chunked": in_torch(kernel, highest)}, once)
     peers = {"torch, chunked": in_torch(kernel, both), **log_probs_peers(hidden, weight, targets)}
     figures += compared(f"with gradients, {name}", both, peers, thrice)
     figures.append(Figure(f"matrix rate, {name}", 2 * tokens * VOCAB * HIDDEN / once / 1e12, "TFLOP/s"))
@@ -147,11 +153,56 @@ def log_probs(tokens: int) -> list[Figure]:
     return figures
 
 
+def messages(bandwidth: float) -> list[Figure]:
+    """Slices of a weight message packed and scattered, with its checksum; the limit is one read and one write."""
+    from hybridflow_kernels import digest, fp8_cast, slices
+
+    figures = []
+    for rows, columns in ((4096, 4096), (14336, 4096)):
+        wide = torch.randn(1, rows, 2 * columns, device="cuda")[:, :, :columns]  # a shard: half of each row
+        size, bf16, fp8 = (1, rows, columns), torch.bfloat16, torch.float8_e4m3fn
+        half, shape = wide.to(bf16), (1, -(-rows // 128), -(-columns // 128))
+        scales = slices.Slice(half, 0, shape, torch.float32, (128, 128))
+        forms = {
+            "bf16": [slices.Slice(half, 0, size, bf16)],
+            "fp32 as bf16": [slices.Slice(wide, 0, size, bf16)],
+            "bf16 as fp8": [scales, slices.Slice(half, scales.end, size, fp8, (128, 128))],
+        }
+        for name, pieces in forms.items():
+            prepared = slices.Slices(pieces, pieces[-1].end)
+            payload = torch.empty(pieces[-1].end, dtype=torch.uint8, device="cuda")
+            least = (pieces[-1].tensor.nbytes + len(payload)) / bandwidth
+
+            def pack() -> None:
+                prepared.pack(payload, 7)  # noqa: B023  called within this turn
+
+            def in_two_reads() -> None:
+                slices._move(pieces, payload, scatter=False)  # noqa: B023
+                digest.digest(payload, 7)  # noqa: B023
+
+            others = {"copy, then checksum": in_two_reads, "torch": in_torch(digest, in_torch(fp8_cast, in_two_reads))}
+            figures += compared(f"pack {name}, {rows} x {columns}", pack, others, least)
+        buffer = torch.empty(1, rows, 2 * columns, device="cuda", dtype=bf16)[:, :, :columns]
+        back = slices.Slices([slices.Slice(buffer, 0, size, bf16)], 2 * rows * columns)
+        payload = torch.randint(0, 256, (2 * rows * columns,), dtype=torch.uint8, device="cuda")
+
+        def scatter() -> None:
+            back.scatter(payload, 7)  # noqa: B023
+
+        def copied() -> None:
+            digest.digest(payload, 7)  # noqa: B023
+            buffer.copy_(payload.view(torch.bfloat16).view(buffer.shape))  # noqa: B023
+
+        others = {"checksum, then copy": copied, "torch": in_torch(digest, copied)}
+        figures += compared(f"scatter bf16, {rows} x {columns}", scatter, others, 2 * len(payload) / bandwidth)
+    return figures
+
+
 def memory_bound(bandwidth: float) -> list[Figure]:
     """Checksum, fp8 and scans; the limit is the least bytes over the bandwidth of a copy."""
     from hybridflow_kernels import digest, fp8_cast, scans
 
-    figures = []
+    figures = messages(bandwidth)
     for size in (1 << 24, 1 << 28):
         body = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
 

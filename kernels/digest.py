@@ -11,6 +11,7 @@ import torch
 
 from hybridflow_kernels import INTERPRETED, TRITON, uses_triton
 
+WORD = 8  # bytes
 _CHUNK = 1 << 17  # words; bounds the memory of the torch form
 BLOCK = 64 if INTERPRETED else 4096  # words of a program of the kernel
 _ODD, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # splitmix64's constants
@@ -33,14 +34,16 @@ def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
     words = (body[:whole] if aligned else body[:whole].clone()).view(torch.int64)
     if uses_triton(body):
         sums = body.new_empty(len(words) // BLOCK + 1, dtype=torch.int64)
-        _digest_kernel[(len(sums),)](words, body[whole:], sums, len(words), body.numel() - whole, _signed(seed), BLOCK)
+        rest, count = body[whole:], body.numel() - whole
+        with torch.cuda.device_of(body):  # a thread that sends begins with the first GPU
+            _digest_kernel[(len(sums),)](words, rest, sums, len(words), count, signed(seed), BLOCK)
         return sums.sum(0, keepdim=True)
     total = torch.zeros(1, dtype=torch.int64, device=body.device)
     rest = torch.zeros(8, dtype=torch.uint8, device=body.device)
     rest[: body.numel() - whole] = body[whole:]
     position = 0
     for part in (*words.split(_CHUNK), rest.view(torch.int64)):
-        key = torch.arange(position + 1, position + 1 + len(part), device=body.device) * _signed(_ODD) + _signed(seed)
+        key = torch.arange(position + 1, position + 1 + len(part), device=body.device) * signed(_ODD) + signed(seed)
         total += _mixed(part ^ _mixed(key)).sum()
         position += len(part)
     return total
@@ -48,11 +51,12 @@ def digest(body: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
     # torch's >> keeps the sign: the mask makes it a logical shift, without which this were no bijection
-    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _signed(_MIX)
+    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * signed(_MIX)
     return words ^ ((words >> 27) & ((1 << 37) - 1))
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """64 bits as torch's and a kernel's integers have them."""
     return (value ^ (1 << 63)) - (1 << 63)
 
 
@@ -60,12 +64,18 @@ if TRITON:
     import triton
     import triton.language as tl
 
-    _KERNEL_ODD, _KERNEL_MIX = tl.constexpr(_signed(_ODD)), tl.constexpr(_signed(_MIX))
+    _KERNEL_ODD, _KERNEL_MIX = tl.constexpr(signed(_ODD)), tl.constexpr(signed(_MIX))
 
     @triton.jit
-    def _kernel_mixed(words):  # type: ignore[no-untyped-def]
+    def kernel_mixed(words):  # type: ignore[no-untyped-def]
+        """`_mixed` in a kernel."""
         words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _KERNEL_MIX
         return words ^ ((words >> 27) & ((1 << 37) - 1))
+
+    @triton.jit
+    def kernel_word(word, position, seed):  # type: ignore[no-untyped-def]
+        """What the words at these positions add to the checksum."""
+        return kernel_mixed(word ^ kernel_mixed((position + 1) * _KERNEL_ODD + seed.to(tl.int64)))
 
     @triton.jit(do_not_specialize=["num_words", "rest_bytes", "seed"])
     def _digest_kernel(words, rest, sums, num_words, rest_bytes, seed, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -77,6 +87,5 @@ if TRITON:
             here = (position == num_words) & (byte < rest_bytes)
             last += tl.load(rest + byte + position * 0, mask=here, other=0).to(tl.int64) << (8 * byte)
         word = tl.where(position == num_words, last, word)
-        key = _kernel_mixed((position + 1) * _KERNEL_ODD + seed.to(tl.int64))
-        mixed = tl.where(position <= num_words, _kernel_mixed(word ^ key), 0)
+        mixed = tl.where(position <= num_words, kernel_word(word, position, seed), 0)
         tl.store(sums + tl.program_id(0), tl.sum(mixed))

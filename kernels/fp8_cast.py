@@ -8,10 +8,15 @@ weight that is not finite stays visible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
 import torch
 from torch.nn.functional import pad
 
 from hybridflow_kernels import TRITON, uses_triton
+from hybridflow_kernels.digest import signed
 
 FP8_MAX = 448.0
 _LEAST = torch.finfo(torch.float32).tiny
@@ -31,8 +36,8 @@ def block_scales(weights: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 def write_scales(weights: torch.Tensor, block: tuple[int, int], out: torch.Tensor) -> None:
     """Write the scales of weights `[n, r, c]`, whole blocks, to `out` (float32, as `block_scales` has it)."""
     _check(weights, out, torch.float32)
-    if _in_kernel(weights, block):
-        _launch(weights, block, out, None, 0, 0)
+    if in_kernel(weights, block):
+        launch(weights, block, out, None)
         return
     step = _strip_rows(weights, block[0])
     for low in range(0, weights.shape[1], step):
@@ -54,8 +59,8 @@ def write_weights(weights: torch.Tensor, block: tuple[int, int], row: int, colum
         raise ValueError(
             f"{tuple(out.shape)} from ({row}, {column}) on is not inside weights of {tuple(weights.shape)}"
         )
-    if _in_kernel(weights, block):
-        _launch(weights, block, None, out, row, column)
+    if in_kernel(weights, block):
+        launch(weights, block, None, out, (row, column))
         return
     last_row, last_column = row + out.shape[1], column + out.shape[2]
     step = _strip_rows(weights, rows)
@@ -83,54 +88,95 @@ def _check(weights: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None
         )
 
 
-def _in_kernel(weights: torch.Tensor, block: tuple[int, int]) -> bool:
+def in_kernel(weights: torch.Tensor, block: tuple[int, int]) -> bool:
+    """Whether the kernel makes blocks of this size of these weights."""
     return uses_triton(weights) and (1 << (block[0] - 1).bit_length() + (block[1] - 1).bit_length()) <= _LARGEST_BLOCK
 
 
-def _launch(
+@dataclass(frozen=True)
+class Words:
+    """The checksum (`digest`) of values that are part of a message.
+
+    Attributes:
+        sums: int64, one for each program; what its words add.
+        begin: the values' first byte in the message; with it, columns, and the columns of a block are multiples of 8.
+        seed: of the message's checksum.
+    """
+
+    sums: torch.Tensor
+    begin: int
+    seed: int
+
+
+def programs(weights: torch.Tensor, block: tuple[int, int], size: Sequence[int], at: tuple[int, int]) -> int:
+    """Programs that make values of this size from `at` on: one for each block that is wanted of."""
+    return prod((len(weights), *_counts(block, size, at)))
+
+
+def _counts(block: tuple[int, int], size: Sequence[int], at: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = (-(-(low + count) // b) - low // b for low, count, b in zip(at, size[1:], block, strict=True))
+    return rows, columns
+
+
+def launch(
     weights: torch.Tensor,
     block: tuple[int, int],
     scales: torch.Tensor | None,
-    out: torch.Tensor | None,
-    row: int,
-    column: int,
-) -> None:
-    """Write scales, or fp8 values from (row, column) on: one program for each block that is wanted of."""
-    n, r, c = weights.shape
-    first = (row // block[0], column // block[1])
-    height, width = (r, c) if out is None else (row + out.shape[1], column + out.shape[2])
-    counts = (-(-height // block[0]) - first[0], -(-width // block[1]) - first[1])
-    if not n * counts[0] * counts[1]:
-        return
-    target = scales if out is None else out.view(torch.uint8)
-    assert target is not None
-    _block_kernel[(n * counts[0] * counts[1],)](
+    values: torch.Tensor | None,
+    at: tuple[int, int] = (0, 0),
+    words: Words | None = None,
+) -> int:
+    """Write the scales, the fp8 values from row and column `at` on, or both in one read, where both are of all blocks.
+
+    Returns:
+        The number of programs, each of which has left what its words add in `words.sums`; 0 without `words`.
+    """
+    _, r, c = weights.shape
+    size = weights.shape if values is None else values.shape
+    counts = _counts(block, size, at)
+    number = len(weights) * counts[0] * counts[1]
+    if not number:
+        return 0
+    # a tensor stands for each that is not given; nothing is written there
+    some = scales if scales is not None else values.view(torch.uint8) if values is not None else weights
+    given = some if values is None else values.view(torch.uint8)
+    _block_kernel[(number,)](
         weights,
-        target,
+        some if scales is None else scales,
+        given,
+        some if words is None else words.sums,
         r,
         c,
         *weights.stride(),
-        *target.stride(),
-        *first,
+        *(some if scales is None else scales).stride(),
+        *given.stride(),
+        at[0] // block[0],
+        at[1] // block[1],
         *counts,
-        row,
-        column,
-        height,
-        width,
+        *at,
+        at[0] + size[1],
+        at[1] + size[2],
+        0 if words is None else words.begin,
+        0 if words is None else signed(words.seed),
         ROWS=block[0],
         COLUMNS=block[1],
         ROWS_2=1 << (block[0] - 1).bit_length(),
         COLUMNS_2=1 << (block[1] - 1).bit_length(),
-        SCALES=out is None,
+        SCALES=scales is not None,
+        VALUES=values is not None,
+        DIGEST=words is not None,
         FP8_MAX=FP8_MAX,
         LEAST=_LEAST,
         num_warps=8,
     )
+    return number if words is not None else 0
 
 
 if TRITON:
     import triton
     import triton.language as tl
+
+    from hybridflow_kernels.digest import kernel_word
 
     @triton.jit
     def _e4m3(x):  # type: ignore[no-untyped-def]
@@ -148,15 +194,20 @@ if TRITON:
         found = tl.where(size < (121 << 23), subnormal, normal)
         return (tl.where(size >= 0x43F00000, 0x7F, found) | sign).to(tl.uint8)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["begin", "seed"])
     def _block_kernel(  # type: ignore[no-untyped-def]
         weights,
+        scales,
         out,
+        sums,
         r,
         c,
         stride_n,
         stride_r,
         stride_c,
+        scales_n,
+        scales_r,
+        scales_c,
         out_n,
         out_r,
         out_c,
@@ -168,15 +219,19 @@ if TRITON:
         column,
         height,
         width,
+        begin,
+        seed,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         ROWS_2: tl.constexpr,
         COLUMNS_2: tl.constexpr,
         SCALES: tl.constexpr,
+        VALUES: tl.constexpr,
+        DIGEST: tl.constexpr,
         FP8_MAX: tl.constexpr,
         LEAST: tl.constexpr,
     ):
-        """One block: read once, its scale, and the scale or the values written."""
+        """One block: read once, its scale, and the scale and the values written."""
         program = tl.program_id(0).to(tl.int64)
         matrix = program // (count_r * count_c)
         at_r = first_r + program // count_c % count_r
@@ -193,9 +248,19 @@ if TRITON:
         scale = tl.where(amax == 0.0, 1.0, tl.where(scale < LEAST, LEAST, scale))
         scale = tl.where(unknown > 0, float("nan"), scale)
         if SCALES:
-            tl.store(out + matrix * out_n + at_r * out_r + at_c * out_c, scale)
-        else:
+            tl.store(scales + matrix * scales_n + at_r * scales_r + at_c * scales_c, scale)
+        if VALUES:
             found = _e4m3(tl.div_rn(x, tl.zeros((ROWS_2, COLUMNS_2), tl.float32) + scale))
-            wanted = ((rows >= row) & (rows < height))[:, None] & ((columns >= column) & (columns < width))[None, :]
+            tall, broad = (rows >= row) & (rows < height), (columns >= column) & (columns < width)
             target = out + matrix * out_n + (rows - row)[:, None] * out_r + (columns - column)[None, :] * out_c
-            tl.store(target, found, mask=real & wanted)
+            tl.store(target, found, mask=real & tall[:, None] & broad[None, :])
+            if DIGEST:
+                # rows of the message are whole words, so what is wanted of a word is all of it or nothing
+                byte = tl.reshape(found, (ROWS_2, COLUMNS_2 // 8, 8)).to(tl.int64)
+                word = tl.sum(byte << (8 * tl.arange(0, 8))[None, None, :], axis=2)
+                in_w = 8 * tl.arange(0, COLUMNS_2 // 8)
+                across = at_c * COLUMNS + in_w
+                wanted = ((in_r < ROWS) & tall)[:, None]
+                wanted &= ((in_w < COLUMNS) & (across >= column) & (across < width))[None, :]
+                offset = (matrix * (height - row) + rows[:, None] - row) * (width - column) + across[None, :] - column
+                tl.store(sums + program, tl.sum(tl.where(wanted, kernel_word(word, (begin + offset) // 8, seed), 0)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hybridflow_kernels import INTERPRETED, TRITON, check, uses_triton
+from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, check, uses_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 4096  # vocabulary rows whose logit gradients exist at a time, in the backward on a GPU
@@ -36,10 +36,13 @@ class Tiles:
     stages: int = 3
 
 
-def tiles_for(dtype: torch.dtype) -> Tiles:
-    """The tiles for inputs of this dtype: small ones in the interpreter, so that tests have several of each."""
+def tiles_for(dtype: torch.dtype, with_best: bool = False) -> Tiles:
+    """The tiles for inputs of this dtype: small ones in the interpreter, so that tests have several of each, and where
+    the highest logits are sorted out too."""
     if INTERPRETED:
         return Tiles(rows=8, columns=16, depth=8, split=32, group=2)
+    if with_best:
+        return Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
     if dtype == torch.float32:
         return Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
     return Tiles(rows=128, columns=256, depth=64, split=8192, group=8)
@@ -53,6 +56,7 @@ def partial_sums(
     temperature: float,
     with_entropy: bool,
     chunk: int,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank's vocabulary rows add to each row's normaliser.
 
@@ -62,6 +66,8 @@ def partial_sums(
         temperature: divides the logits.
         with_entropy: whether the third sum is wanted.
         chunk: rows whose logits exist at a time in the torch form.
+        best: [n, k] fp32 and [n, k] int64, to be filled with the k highest logits, descending, and their rows of
+            `weight_VH`; k is at most v. None: not wanted.
 
     Returns:
         [n] fp32 highest logit t (-inf where v is 0), [3, n] fp32: the sum of exp(x - t), the target's logit (0 where it
@@ -71,18 +77,22 @@ def partial_sums(
         ValueError: shapes that do not match, another dtype, several devices, or a tensor that is not contiguous.
     """
     _check(hidden_NH, weight_VH, targets_N)
+    if best is not None:
+        _check_best(hidden_NH, weight_VH, best)
     if not len(weight_VH) or not len(hidden_NH):
         return hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32), hidden_NH.new_zeros(
             (3, len(hidden_NH)), dtype=torch.float32
         )
-    if uses_triton(hidden_NH):
-        return _triton_sums(hidden_NH, weight_VH, targets_N, temperature, with_entropy)
+    if uses_triton(hidden_NH) and (best is None or best[0].shape[1] <= _most(hidden_NH.dtype)):
+        return _triton_sums(hidden_NH, weight_VH, targets_N, temperature, with_entropy, best)
     tops = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
     sums = tops.new_zeros((3, len(hidden_NH)))
     for start in range(0, len(hidden_NH), chunk):
         rows = slice(start, min(start + chunk, len(hidden_NH)))
-        logits = F.linear(hidden_NH[rows], weight_VH).float().div_(temperature)
+        logits = _divided(F.linear(hidden_NH[rows], weight_VH).float(), temperature)
         tops[rows] = top = logits.amax(-1)
+        if best is not None:
+            best[0][rows], best[1][rows] = logits.topk(best[0].shape[1], dim=-1)
         index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
         sums[1, rows] = torch.where(mine, logits.gather(-1, index[:, None])[:, 0], 0.0)
         shifted = logits.sub_(top[:, None])
@@ -92,6 +102,11 @@ def partial_sums(
         else:
             sums[0, rows] = shifted.exp_().sum(-1)
     return tops, sums
+
+
+def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divided in place; a temperature of one, which changes no bit, is no pass over the logits."""
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ def gradients(
         return _triton_gradients(hidden_NH, weight_VH, targets_N, upstream, temperature, of_hidden, grad_weight_VH)
     for start in range(0, len(hidden_NH), chunk):
         rows = slice(start, min(start + chunk, len(hidden_NH)))
-        logits = F.linear(hidden_NH[rows], weight_VH).float().div_(temperature)
+        logits = _divided(F.linear(hidden_NH[rows], weight_VH).float(), temperature)
         log_p = logits.sub_(upstream.log_z[rows, None])
         index, mine = targets_N[rows].clamp(min=0), targets_N[rows] >= 0
         from_log_probs = upstream.log_probs[rows]
@@ -142,7 +157,7 @@ def gradients(
         else:
             grad = log_p.exp_().mul_(-from_log_probs[:, None])
         grad.scatter_add_(-1, index[:, None], torch.where(mine, from_log_probs, 0.0)[:, None])
-        grad = grad.div_(temperature).to(hidden_NH.dtype)
+        grad = _divided(grad, temperature).to(hidden_NH.dtype)
         if grad_hidden is not None:
             grad_hidden[rows] = grad @ weight_VH
         if grad_weight_VH is not None:
@@ -169,11 +184,34 @@ def _check(
             raise ValueError(f"grad_weight is {tuple(grad_weight.shape)} for a weight of {tuple(weight.shape)}")
 
 
+def _check_best(hidden: torch.Tensor, weight: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, rows = best
+    check({"hidden": hidden, "logits": logits, "rows": rows}, {"logits": (torch.float32,), "rows": (torch.int64,)})
+    k = logits.shape[-1]
+    if logits.shape != (len(hidden), k) or rows.shape != logits.shape or not 1 <= k <= len(weight):
+        raise ValueError(
+            f"the highest logits of {len(hidden)} rows over {len(weight)} columns were asked for in "
+            f"{tuple(logits.shape)} and {tuple(rows.shape)}"
+        )
+
+
+def _most(dtype: torch.dtype) -> int:
+    """How many highest logits a program of the kernel keeps."""
+    return tiles_for(dtype, with_best=True).columns
+
+
 def _triton_sums(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    best: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (n, h), v, tiles = hidden.shape, len(weight), tiles_for(hidden.dtype)
+    (n, h), v, tiles = hidden.shape, len(weight), tiles_for(hidden.dtype, best is not None)
     splits = -(-v // tiles.split)
+    kept = 0 if best is None else 1 << (best[0].shape[1] - 1).bit_length()
+    keys = hidden.new_empty((n, splits, kept), dtype=torch.int64)
     found = hidden.new_empty((3, splits, n), dtype=torch.float32)
     picked = hidden.new_zeros(n, dtype=torch.float32)
     _sums_kernel[(-(-n // tiles.rows) * splits,)](
@@ -182,24 +220,37 @@ def _triton_sums(
         targets,
         found,
         picked,
+        keys,
         n,
         v,
         h,
         splits,
         temperature,
         **_constants(tiles, hidden.dtype),
+        BEST=kept,
         SPLIT=tiles.split,
         ENTROPY=with_entropy,
         LOWEST=LOWEST,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+    if best is not None:
+        _read_keys(keys.view(n, -1), best)
     tops, exponentials, products = found
     top = tops.amax(0)
     shift = tops - top
     scale = shift.exp()
     entropy_part = (scale * (products + shift * exponentials)).sum(0) if with_entropy else torch.zeros_like(top)
     return top, torch.stack([(scale * exponentials).sum(0), picked, entropy_part])
+
+
+def _read_keys(keys: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Fill `best` from the keys of all programs, [n, any number]: a logit's bits, in the order of numbers, above its
+    row, counted from the last, so that of equal logits the first is first."""
+    highest = keys.topk(best[0].shape[1], dim=-1).values
+    bits = (highest >> 32).int()
+    best[0].copy_((bits ^ ((bits >> 31) & LARGEST)).view(torch.float32))
+    best[1].copy_(LARGEST - (highest & 0xFFFFFFFF))
 
 
 def _triton_gradients(
@@ -305,6 +356,7 @@ if TRITON:
         targets,
         found,
         picked,
+        keys,
         n,
         v,
         h,
@@ -315,11 +367,13 @@ if TRITON:
         DEPTH: tl.constexpr,
         GROUP: tl.constexpr,
         WIDEN: tl.constexpr,
+        BEST: tl.constexpr,
         SPLIT: tl.constexpr,
         ENTROPY: tl.constexpr,
         LOWEST: tl.constexpr,
     ):
-        """The three sums of ROWS rows over SPLIT vocabulary columns, each relative to its own maximum."""
+        """The three sums of ROWS rows over SPLIT vocabulary columns, each relative to its own maximum, and the keys of
+        the BEST highest logits."""
         tile, split = _place(tl.program_id(0), tl.cdiv(n, ROWS), splits, GROUP)
         rows = tile * ROWS + tl.arange(0, ROWS)
         target = tl.load(targets + rows, mask=rows < n, other=-1)
@@ -327,10 +381,18 @@ if TRITON:
         exponentials = tl.zeros((ROWS,), dtype=tl.float32)
         products = tl.zeros((ROWS,), dtype=tl.float32)
         at_target = tl.zeros((ROWS,), dtype=tl.float32)
+        if BEST > 0:
+            best = tl.full((ROWS, BEST), -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
         for start in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, v), COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             x = _logits(hidden, weight, rows, columns, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN) / temperature
             real = (columns < v)[None, :]
+            if BEST > 0:
+                bits = x.to(tl.int32, bitcast=True)
+                ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
+                key = ordered | (0x7FFFFFFF - columns.to(tl.int64))[None, :]
+                highest_keys = tl.topk(tl.where(real, key, -0x7FFFFFFFFFFFFFFF), BEST)
+                best = tl.topk(tl.reshape(tl.join(best, highest_keys), (ROWS, 2 * BEST)), BEST)
             at_target += tl.sum(tl.where(columns[None, :] == target[:, None], x, 0.0), 1)
             highest = tl.maximum(top, tl.max(tl.where(real, x, LOWEST), 1))
             shifted = x - highest[:, None]
@@ -351,6 +413,9 @@ if TRITON:
         tl.store(place + 2 * plane, products, mask=rows < n)
         here = (target >= split * SPLIT) & (target < (split + 1) * SPLIT)  # one program alone has a row's target
         tl.store(picked + rows, at_target, mask=(rows < n) & here)
+        if BEST > 0:
+            place = keys + (rows.to(tl.int64) * splits + split)[:, None] * BEST + tl.arange(0, BEST)[None, :]
+            tl.store(place, best, mask=(rows < n)[:, None])
 
     @triton.jit
     def _logit_gradients_kernel(  # type: ignore[no-untyped-def]

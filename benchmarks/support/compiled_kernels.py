@@ -13,26 +13,49 @@ def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, 
     """Name, kernel, types of its arguments, its constants and its options, in the sizes that a GPU takes."""
     import torch
 
-    from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans
+    from hybridflow_kernels import digest, fp8_cast, linear_log_probs, scans, slices
 
     tiles = linear_log_probs.tiles_for(torch.bfloat16)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     shape = {"n": "i32", "v": "i32", "h": "i32"}
     given = {"hidden": "*bf16", "weight": "*bf16", "targets": "*i64"}
     tile = {**linear_log_probs._constants(tiles, torch.bfloat16), "ENTROPY": True}
+    small = linear_log_probs._constants(linear_log_probs.tiles_for(torch.bfloat16, with_best=True), torch.bfloat16)
+    sums = {**given, "found": "*fp32", "picked": "*fp32", "keys": "*i64", **shape, "splits": "i32"}
+    sums["temperature"] = "fp32"
     rows = dict.fromkeys(("from_log_probs", "from_entropy", "log_z", "entropies"), "*fp32")
     columns = {"rewards": "*fp32", "values": "*fp32", "log_ratios": "*fp32", "mask": "*i1"}
     ends = {"lengths": "*i64", "ends": "*i64", "sums": "*fp32", "targets": "*fp32", "advantages": "*fp32"}
     rates = dict.fromkeys(("gamma", "factor", "rho_clip", "c_clip"), "fp32")
-    sizes = ("r", "c", "stride_n", "stride_r", "stride_c", "out_n", "out_r", "out_c", "first_r", "first_c")
-    more = ("count_r", "count_c", "row", "column", "height", "width")
+    strides = [f"{of}_{axis}" for of in ("stride", "scales", "out") for axis in "nrc"]
+    sizes = (
+        "r",
+        "c",
+        *strides,
+        "first_r",
+        "first_c",
+        "count_r",
+        "count_c",
+        "row",
+        "column",
+        "height",
+        "width",
+        "begin",
+    )
     block = {"ROWS": 128, "COLUMNS": 128, "ROWS_2": 128, "COLUMNS_2": 128, "FP8_MAX": 448.0, "LEAST": fp8_cast._LEAST}
     found = [
         (
             "linear_log_probs forward",
             linear_log_probs._sums_kernel,
-            {**given, "found": "*fp32", "picked": "*fp32", **shape, "splits": "i32", "temperature": "fp32"},
-            {**tile, "SPLIT": tiles.split, "LOWEST": linear_log_probs.LOWEST},
+            sums,
+            {**tile, "SPLIT": tiles.split, "LOWEST": linear_log_probs.LOWEST, "BEST": 0},
+            options,
+        ),
+        (
+            "linear_log_probs forward, top 32",
+            linear_log_probs._sums_kernel,
+            sums,
+            {**small, "ENTROPY": False, "SPLIT": tiles.split, "LOWEST": linear_log_probs.LOWEST, "BEST": 32},
             options,
         ),
         (
@@ -53,9 +76,21 @@ def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, 
     for name, chosen in (("GAE", (True, False)), ("V-trace", (True, True))):
         flags = {"VALUES": chosen[0], "RATIOS": chosen[1], "MASKED": True, "BLOCK": 1024}
         found.append((f"scans {name}", scans._scan_kernel, {**columns, **ends, **rates}, flags, {"num_warps": 4}))
-    for name, scales in (("scales", True), ("values", False)):
-        types = {"weights": "*bf16", "out": "*fp32" if scales else "*u8", **dict.fromkeys((*sizes, *more), "i32")}
-        found.append((f"fp8 {name}", fp8_cast._block_kernel, types, {**block, "SCALES": scales}, {"num_warps": 8}))
+    fp8 = {"weights": "*bf16", "scales": "*fp32", "out": "*u8", "sums": "*i64"} | dict.fromkeys(sizes, "i32")
+    for name, scales, values in (("scales", True, False), ("values", False, True), ("both and checksum", True, True)):
+        flags = {"SCALES": scales, "VALUES": values, "DIGEST": scales and values}
+        found.append((f"fp8 {name}", fp8_cast._block_kernel, {**fp8, "seed": "i64"}, block | flags, {"num_warps": 8}))
+    message = {"table": "*i64", "count": "i32", "payload": "*u8", "sums": "*i64", "seed": "i64"}
+    tile = {"ROWS": slices.ROWS, "WORDS": slices.WORDS, "WIDTH": 2}
+    for name, flags in {
+        "pack bf16": {"CAST": False, "WIDE": True, "SCATTER": False},
+        "pack fp32 as bf16": {"CAST": True, "WIDE": True, "SCATTER": False},
+        "pack bf16, any strides": {"CAST": False, "WIDE": False, "SCATTER": False},
+        "scatter bf16": {"CAST": False, "WIDE": True, "SCATTER": True},
+    }.items():
+        found.append((f"slices {name}", slices._move_kernel, message, tile | flags, {"num_warps": 4}))
+    again = message | {"nbytes": "i32"}
+    found.append(("slices, words again", slices._again_kernel, again, {"WORDS": slices.AGAIN}, {"num_warps": 4}))
     return found
 
 
@@ -71,10 +106,12 @@ def resources(kernel: Any, types: dict[str, str], constants: dict[str, Any], opt
     aligned = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(kernel.arg_names)
-        if types.get(name, "").startswith("*") or name in ("v", "h", "r", "c", "stride_n", "stride_r", "out_n", "out_r")
+        if types.get(name, "").startswith("*")
+        or name in ("v", "h", "r", "c", "stride_n", "stride_r", "out_n", "out_r", "scales_n")
     }
-    constants = constants | {name: 1 for name in ("stride_c", "out_c") if name in types}
-    signature |= {name: "constexpr" for name in ("stride_c", "out_c") if name in types}
+    ones = [name for name in ("stride_c", "out_c", "scales_c") if name in types]  # a call makes constants of them
+    constants = constants | dict.fromkeys(ones, 1)
+    signature |= dict.fromkeys(ones, "constexpr")
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
         target=GPUTarget("cuda", 90, 32),

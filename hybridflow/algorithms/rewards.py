@@ -29,6 +29,14 @@ def token_rewards(
     return rewards
 
 
+def overlong_penalties(lengths_S: torch.Tensor, limit: int, buffer: int, penalty: float) -> torch.Tensor:
+    """[S] what a long answer loses: nothing up to `limit - buffer` tokens, `penalty` at `limit`, in proportion between.
+
+    DAPO (arXiv 2503.14476), equation 13: soft overlong punishment.
+    """
+    return ((lengths_S - (limit - buffer)) / buffer).clamp(min=0.0) * penalty
+
+
 def sums_of_rows(values_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
     """[S] sums over the tokens of each row."""
     return values_T.new_zeros(len(lengths_S)).index_add(0, rows_of_tokens(lengths_S), values_T)

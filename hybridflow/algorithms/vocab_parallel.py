@@ -8,14 +8,13 @@ v vocabulary rows of this rank (rank r holds [r v, (r + 1) v), padding at the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from hybridflow_kernels import uses_triton
 from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums
 
 
@@ -62,12 +61,18 @@ def log_probs_and_entropy(
         hidden_NH: [n, h], equal on all ranks of `group`; its gradient is this rank's share and must be summed over the
             group.
         weight_VH: [v, h], this rank's rows of the output layer.
+            With the kernel, its gradient is added to Megatron's `main_grad` straight away, where it has one in fp32.
         targets_N: [n] global token ids.
         group: tensor-parallel group.
 
     Returns:
         [n] fp32 log-probs with gradient, [n] entropies (natural log, with gradient) or None. Equal on all ranks of the
         group.
+
+    Raises:
+        ValueError: a target is no token of the vocabulary, or the shard is another group's. On a GPU, where a look at
+            the targets would wait for it, the log-prob of such a target is not a number (`check_token_ids` refuses the
+            batch before it gets there).
     """
     log_probs, entropy = _Scores.apply(hidden_NH, weight_VH, targets_N, scoring, group)
     return log_probs, entropy if scoring.with_entropy else None
@@ -89,11 +94,9 @@ def top_log_probs(
     values = hidden_NH.new_full((len(hidden_NH), k), -torch.inf, dtype=torch.float32)
     tokens = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
     mine = min(k, shard.rows)
-    for rows, logits in shard.chunks(hidden_NH):
-        if mine:
-            found = logits.topk(mine, dim=-1)
-            values[rows, :mine], tokens[rows, :mine] = found.values, found.indices + shard.first
-    log_z = _normaliser(shard, hidden_NH)[0]
+    best = values[:, :mine].contiguous(), tokens[:, :mine].contiguous()
+    log_z = _normaliser(shard, hidden_NH, best=best if mine else None)[0]
+    values[:, :mine], tokens[:, :mine] = best[0], best[1] + shard.first
     world = dist.get_world_size(group)
     all_values, all_tokens = (
         [torch.empty_like(values) for _ in range(world)],
@@ -119,23 +122,35 @@ class _Shard:
         self.rows = max(0, min(len(weight), scoring.vocab_size - self.first))
         self.weight, self.scoring, self.group = weight[: self.rows], scoring, group
 
-    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows of hidden, their [chunk, v] fp32 logits over the temperature)."""
-        for start in range(0, len(hidden), self.scoring.chunk):
-            rows = slice(start, min(start + self.scoring.chunk, len(hidden)))
-            yield rows, F.linear(hidden[rows], self.weight).float().div_(self.scoring.temperature)
-
     def local(self, targets: torch.Tensor) -> torch.Tensor:
         """Each target's row here, -1 where it is elsewhere."""
         local = targets - self.first
         return torch.where((local >= 0) & (local < self.rows), local, -1)
 
+    def unknown(self, targets: torch.Tensor) -> torch.Tensor:
+        """[n] bool: which targets are no tokens.
+
+        Raises:
+            ValueError: one is not, and they lie on the CPU.
+        """
+        unknown = (targets < 0) | (targets >= self.scoring.vocab_size)
+        if targets.is_cpu and bool(unknown.any()):
+            row = int(unknown.nonzero()[0])
+            raise ValueError(
+                f"target {row} is {int(targets[row])}; tokens of a vocabulary of {self.scoring.vocab_size} are 0 to "
+                f"{self.scoring.vocab_size - 1}"
+            )
+        return unknown
+
 
 def _normaliser(
-    shard: _Shard, hidden: torch.Tensor, targets: torch.Tensor | None = None
+    shard: _Shard,
+    hidden: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    best: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[n] log of the sum of exponentials over the whole vocabulary, [n] logit of the target, [n] entropy (zeros unless
-    asked for).
+    asked for); `best` as `partial_sums` has it.
 
     Two small all-reduces however many chunks there are: latency is what tensor parallelism costs over gloo.
     """
@@ -148,6 +163,7 @@ def _normaliser(
         temperature=shard.scoring.temperature,
         with_entropy=entropy,
         chunk=shard.scoring.chunk,
+        best=best,
     )
     highest = tops.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
@@ -171,9 +187,13 @@ class _Scores(torch.autograd.Function):
         """[n] log-probs and [n] entropies; only each row's normaliser and entropy are kept for the backward."""
         ctx.set_materialize_grads(False)  # entropies that are only looked at have no gradient, and cost none
         hidden = hidden.contiguous()
-        log_z, picked, entropy = _normaliser(_Shard(weight, scoring, group), hidden, targets)
+        shard = _Shard(weight, scoring, group)
+        unknown = shard.unknown(targets)
+        log_z, picked, entropy = _normaliser(shard, hidden, targets)
+        if not targets.is_cpu:
+            picked.masked_fill_(unknown, torch.nan)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.scoring, ctx.group = scoring, group
+        ctx.scoring, ctx.group, ctx.parameter = scoring, group, weight
         return picked - log_z, entropy
 
     @staticmethod
@@ -183,7 +203,10 @@ class _Scores(torch.autograd.Function):
         """This rank's share of the hidden states' gradient, and its rows of the weight's; padding rows take none."""
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         shard = _Shard(weight, ctx.scoring, ctx.group)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        main_grad = _main_grad(ctx.parameter) if ctx.needs_input_grad[1] else None
+        grad_weight = main_grad
+        if ctx.needs_input_grad[1] and main_grad is None:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = gradients(
@@ -196,4 +219,21 @@ class _Scores(torch.autograd.Function):
             of_hidden=ctx.needs_input_grad[0],
             grad_weight_VH=None if grad_weight is None else grad_weight[: shard.rows],
         )
+        if main_grad is not None:
+            # Megatron's hook looks for a gradient, and adds it unless it is told that this has been done
+            ctx.parameter.grad_added_to_main_grad = True
+            return grad_hidden, torch.empty_like(weight), None, None, None
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 gradient that Megatron keeps for a parameter over micro-batches, where the kernel adds to it.
+
+    None where the embedding is tied to the parameter, whose own gradient comes by way of autograd, and in the torch
+    form, where chunks are summed before the sum is added.
+    """
+    if not uses_triton(weight):
+        return None
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    fits = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.shape == weight.shape
+    return main_grad if fits and not getattr(weight, "zero_out_wgrad", False) else None

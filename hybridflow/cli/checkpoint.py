@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybridflow.observe.jsonl import finite
+
 CHECKPOINT = """\
 examples:
   hybridflow checkpoint inspect runs/tiny-moe-grpo                          the latest checkpoint of a run
@@ -71,7 +73,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from hybridflow.saving import tools
 
     figures = tools.inspect(tools.locate(args.checkpoint))
-    print(json.dumps(figures, indent=2) if args.json else tools.table(figures))
+    print(json.dumps(finite(figures), indent=2) if args.json else tools.table(figures))
     return 0
 
 

@@ -59,7 +59,7 @@ def _open_doors(config: RunConfig) -> Iterator[str]:
                 f"rollout.extra_args.{name}={rollout.extra_args[name]!r}: engines listen on loopback alone, on a port "
                 "and with keys of the job's own; remove it"
             )
-    if rollout.nodes_per_engine > 1 and cluster.address is not None and not cluster.trusted_network:
+    if rollout.nodes_per_engine > 1 and not derived.engines_may_span_nodes(config):
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} in the cluster at {cluster.address}: the ranks of "
             "one engine unpickle what comes over connections that prove nothing (docs/security.md); set "

@@ -42,6 +42,12 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
             f"actor.loss_agg_mode={actor.loss_agg_mode} with actor.policy_loss={actor.policy_loss}, which is a mean of "
             f"sequences: set actor.loss_agg_mode={loss.aggregations[0]}"
         )
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)
+    if estimator.aggregations and actor.loss_agg_mode not in estimator.aggregations:
+        yield (
+            f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.adv_estimator={config.algorithm.adv_estimator}, "
+            f"whose loss is of whole answers: set actor.loss_agg_mode={estimator.aggregations[0]}"
+        )
     if correction.weight != "none" and actor.old_log_probs == "engine" and "old_log_probs" in loss.reads:
         yield (
             f"actor.rollout_correction.weight={correction.weight} with actor.old_log_probs=engine: the ratio of "
@@ -61,7 +67,7 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
     for name, bound in correction.reject.items():
         if problem := _bound_problem(str(name), bound):
             yield f"actor.rollout_correction.reject.{name}={bound}: {problem}"
-    if config.critic.path is not None and not ESTIMATORS.get(config.algorithm.adv_estimator).needs_critic:
+    if config.critic.path is not None and not estimator.needs_critic:
         yield (
             f"critic.path={config.critic.path} with algorithm.adv_estimator={config.algorithm.adv_estimator}, which "
             "asks no critic: remove it, or set adv_estimator=gae"
@@ -85,8 +91,41 @@ def _bound_problem(name: str, bound: Any) -> str:
 
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
-    """An estimator that compares the samples of a prompt needs two of them."""
-    name = config.algorithm.adv_estimator
+    """An estimator that compares the samples of a prompt needs two of them, ReMax a greedy answer; which samples a step
+    trains on, and how many answers validation takes."""
+    algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
+    name, entry = algorithm.adv_estimator, ESTIMATORS.get(algorithm.adv_estimator)
+    if algorithm.dynamic_sampling == 1:
+        yield (
+            "algorithm.dynamic_sampling=1: a step would generate one batch of prompts, and nothing would be replaced; "
+            "set it to 2 or more, or to 0"
+        )
+    if algorithm.dynamic_sampling and not entry.compares_samples:
+        yield (
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with algorithm.adv_estimator={name}, which also "
+            "learns from samples whose scores are equal; set it to 0, or adv_estimator to grpo"
+        )
+    if reward.overlong_tokens > config.data.max_response_length:
+        yield (
+            f"reward.overlong_tokens={reward.overlong_tokens} is more than "
+            f"data.max_response_length={config.data.max_response_length}: every answer would be punished; lower it"
+        )
+    greedy, temperature = "greedy_scores" in entry.reads, rollout.val_sampling.temperature
+    if greedy and temperature:
+        yield (
+            f"rollout.val_sampling.temperature={temperature} with algorithm.adv_estimator={name}, whose baseline is "
+            "the greedy answer, sampled as in validation; set it to 0"
+        )
+    if greedy and config.reward_model.path is not None:
+        yield (
+            f"reward_model.path={config.reward_model.path} with algorithm.adv_estimator={name}: its baseline is a "
+            "score of reward functions alone; remove the reward model, or choose another estimator"
+        )
+    if rollout.val_samples > 1 and not temperature:
+        yield (
+            f"rollout.val_samples={rollout.val_samples} with rollout.val_sampling.temperature=0: all answers to a "
+            "prompt would be the same; raise the temperature, or set val_samples to 1"
+        )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
         others = [other for other in ESTIMATORS.names() if not ESTIMATORS.get(other).compares_samples]
         yield (

@@ -94,6 +94,11 @@ def engine_ranks(config: RunConfig) -> int:
     return config.rollout.tensor * config.rollout.pipeline
 
 
+def engines_may_span_nodes(config: RunConfig) -> bool:
+    """Whether an engine may have ranks on several nodes: in a cluster that this run starts, or on a trusted network."""
+    return config.cluster.address is None or config.cluster.trusted_network
+
+
 def is_staged(config: RunConfig, kind: str) -> bool:
     """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all have arrived."""
     return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
@@ -148,8 +153,10 @@ def max_sequence_length(config: RunConfig) -> int:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether any KL term asks for log-probabilities of the reference policy."""
-    return config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0
+    """Whether a KL term or the estimator asks for log-probabilities of the reference policy."""
+    if config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0:
+        return True
+    return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
 def needs_engine_routes(config: RunConfig) -> bool:

@@ -39,6 +39,7 @@ class Estimator:
         needs_critic: whether a critic runs, writes `values`, and learns from the returns of this estimator.
         compares_samples: whether it needs two samples of a prompt or more.
         options: a frozen dataclass; every field has a default.
+        aggregations: the values of actor.loss_agg_mode under which it is what its paper defines; empty: any.
     """
 
     function: Callable[..., Any]
@@ -46,6 +47,7 @@ class Estimator:
     needs_critic: bool
     compares_samples: bool
     options: type
+    aggregations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

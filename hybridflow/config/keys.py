@@ -16,7 +16,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from hybridflow.config.registry import Registry, is_user_entry, package_folder
 from hybridflow.errors import ConfigError
@@ -57,6 +57,14 @@ class Below(Bound):
     """Values under `limit`."""
 
     words, keyword, compare = "less than", "exclusiveMaximum", operator.lt
+
+
+PositiveInt = Annotated[int, AtLeast(1)]
+NonNegativeInt = Annotated[int, AtLeast(0)]
+Positive = Annotated[float, Above(0)]
+NonNegative = Annotated[float, AtLeast(0)]
+Share = Annotated[float, AtLeast(0), AtMost(1)]
+Decay = Annotated[float, AtLeast(0), Below(1)]
 
 
 @dataclasses.dataclass(frozen=True)

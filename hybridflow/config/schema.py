@@ -1,7 +1,8 @@
 """Every configuration key, its type, default and meaning. Frozen: nothing rewrites a configuration once it is built.
 
 Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or said in the comment. "prompts" counts rows of the
-dataset, "samples" counts generated responses: samples = prompts x `rollout.n`.
+dataset, "samples" counts generated responses: samples = prompts x `rollout.n`. The sections `algorithm` and `reward`
+are in `hybridflow.config.schema_rewards`.
 """
 
 from __future__ import annotations
@@ -13,34 +14,28 @@ from hybridflow.config.keys import (
     AGENT_LOOP,
     CALL_FORMAT,
     ENGINE,
-    ESTIMATOR,
     POLICY_LOSS,
     PREPARE_TASK,
     TOOL,
     TRACKER,
     TRANSPORT,
-    VERIFIER,
     Above,
     Aliases,
     AtLeast,
     AtMost,
     Below,
+    Decay,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
 )
-
-PositiveInt = Annotated[int, AtLeast(1)]
-NonNegativeInt = Annotated[int, AtLeast(0)]
-Positive = Annotated[float, Above(0)]
-NonNegative = Annotated[float, AtLeast(0)]
-Share = Annotated[float, AtLeast(0), AtMost(1)]
-Decay = Annotated[float, AtLeast(0), Below(1)]
+from hybridflow.config.schema_rewards import VERL_KL, AlgorithmConfig, RewardConfig
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-_VERL_KL = Aliases((("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("kl+", "k1+"), ("low_var_kl+", "k3+")))
 _VERL_LOSSES = Aliases((("vanilla", "ppo"), ("geo_mean", "gmpo")))
-_VERL_ESTIMATORS = Aliases((("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")))
-KlEstimate = Annotated[Literal["k1", "abs", "k2", "k3"], _VERL_KL]
 # with +: the value of the estimate, and the gradient of k2, whose mean is that of the divergence
-KlLoss = Annotated[Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"], _VERL_KL]
+KlLoss = Annotated[Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"], VERL_KL]
 Placement = Literal["colocated", "own"]
 Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
 Packing = Literal["pack", "spread", "whole_nodes"]
@@ -303,23 +298,6 @@ class RewardTrainingConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """How rewards become advantages."""
-
-    # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO); docs/algorithms.md
-    # has all. Not supported: verl's optimal_token_baseline
-    adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"
-    adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
-    norm_adv_by_std: bool = True  # grpo, grpo_passk, gdpo; False with grpo: Dr.GRPO
-    gamma: Share = 1.0  # gae, reinforce_plus_plus: discount of a token
-    lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
-    kl_coef: NonNegative = 0.0  # KL penalty inside the reward
-    kl_penalty: KlEstimate = "k1"  # estimate of the KL divergence at each token
-    kl_target: Positive | None = None  # steer kl_coef towards this mean KL of a token; null: kl_coef is fixed
-    kl_horizon: PositiveInt = 10000  # samples over which the steering takes effect
-
-
-@dataclass(frozen=True)
 class SamplingConfig:
     """Token sampling for training."""
 
@@ -393,6 +371,7 @@ class RolloutConfig:
     n: PositiveInt = 1  # samples a prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    val_samples: PositiveInt = 1  # answers to each held-out prompt: mean@k, best@k, pass@k and maj@k are measured
     max_running_requests: PositiveInt = 64
     max_total_tokens: PositiveInt = 16384  # KV cache of one engine
     mem_fraction_static: Annotated[float, Above(0), Below(1)] = 0.1
@@ -407,26 +386,6 @@ class RolloutConfig:
     sleep_while_training: bool = False
     # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)
     extra_args: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """Where the score of a response comes from: the verifier of its data_source, or one function of yours."""
-
-    verifiers: tuple[Annotated[str, VERIFIER], ...] = ()  # of yours, [path/to/file.py:name], beside the built-in ones
-    path: str | None = None  # python file; null: the verifiers
-    # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict; or, called once for
-    # the samples of a prompt, (data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list. May be async
-    name: str = "compute_score"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0  # of this score in the reward; validation counts the score itself
-    # processes beside the driver in which responses are scored; null: one a core, at most 16; 0: in the driver, without
-    # a deadline
-    processes: NonNegativeInt | None = None
-    timeout_s: Positive = 60.0  # deadline of one call of a function or verifier
-    # what a response counts whose scoring hangs, raises or returns nonsense. zero: a score of 0; drop: nothing, its
-    # tokens are masked and its group's mean stays as it was; stop: the run ends. It ends as well when all of a step do
-    on_failure: Literal["zero", "drop", "stop"] = "zero"
 
 
 @dataclass(frozen=True)

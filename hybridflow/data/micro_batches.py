@@ -35,6 +35,22 @@ def sequence_lengths(batch: DataProto) -> np.ndarray:
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
+def check_token_ids(batch: DataProto, vocab_size: int) -> None:
+    """Refuse token ids that a model does not have, while they are still on the host.
+
+    Raises:
+        ValueError: there is one; names the column and the id.
+    """
+    for name in ("prompt_ids", "response_ids"):
+        ids = batch.jagged(name).values
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+            wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise ValueError(
+                f"{name} has the token {wrong}; the model has the tokens 0 to {vocab_size - 1}. Prepare the data with, "
+                "and let the engine use, the tokenizer of the model that is trained"
+            )
+
+
 def counted_tokens(batch: DataProto, rows: np.ndarray, columns: Sequence[str]) -> tuple[np.ndarray | slice, np.ndarray]:
     """Which response tokens of these rows take part, and how many of each row [s].
 

@@ -107,7 +107,8 @@ def _judge(args: argparse.Namespace) -> int:
 
 def _node(args: argparse.Namespace) -> int:
     sys.stdout.flush()
-    with (args.dir / f"node-{_node_name()}.log").open("ab") as log:  # srun's %N is the host's name, not the node's
+    path = args.dir / records.NODE_LOG.format(_node_name())  # srun's %N would be the host's name, not the node's
+    with path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     options = node.RayOptions(args.gpus, args.object_store_gib, args.start_timeout)

@@ -20,7 +20,6 @@ from hybridflow.launch.node import clean_environment
 from hybridflow.single_controller.cluster import wait_for_nodes
 
 STOPPED = RunStopped.exit_code
-LOG = "driver.log"
 _END_S = 20.0  # the driver takes a few seconds to end its workers
 _POLL_S = 0.2
 
@@ -31,6 +30,8 @@ class Driver:
     def __init__(self, folder: Path, grace_s: float) -> None:
         """`grace_s`: seconds that a checkpoint may take once it was asked for."""
         self.folder, self.grace_s = folder, grace_s
+        restart = int(folder.name.rpartition("-")[2])
+        self.next_start = folder.with_name(f"restart-{restart + 1}")
         self.process: subprocess.Popen[bytes] | None = None
         self.asked_at: float | None = None
         self.ended_at: float | None = None
@@ -60,7 +61,7 @@ class Driver:
     def run(self, words: Sequence[str]) -> int:
         """Run `hybridflow WORDS` to its end; returns its exit status, or STOPPED when it was asked to stop."""
         command = [sys.executable, "-m", "hybridflow.cli.main", *words]
-        with (self.folder / LOG).open("ab") as log:
+        with (self.folder / records.DRIVER_LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 command,
                 env=clean_environment(os.environ) | {"PYTHONUNBUFFERED": "1"},
@@ -71,7 +72,7 @@ class Driver:
             )
         if self.asked_at is not None:  # between the last check and the start
             self._send(signal.SIGUSR1)
-        with (self.folder / LOG).open("rb") as shown:
+        with (self.folder / records.DRIVER_LOG).open("rb") as shown:
             while self.process.poll() is None:
                 self._hurry()
                 self._show(shown.read())
@@ -83,8 +84,10 @@ class Driver:
         return status if status >= 0 else 128 - status
 
     def _hurry(self) -> None:
-        """Go from asking to ending, and from ending to killing, when time is up."""
+        """Go from asking to ending, and from ending to killing, when time is up; end for a later start of the job."""
         now = time.monotonic()
+        if self.next_start.exists():  # Slurm has lost this node and started the job on others
+            self.end()
         if self.asked_at is not None and now > self.asked_at + self.grace_s:
             self.end()
         if self.ended_at is not None and now > self.ended_at + _END_S:

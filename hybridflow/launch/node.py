@@ -39,7 +39,9 @@ PORTS = (
     "ray-client-server-port",
 )
 _TRIES = 16
+_STARTS = 3  # of Ray on a node, until all nodes have joined
 _POLL_S = 0.2
+_STACK = "*** StackTrace Information ***"  # after Ray's message
 _LEAKING = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
 
@@ -108,29 +110,42 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    ray: subprocess.Popen[bytes] | None = None
     try:
         ports = choose_ports(job_id, position, address)
         head = _publish_head(folder, address, ports) if position == 0 else _await_head(folder, options.start_timeout_s)
         command = ray_command(head if position else None, address, ports, temporary, options)
-        print(f"{node}: {' '.join(command[3:])}", flush=True)
-        ray = subprocess.Popen(command, env=clean_environment(os.environ), start_new_session=True)
-        while ray.poll() is None and not asked:
-            time.sleep(_POLL_S)
-        if asked:
-            return 0
-        _report(folder, node, f"Ray ended with status {ray.returncode}", _ray_log(temporary))
+        for start in range(1, _STARTS + 1):
+            status, log_tail = _run_ray(node, folder, command, temporary, asked)
+            if asked:
+                return 0
+            # Ray gives its own parts fixed times to start, which a busy node may exceed (ray-project/ray#65983).
+            if start == _STARTS or (folder / records.DRIVER_LOG).exists():
+                break
+            print(f"{node}: Ray ended with status {status} before all nodes had joined; starting it again", flush=True)
+        _report(folder, node, f"Ray ended with status {status}", log_tail)
         return 1
     except ResourceError as error:
         _report(folder, node, str(error), "")
         return 1
     finally:
-        if ray is not None:
-            _stop(ray)
-        _keep_logs(temporary, folder / "ray" / node)
         guard.clear_up(temporary)
         watching.kill()
         watching.wait()
+
+
+def _run_ray(node: str, folder: Path, command: list[str], temporary: Path, asked: list[int]) -> tuple[int | None, str]:
+    """Start Ray, stay until it ends or something is in `asked`, clear up; returns its status and the end of its log."""
+    temporary.mkdir(mode=0o700, exist_ok=True)  # an earlier start's was cleared up
+    print(f"{node}: {' '.join(command[3:])}", flush=True)
+    ray = subprocess.Popen(command, env=clean_environment(os.environ), start_new_session=True)
+    try:
+        while ray.poll() is None and not asked:
+            time.sleep(_POLL_S)
+        return ray.returncode, _ray_log(temporary) or records.tail(folder / records.NODE_LOG.format(node))
+    finally:
+        _stop(ray)
+        _keep_logs(temporary, folder / "ray" / node)
+        guard.clear_up(temporary)
 
 
 def ray_command(
@@ -216,8 +231,8 @@ def _ray_log(temporary: Path) -> str:
     """The end of what Ray's daemons wrote, those that say most first."""
     for name in ("ray_process_exit.log", "raylet.err", "gcs_server.err", "raylet.out", "gcs_server.out"):
         for path in sorted(temporary.glob(f"session_2*/logs/{name}")):
-            if text := records.tail(path).strip():
-                return text
+            if text := records.tail(path, 200).partition(_STACK)[0].strip():
+                return "\n".join(text.splitlines()[-20:])
     return ""
 
 

@@ -7,6 +7,7 @@ One process a node runs `check_node` at the same time; `choose` looks at what al
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import secrets
@@ -30,7 +31,7 @@ from hybridflow.launch import records
 MARK = "preflight "  # begins the line with a node's record among what else srun prints
 _GIB = 2**30
 _POLL_S = 0.1
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     complaints: dict[str, str] = field(default_factory=dict)  # other node -> what is wrong between the two
-    clocks: dict[str, float] = field(default_factory=dict)  # other node -> its clock minus this one's, seconds
+    clocks: dict[str, float] = field(default_factory=dict)  # other node -> seconds its clock is ahead, at least
 
 
 def check_node(
@@ -77,6 +78,12 @@ def check_node(
         clock: seconds since the epoch; replaced in tests.
     """
     record = Record(node, nonce=secrets.token_hex(8))
+    deadline = time.monotonic() + timeout_s
+    while not folder.is_dir() and time.monotonic() < deadline:  # a network filesystem may show it late
+        time.sleep(_POLL_S)
+    if not folder.is_dir():
+        record.problems.append(f"{folder} is absent there; choose an output_dir that all nodes mount")
+        return record
     record.facts, record.problems = _resources(folder, wanted)
     meeting = folder / "preflight"
     try:
@@ -88,7 +95,6 @@ def check_node(
     record.port = server.getsockname()[1]
     answering = threading.Thread(target=_answer, args=(server, record, clock), daemon=True)
     answering.start()
-    deadline = time.monotonic() + timeout_s
     others = [host for host in hosts if host != node]
     try:
         records.write(meeting / f"{node}.json", {"address": record.address, "port": record.port, "nonce": record.nonce})
@@ -291,7 +297,7 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
         started = clock()
         with socket.create_connection(address, timeout=_CONNECT_S) as connection:
             said = json.loads(connection.makefile("rb").read(4096))
-        middle = (started + clock()) / 2
+        ended = clock()
     except (OSError, ValueError) as error:
         record.complaints[other] = (
             f"{record.node} cannot connect to {address[0]}:{address[1]} ({error}); check firewall and `interface`"
@@ -302,7 +308,9 @@ def _visit(record: Record, other: str, found: Mapping[str, Any], clock: Callable
             f"{record.node} reaches {said.get('node')} at {address[0]}, not {other}; choose another `interface`"
         )
         return
-    record.clocks[other] = round(float(said["time"]) - middle, 3)
+    # the answer was written at some moment in between: what lies within says nothing, on a busy node that is seconds
+    offset = float(said["time"]) - (started + ended) / 2
+    record.clocks[other] = round(math.copysign(max(abs(offset) - (ended - started) / 2, 0.0), offset), 3)
 
 
 def _await(paths: Iterable[Path], deadline: float) -> Iterable[tuple[str, dict[str, Any] | None]]:

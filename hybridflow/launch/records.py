@@ -11,6 +11,8 @@ from typing import Any
 CHOSEN = "nodes.json"  # what preflight found: the nodes in use and their addresses, the head first
 HEAD = "head.json"  # HOST:PORT of the cluster, written by the head's node
 FAILED = "failed-{}.json"  # by a node whose Ray ended, with the end of its log
+DRIVER_LOG = "driver.log"  # is there once all nodes have joined and `hybridflow train` starts
+NODE_LOG = "node-{}.log"  # what a node's process and `ray start` print
 ATTEMPTS = "attempts.jsonl"  # in the job's folder: how each restart ended
 
 

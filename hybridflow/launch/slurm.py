@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridflow.errors import ResourceError
-from hybridflow.launch import verdict
+from hybridflow.launch import records, verdict
 from hybridflow.launch.job import Job
 
 _TIMEOUT_S = 60.0
@@ -33,21 +33,14 @@ def submit(job: Job, script: str) -> str:
 
 
 def status(job: str, out: Path) -> str:
-    """A line of Slurm's about the job, and one for each start that has ended."""
-    listed = subprocess.run(
-        [
-            _program("squeue"),
-            "--noheader",
-            f"--jobs={job}",
-            "--format=%i %T, %D nodes (%R), %M of %l, restarts in the log",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_TIMEOUT_S,
-    )
-    lines = [line.strip().removesuffix(", restarts in the log") for line in listed.stdout.splitlines()]
-    lines = lines or [f"{job} is not in Slurm's queue"]
+    """A line of Slurm's about the job, and one for each start that has ended. ResourceError: Slurm does not answer."""
+    try:
+        listed = _ask(["squeue", "--noheader", f"--jobs={job}", "--format=%i %T, %D nodes (%R), %M of %l"])
+    except ResourceError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        listed = ""  # Slurm forgets a job some minutes after its end
+    lines = [line.strip() for line in listed.splitlines()] or [f"{job} is not in Slurm's queue"]
     attempts = verdict.read_attempts(out / job)
     lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
     return "\n".join(lines)
@@ -67,7 +60,12 @@ def log_files(job: str, out: Path) -> list[tuple[str, Path]]:
     files = []
     for start in sorted(folder.glob("restart-*"), key=lambda path: int(path.name.rpartition("-")[2])):
         number = start.name.rpartition("-")[2]
-        named = [start / "preflight.err", start / "driver.log", *sorted(start.glob("node-*.log")), start / "ray.err"]
+        named = [
+            start / "preflight.err",
+            start / records.DRIVER_LOG,
+            *sorted(start.glob("node-*.log")),
+            start / "ray.err",
+        ]
         files += [(f"{number} {path.stem}", path) for path in named if path.is_file() and path.stat().st_size]
     own = out / f"{job}.out"
     return [*files, *([("job", own)] if own.is_file() else [])]

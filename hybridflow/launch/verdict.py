@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.launch import records
-from hybridflow.launch.driver import LOG, STOPPED
+from hybridflow.launch.driver import STOPPED
 
 SAME_STEP = 3  # so many starts in a row that end at the same checkpoint end the job
 _TAIL = "--- last lines of its log ---"
@@ -25,7 +25,7 @@ class Attempt:
     outcome: str  # finished | stopped | failed
     why: str
     checkpoint: str  # the folder of the checkpoint in force; empty without one
-    next: str  # done | requeue | give up
+    next: str  # done | requeue | give up | left to Slurm, which has ended this start itself
 
 
 def judge(
@@ -64,7 +64,7 @@ def judge(
     status = driver_status if driver_status and driver_status != STOPPED else 1
     if state and state != "RUNNING":
         reason = f"{reason}; Slurm has put the job into state {state}"
-        return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "give up")), log_tail, status
+        return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "left to Slurm")), log_tail, status
     if not stopped and (driver_status == ConfigError.exit_code or failed_before >= max_restarts):
         again = (
             "" if driver_status == ConfigError.exit_code or not max_restarts else f" ({max_restarts} restarts used up)"
@@ -104,7 +104,7 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
         return killed, records.tail(folder / "ray.err")
     if why:
         return why, ""
-    text = records.tail(folder / LOG, 200)
+    text = records.tail(folder / records.DRIVER_LOG, 200)
     place = text.rfind("\nhybridflow: ") + 1 or (0 if text.startswith("hybridflow: ") else None)
     if place is None:
         shown = "\n".join(text.splitlines()[-20:])
@@ -117,7 +117,7 @@ def _cause(folder: Path, driver_status: int | None, why: str) -> tuple[str, str]
 def _killed_agent(errors: Path) -> str:
     """What srun said of a node whose own process ended, as when somebody or the kernel killed it."""
     for line in records.tail(errors, 50).splitlines():
-        if found := re.match(r"srun: error: (\S+): tasks? \S+ (.+)|srun: error: (Node failure on \S+)", line):
+        if found := re.match(r"srun: error: (?:(\S+): tasks? \S+ (.+)|(Node failure on \S+|Task launch .+))", line):
             return found[3] or f"node {found[1].rstrip(':')}: the process that watches Ray ended ({found[2]})"
     return ""
 

@@ -15,7 +15,7 @@ from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from hybridflow.data.micro_batches import sequence_lengths, unpack
+from hybridflow.data.micro_batches import check_token_ids, sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
@@ -187,6 +187,7 @@ class Policy(HoldsReference):
         self, batch: DataProto, max_tokens: int, columns: Sequence[str], together: int = 1
     ) -> list[MicroBatch]:
         """`together`: so many rows in turn stay in one micro-batch, in their order."""
+        check_token_ids(batch, self.family.vocab_size)
         cut, lengths = self._cut(), sequence_lengths(batch)
         # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
         group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1

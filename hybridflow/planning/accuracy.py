@@ -65,7 +65,7 @@ def _training_rows(point: Point) -> Iterator[Row]:
     stage = stages[0]
     most = max(training.static(s) + training.activations(s, tokens, count) for s in stages)
     # the anatomy counts every layer once, as if no micro-batch were in flight beside another
-    kept = sum(training.layer_activations(layer, tokens) for layers in training.layers for layer in layers)
+    kept = sum(n * training.layer_activations(layer, tokens) for layers in training.layers for layer, n in layers)
     weights = training.weights(stage) + training.gradients(stage)
     wanted: tuple[tuple[str, str, str, float | None, float], ...] = (
         ("weights and gradients", STATIC, "GB", point.weights_gradients_gb, weights / gb),

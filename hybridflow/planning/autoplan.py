@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.planning.advice import refused, with_values
@@ -15,6 +16,7 @@ from hybridflow.planning.devices import Machines
 from hybridflow.planning.generation import Engine
 from hybridflow.planning.job import Job, RolePlan, job_of
 from hybridflow.planning.plan import PACKED, make_plan
+from hybridflow.planning.sizes import layer_shapes
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
@@ -28,10 +30,15 @@ _LAYOUT = ("tensor", "pipeline", "first_stage_layers", "last_stage_layers", "exp
 
 @dataclass
 class Search:
-    """The options of the models of a job on any number of devices."""
+    """The options of the models of a job on any number of devices.
+
+    Attributes:
+        memory: bytes of a device. engine_ranks: what an engine may have.
+    """
 
     job: Job
-    margin: float
+    memory: float
+    engine_ranks: int
     _known: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
 
     @cached_property
@@ -43,18 +50,21 @@ class Search:
         nodes = sorted({b << p for b in (1, 3, 5, 7) for p in range(most.bit_length()) if b << p <= most} | {most})
         return (*parts, *(number * node for number in nodes if number))
 
-    def options(self, model: str, size: int) -> Sequence[Option]:
-        """Ways to run a model on `size` devices, and on fewer where those are no better."""
+    def options(self, margin: float, model: str, size: int) -> Sequence[Option]:
+        """Ways to run a model on `size` devices; `margin` times what a training role takes counts."""
+        role = self.job.role(model)
         if (model, size) not in self._known:
-            role = self.job.role(model)
             found = self._engine_options(size) if role is None else self._role_options(role, size)
             self._known[model, size] = list(found)
-        return self._known[model, size]
+        known = self._known[model, size]
+        if role is None or margin == 1:
+            return known
+        return [replace(option, held=margin * option.held, working=margin * option.working) for option in known]
 
     def _engine_options(self, size: int) -> Iterator[Option]:
         job = self.job
         for tensor in (1, 2, 4, 8, 16, 32):
-            if size % tensor or tensor > size:
+            if size % tensor or tensor > self.engine_ranks:
                 continue
             expert = min(tensor, job.engine.shape.expert) if job.engine.shape.expert > 1 else 1
             engine = replace(job.engine, shape=EngineShape(tensor, expert))
@@ -75,13 +85,16 @@ class Search:
         for cut in cuts(role.training, size):
             training = replace(role.training, cut=cut)
             count = max(self._tokens / cut.data / (role.micro_tokens * PACKED), 1.0)
+            held, working = self._memory(role, training, count)
+            if held + working > self.memory:
+                continue
             length = self.job.prompt_tokens + self.job.lengths.weighted
             prepared = training.pass_seconds(role.micro_tokens, count, length, backward=False)
             trained = 0.0
             if role.updates:
                 each = count * role.passes / role.updates
                 trained = role.updates * training.update_seconds(role.micro_tokens, each, length)
-            yield Option(size, *self._memory(role, training, count), (0.0, prepared, trained), cut)
+            yield Option(size, held, working, (0.0, prepared, trained), cut)
 
     @cached_property
     def _tokens(self) -> float:
@@ -100,7 +113,7 @@ class Search:
             more = sum(parts.values()) - stays + compute
             if stays + more > held + working:
                 held, working = stays, more
-        return self.margin * held, self.margin * working
+        return held, working
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ class EngineChoice:
 
 def cuts(training: Training, size: int) -> Iterator[Cut]:
     """The legal layouts of a role on `size` devices."""
-    experts = max((layer.experts for layers in training.layers for layer in layers), default=0)
+    experts = max(layer.experts for layer in layer_shapes(training.decoder))
     for tensor in _TENSOR:
         for pipeline in _PIPELINE:
             for expert in _EXPERT if experts else (1,):
@@ -138,11 +151,13 @@ def cuts(training: Training, size: int) -> Iterator[Cut]:
 
 
 def end_stages(layers: int, pipeline: int) -> tuple[int, int]:
-    """Layers of the first and of the last stage that leave the others equal numbers: (0, 0) where all are equal. The
+    """Layers of the first and of the last stage that leave the others equal numbers; 0: as many as the others. The
     ends, which hold embedding and output layer, have as many as the others or fewer."""
     if layers % pipeline == 0:
         return 0, 0
     most = -(-layers // pipeline)
+    if pipeline == 2:
+        return most, 0
     fewer = most * pipeline - layers
     return max(most - fewer // 2, 0), max(most - (fewer - fewer // 2), 0)
 
@@ -161,9 +176,11 @@ def auto(config: RunConfig, machines: Machines, assumed: Any, hf: Any, overlaps:
     models = ("rollout", *(role.name for role in job.roles))
     memory = (machines.device.memory_gb * 1e9 - reserve) / job.constants.fragmentation
     # the search counts a pool's models by themselves; what a phase holds of the others beside, the whole plan says
+    most = machines.devices if derived.engines_may_span_nodes(config) else machines.devices_per_node
+    found = Search(job, memory, most)
     for margin in _MARGINS:
-        found = Search(job, margin)
-        mapped = search(Problem(models, machines.devices, found.sizes, memory, found.options, overlaps))
+        options = partial(found.options, margin)
+        mapped = search(Problem(models, machines.devices, found.sizes, memory, options, overlaps))
         if mapped is None:
             break
         change = settings(config, mapped, machines)

@@ -6,6 +6,7 @@ Layers with equal blocks are counted once, so that a model of 10^12 parameters t
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -59,16 +60,40 @@ def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
     return range(first, last)
 
 
+@functools.lru_cache(maxsize=64)
+def layer_kinds(decoder: Decoder) -> tuple[tuple[int, ...], tuple[tuple[Block, Block], ...]]:
+    """(the kind of each layer, attention and MLP of each kind)."""
+    numbers: dict[tuple[Block, Block], int] = {}
+    of = (numbers.setdefault((decoder.attention(n), decoder.mlp(n)), len(numbers)) for n in range(decoder.num_layers))
+    return tuple(of), tuple(numbers)
+
+
+def _stage_kinds(decoder: Decoder, at: Coordinates) -> Counter[int]:
+    """How many layers of each kind the pipeline stage at `at` holds, all its virtual stages together."""
+    kinds, _ = layer_kinds(decoder)
+    return Counter(kinds[layer] for chunk in at.virtual_stages() for layer in chunk_layers(decoder, chunk))
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_layers(decoder: Decoder, at: Coordinates) -> tuple[tuple[LayerShape, int], ...]:
+    """The layers of the pipeline stage at `at`: each shape, and how many there are of it."""
+    shapes = _kind_shapes(decoder)
+    return tuple((shapes[kind], count) for kind, count in _stage_kinds(decoder, at).items())
+
+
+@functools.lru_cache(maxsize=4096)
 def stage_numbers(decoder: Decoder, at: Coordinates, scalar_head: bool = False) -> Numbers:
     """What the pipeline stage at `at` holds, all its virtual stages together.
 
     Args:
         scalar_head: a critic or reward model, which has [1, h] in place of the output layer.
     """
-    total = Numbers()
+    total, cut, (_, blocks) = Numbers(), _cut(at), layer_kinds(decoder)
+    for kind, count in _stage_kinds(decoder, at).items():
+        attention, mlp = blocks[kind]
+        each = block_numbers(attention, cut) + block_numbers(mlp, cut)
+        total += Numbers(count * each.dense, count * each.expert)
     for chunk in at.virtual_stages():
-        for layer in chunk_layers(decoder, chunk):
-            total += block_numbers(decoder.attention(layer), _cut(at)) + block_numbers(decoder.mlp(layer), _cut(at))
         for local in (*decoder.first_tensors(chunk), *decoder.last_tensors(chunk)):
             if not (scalar_head and local.name == "output_layer.weight"):
                 total += _numbers([local])
@@ -159,11 +184,13 @@ class LayerShape:
 
 def layer_shapes(decoder: Decoder) -> list[LayerShape]:
     """One for each layer, in order; equal layers are the same object."""
+    shapes = _kind_shapes(decoder)
+    return [shapes[kind] for kind in layer_kinds(decoder)[0]]
+
+
+def _kind_shapes(decoder: Decoder) -> list[LayerShape]:
     topk = int(decoder.values.get("num_experts_per_tok") or 0)
-    return [
-        layer_shape(decoder.attention(layer), decoder.mlp(layer), decoder.hidden, topk)
-        for layer in range(decoder.num_layers)
-    ]
+    return [layer_shape(attention, mlp, decoder.hidden, topk) for attention, mlp in layer_kinds(decoder)[1]]
 
 
 @functools.cache

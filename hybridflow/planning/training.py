@@ -14,7 +14,7 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import Coordinates
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
-from hybridflow.planning.sizes import LayerShape, Numbers, Product, chunk_layers, layer_shapes, stage_numbers
+from hybridflow.planning.sizes import LayerShape, Numbers, Product, layer_shapes, stage_layers, stage_numbers
 
 ITEM = {"bfloat16": 2, "float32": 4}
 
@@ -129,17 +129,9 @@ class Training:
         return tuple(stage_numbers(self.decoder, self.cut.place(stage), self.scalar_head) for stage in stages)
 
     @cached_property
-    def layers(self) -> tuple[tuple[LayerShape, ...], ...]:
-        """The layers of each pipeline stage, all its virtual stages together."""
-        shapes = layer_shapes(self.decoder)
-        return tuple(
-            tuple(
-                shapes[layer]
-                for chunk in self.cut.place(stage).virtual_stages()
-                for layer in chunk_layers(self.decoder, chunk)
-            )
-            for stage in range(self.cut.pipeline)
-        )
+    def layers(self) -> tuple[tuple[tuple[LayerShape, int], ...], ...]:
+        """The layers of each pipeline stage, all its virtual stages together: each shape, and how many there are."""
+        return tuple(stage_layers(self.decoder, self.cut.place(stage)) for stage in range(self.cut.pipeline))
 
     def weights(self, stage: int) -> float:
         """Weights."""
@@ -210,14 +202,15 @@ class Training:
     def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
         """The peak of activations: micro-batches in flight, logits, and the layer that is computed again."""
         layers = self.layers[stage]
-        kept = sum(self.layer_activations(layer, micro_tokens) for layer in layers)
-        again = max((self.layer_activations(layer, micro_tokens, everything=True) for layer in layers), default=0.0)
+        kept = sum(count * self.layer_activations(layer, micro_tokens) for layer, count in layers)
+        again = max((self.layer_activations(layer, micro_tokens, everything=True) for layer, _ in layers), default=0.0)
         working = again if "full" in self.practice.recompute else 0.5 * again
         return kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
 
     def forward_activations(self, stage: int, micro_tokens: float) -> float:
         """The peak of a pass without gradients: one layer, and a chunk of logits."""
-        again = max((self.layer_activations(layer, micro_tokens, True) for layer in self.layers[stage]), default=0.0)
+        layers = self.layers[stage]
+        again = max((self.layer_activations(layer, micro_tokens, True) for layer, _ in layers), default=0.0)
         return again + self.logits(stage, micro_tokens)
 
     def groups(self) -> float:
@@ -230,11 +223,8 @@ class Training:
 
     def stage_seconds(self, stage: int, micro_tokens: float, length: float) -> tuple[float, float]:
         """(forward, backward) of one micro-batch of sequences of this length on a stage."""
-        counts: dict[LayerShape, int] = {}
-        for layer in self.layers[stage]:
-            counts[layer] = counts.get(layer, 0) + 1
         forward = backward = 0.0
-        for layer, count in counts.items():
+        for layer, count in self.layers[stage]:
             f, b = self._layer_seconds(layer, micro_tokens, length)
             forward, backward = forward + count * f, backward + count * b
         if stage == self.cut.pipeline - 1 and not self.scalar_head:

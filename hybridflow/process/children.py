@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 STOPPED = "T"  # by SIGSTOP or a terminal; a debugger's halt is another state
+ENDED = "Z"  # and its parent has not asked how
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that nothing is loaded between a fork and an exec
 

@@ -111,12 +111,15 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
     connection, _ = listener.accept()
     connection.settimeout(_ORDER_TIMEOUT_S)
     files: list[int] = []
+    server = os.getpid()
     try:
         order = _read(connection, files)
-        server = os.getpid()
         pid = os.fork()
         if not pid:
-            _begin(order, files, server)
+            try:
+                _begin(order, files, server)
+            except OSError as error:  # its folder is gone: it ends, and must not go on as a second server
+                sys.exit(f"{' '.join(order['argv'])} cannot begin: {error}")
             for key in list(events.get_map().values()):  # or clients would not see the end of the server
                 if key.data is not None:
                     os.close(key.fd)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from typing import Any
 from hybridflow.config.registry import attribute_of, describe_error, import_file
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.verifiers.base import ScoreResult, Verifier, by_data_source
+from hybridflow.rewards.combination import Combination
+from hybridflow.rewards.verifiers.base import Verifier, by_data_source, check_installed, result_of
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUP_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -39,8 +38,17 @@ class Scoring:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, self._kwargs = config, dict(config.kwargs)
+        if config.path is not None and config.combine:
+            raise ConfigError(
+                f"reward.combine={dict(config.combine)} with reward.path={config.path}, whose function scores every "
+                "row: remove one of them (the function may be a verifier, path/to/file.py:name in reward.combine)"
+            )
         self._function = None if config.path is None else load_function(config)
-        self._verifiers = {} if self._function else by_data_source(config.verifiers)
+        self._verifiers: Mapping[str, Verifier] = {}
+        if config.combine:
+            self._verifiers = {"*": Combination.of(config.combine)}
+        elif self._function is None:
+            self._verifiers = by_data_source(config.verifiers)
         self.by_group = self._function is not None and takes_groups(self._function)
         self.is_async = inspect.iscoroutinefunction(self._function)
         options = {name for verifier in self._verifiers.values() for name in verifier.options}
@@ -58,6 +66,11 @@ class Scoring:
     def runs_in_driver(self, source: str) -> bool:
         """Whether rows of this data source need no process of their own; `Verifier.runs_in_driver`."""
         return self._function is None and self._verifier(source).runs_in_driver
+
+    def check_installed(self, source: str) -> None:
+        """Raise ConfigError when the verifier of this data source imports a package that is not installed."""
+        if self._function is None:
+            check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
     async def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
         """The outcomes of one call: of one row, or of the rows of a group."""
@@ -142,15 +155,8 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
 
 def checked(who: str, found: Any) -> Outcome:
     """What a function or verifier returned, as an outcome; `who` begins the text of a failure."""
-    extra: dict[str, Any] = {}
-    score = found
-    if isinstance(found, ScoreResult):
-        score, extra = found.score, found.extra
-    if isinstance(found, Mapping):
-        extra = {str(key): value for key, value in found.items() if key != "score"}
-        score = found.get("score")
-    # numbers.Real also covers bool and numpy scalars
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
-        text = f'{who} returned {str(found)[:120]!r}; expected a finite number or a dict with one under "score"'
-        return {"failure": text}
-    return {"score": float(score), "extra": extra}
+    try:
+        result = result_of(found)
+    except ValueError as error:
+        return {"failure": f"{who} returned {error}"}
+    return {"score": result.score, "extra": result.extra}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from hybridflow.config.registry import is_user_entry
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import DataError
 from hybridflow.rewards.functions import Outcome, Row, Scoring, matching, unknown_source
@@ -43,17 +44,19 @@ class RewardManager:
 
     def __init__(self, config: RewardConfig, log_path: Path | None = None) -> None:
         self.config, self._log_path = config, log_path
-        has_code_of_user = config.path is not None or bool(config.verifiers)
+        has_code_of_user = config.path is not None or any(map(is_user_entry, (*config.verifiers, *config.combine)))
         self._scoring = None if has_code_of_user and config.processes != 0 else Scoring(config)
         self._pool = RewardPool(config, log_path) if self._scoring is None else None
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Wait until what scores is loaded. Raises DataError when a data source has no verifier: call it with the
-        dataset's sources before the first rollout."""
+        dataset's sources before the first rollout. Raises ConfigError when its verifier lacks a package."""
         known, _ = self._loaded()
         for source in dict.fromkeys(data_sources if known is not None else ()):
             if matching(source, known or ()) is None:
                 raise DataError(unknown_source(source, known or ()))
+            if self._scoring is not None:
+                self._scoring.check_installed(source)
             if not self._runs_here(source):
                 self._started_pool()
 

@@ -45,7 +45,8 @@ class RewardPool:
         self._launch()
 
     def _launch(self) -> None:
-        config = replace(self.config, verifiers=tuple(map(absolute_entry, self.config.verifiers)))
+        combine = {absolute_entry(str(name)): weight for name, weight in self.config.combine.items()}
+        config = replace(self.config, verifiers=tuple(map(absolute_entry, self.config.verifiers)), combine=combine)
         if config.path is not None:
             config = replace(config, path=str(Path(config.path).resolve()))
         ours, theirs = socket.socketpair()

@@ -17,7 +17,9 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.rewards.manager import RewardManager
+from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.protocols import RolloutService, answers
+from hybridflow.rollout.sampling_control import without_rows
 
 # large, and not read here
 _NOT_DUMPED = (
@@ -33,6 +35,9 @@ _NOT_DUMPED = (
 SCORING = DataflowStep(
     "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
 )
+
+# ReMax compares with the answer that validation's sampling gives, which has to be the greedy one
+GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
 
 
 class Scorer:
@@ -74,12 +79,15 @@ class Validator:
         self.config, self.dataset, self.scorer, self.folder = config, dataset, scorer, folder
 
     def run(self, engines: RolloutService, step: int) -> dict[str, float]:
-        """val/score (mean score), val/accuracy (the same where every score is 0 or 1), both by data source too, lengths
-        and means of what the reward returned beside the score. The answers are dumped under `validation/`. Nothing
-        without a held-out set."""
+        """val/score (mean score), val/accuracy (the same where every score is 0 or 1) and, with several answers to a
+        prompt, `answer_statistics`, all by data source too; lengths and means of what the reward returned beside the
+        score. The answers are dumped under `validation/`. Nothing without a held-out set."""
         if self.dataset is None:
             return {}
         batch = self.dataset.batch(np.arange(len(self.dataset)))
+        if self.config.rollout.val_samples > 1:
+            numbered = batch.with_columns(uid=np.arange(len(batch), dtype=np.int64))
+            batch = numbered.repeat(self.config.rollout.val_samples)
         batch = batch.union(answers(engines, batch, training=False))
         batch = batch.union(self.scorer.score(batch))
         dump_batch(self.folder, step, batch, self.scorer.tokenizer)
@@ -92,6 +100,10 @@ class Validator:
             metrics[f"val{part}/score"] = float(np.mean(scores))
             if np.isin(scores, (0.0, 1.0)).all():
                 metrics[f"val{part}/accuracy"] = metrics[f"val{part}/score"]
+            if self.config.rollout.val_samples > 1:
+                extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
+                found = answer_statistics(scores, self.config.rollout.val_samples, extras)
+                metrics |= {f"val{part}/{name}": value for name, value in found.items()}
         return metrics | {
             f"val/{name}": value for name, value in extra_metrics(batch).items() if name.endswith("/mean")
         }
@@ -107,9 +119,7 @@ def without_failed(batch: DataProto, policy: str) -> DataProto:
     for row in np.flatnonzero(failed):
         others = scores[(uid == uid[row]) & ~failed]
         scores[row] = others.mean() if len(others) else 0.0
-    mask = batch.jagged(RESPONSE_MASK)
-    kept = mask.values & ~np.repeat(failed, mask.lengths)
-    return batch.with_columns(scores=scores, **{RESPONSE_MASK: Jagged(kept, mask.offsets)})
+    return without_rows(batch.with_columns(scores=scores), failed)
 
 
 def failures(batch: DataProto) -> list[str]:

@@ -1,9 +1,9 @@
 """Which groups of answers a step trains: a buffer between engines that go on and a policy that moves.
 
-A group is a prompt with its samples. At weight version v, prompts for v + 1 + `trainer.max_staleness` steps have been
-handed out, and a step takes those that were handed out with the oldest weights, of these the ones that have ended
-first. So no token that is trained is more than `max_staleness` versions old: an answer has the time of so many steps,
-and a step waits for one that takes longer. With 0 a step waits for all that it hands out.
+A group is a prompt with its samples. As a step begins, prompts for this one and `trainer.max_staleness` more are handed
+out, and it takes those that were handed out with the oldest weights, of these the ones that have ended first. So no
+token that is trained is more than `max_staleness` versions old: an answer has the time of so many steps, and a step
+waits for one that takes longer. With 0 a step waits for all that it hands out.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class Groups:
     def _hand_out(self, version: int) -> None:
         """Submit prompts until as many are handed out as the version allows."""
         size, n, trainer = self.config.data.train_batch_size, self.config.rollout.n, self.config.trainer
-        most = min(version + 1 + trainer.max_staleness, trainer.total_steps) * size
-        missing = most - version * size - len(self._left)
+        missing = min(1 + trainer.max_staleness, trainer.total_steps - version) * size - len(self._left)
         while len(self._next) < missing:
             self._next += next(self.sampler).tolist()
         if missing < 1:

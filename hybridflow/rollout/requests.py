@@ -112,7 +112,8 @@ class Requests(ABC):
             if one.engine in owed:
                 owed[one.engine] += one.most
         # an engine alone gets everything: there is no other that might be free earlier
-        room = _RUNNING_SETS * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
+        sets = _RUNNING_SETS * (1 + self.config.trainer.max_staleness)  # nobody sends more while the policy trains
+        room = sets * self.config.rollout.max_running_requests * len(owed) - len(self._under_way)
         groups: list[list[_Request]] = []
         while self._waiting and (room > 0 or len(owed) == 1):
             groups.append(self._waiting.popleft())

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.errors import CheckpointError
+from hybridflow.observe.jsonl import finite
 from hybridflow.saving.manifest import (
     MANIFEST,
     Manifest,
@@ -108,7 +109,8 @@ class CheckpointStore:
         """Write a checkpoint, or begin to in the background: it counts when it is whole then, and `check` reports a
         failure.
 
-        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`.
+        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`. A number in `state` that
+        is not finite is None when it is read again.
 
         Raises:
             CheckpointError: it (or the one before, in the background) could not be written; the previous one is in
@@ -120,7 +122,7 @@ class CheckpointStore:
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": dict(state)})
+            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state)})
             roles = {"policy": policy, **others}
             for name, role in roles.items():
                 role.save(partial / name, phase=phase, step=step, background=self.background)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import HybridFlowError, WorkerError, from_json
-from hybridflow.process.children import STOPPED, state_of
+from hybridflow.process.children import ENDED, STOPPED, state_of
 from hybridflow.single_controller.host import Failure
 from hybridflow.single_controller.pieces import Header
 from hybridflow.single_controller.stored import stored_results
 
 _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
+_NEWS_S = 30.0  # by then Ray has told of a process that has ended, however busy the machine is
 _POLL_S = 1.0
 _AT_ONCE_S = 0.2  # how long all ranks are waited for together, when the failure of one may go unnoticed
 _STOPPED_LOOKS = 10  # of `_POLL_S` each; a driver that was suspended together with a rank looks less often
@@ -54,6 +55,10 @@ class Rank:
     is_local: bool  # on this machine: its process can be signalled from here
     pid: int = 0
     log_from: int = 0  # where its part of the log begins: those of earlier processes in its place come before
+
+    def is_in(self, *states: str) -> bool:
+        """Whether its process is seen from here, and in one of these states of `process.children.state_of`."""
+        return self.is_local and self.pid > 0 and state_of(self.pid) in states
 
     def log_tail(self) -> str:
         """The last lines of its log, empty where the file cannot be seen from here."""
@@ -153,17 +158,18 @@ class Future:
             if not ready and left <= 0:
                 raise self._hung()
             if not ready and (rank := self._stopped(stopped)) is not None:
-                self._lost = True
-                raise self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
+                raise self._stands_still(rank)
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
         """A rank of this machine that still owes an answer and has been stopped for some time; `looks` counts how often
         each was seen so. A call may take long: what tells is the state of the process, not its silence."""
         for rank in self._pending.values():
-            state = self._ranks[rank]
-            stands = state.is_local and state.pid and state_of(state.pid) == STOPPED
-            looks[rank] = looks.get(rank, 0) + 1 if stands else 0
+            looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
         return next((rank for rank, count in looks.items() if count >= _STOPPED_LOOKS), None)
+
+    def _stands_still(self, rank: int) -> WorkerError:
+        self._lost = True
+        return self._worker_error("the worker process was stopped (SIGSTOP) and stands still", rank)
 
     def _take_at_once(self, timeout: float) -> None:
         """Take all answers with one request to Ray, as most calls are short and succeed. Finding out which have come
@@ -200,18 +206,28 @@ class Future:
         return dict(failed)
 
     def _first_cause(self, failed: dict[int, Failure | Exception]) -> HybridFlowError:
-        """One error for the call. A rank that died is looked for first: it explains what the others raise about a lost
-        connection."""
+        """One error for the call. A rank that died, or was stopped, is looked for first: it explains what the others
+        raise about a lost connection."""
         import ray
 
-        until = time.monotonic() + _GRACE_S
-        while self._pending and not any(map(_is_death, failed.values())) and time.monotonic() < until:
+        began = time.monotonic()
+        while self._pending and not any(map(_is_death, failed.values())):
+            if time.monotonic() - began > (_NEWS_S if self._has_ended() else _GRACE_S):
+                break
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=0.2)
             failed |= self._take(ready)
+        if not any(map(_is_death, failed.values())):
+            for rank in self._pending.values():
+                if self._ranks[rank].is_in(STOPPED):
+                    return self._stands_still(rank)
         rank = min(failed, key=lambda r: (not _is_death(failed[r]), not _is_ours(failed[r]), list(failed).index(r)))
         others = sorted(set(failed) - {rank})
         also = f"; ranks {others} failed too" if others else ""
         return self._error_of(rank, failed[rank], also)
+
+    def _has_ended(self) -> bool:
+        """Whether the process of a rank of this machine that still owes an answer is gone."""
+        return any(self._ranks[rank].is_in("", ENDED) for rank in self._pending.values())
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
         if isinstance(cause, Failure):

@@ -16,8 +16,9 @@ from hybridflow.models.fp8 import FP8
 from hybridflow.reshard.fp8_blocks import SCALES, Blocks
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
 from hybridflow.sync.messages import Item, Message
-from hybridflow.sync.payload import DIGEST_BYTES, Payload, message_key, seeds_of
+from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, message_key, seeds_of
 from hybridflow_kernels.fp8_cast import write_scales, write_weights
+from hybridflow_kernels.slices import Slice, Slices
 
 # fp8 is made at the sender, nothing else is done with it: copied as bytes, which every kernel of every device can
 _DTYPES = {name: torch.uint8 if name == FP8 else getattr(torch, name) for name in ITEM_BYTES}
@@ -32,10 +33,12 @@ class _Slice:
 
 
 class Copies:
-    """The prepared copies between one set of buffers and its messages."""
+    """The prepared copies between one set of buffers and its messages: on a CPU in bulk, with the checksum while a
+    message is still in the cache; on a GPU by the kernel that copies and takes the checksum in one read."""
 
     def __init__(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> None:
         self._messages = messages
+        self._prepared: dict[int, Slices] = {}
         self._slices = [_slices(message) for message in messages]
         self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
         self._made = [
@@ -55,8 +58,11 @@ class Copies:
         dtype."""
         return self._whole[number]
 
-    def pack(self, number: int, payload: Payload) -> None:
-        """Copy the slices of a message into `payload`, cast to the engine's dtypes or made of blocks."""
+    def pack(self, number: int, payload: Payload, seed: int) -> Digest:
+        """Copy the slices of a message into `payload`, cast to the engine's dtypes or made of blocks; returns its
+        checksum."""
+        if self.device.type != "cpu":
+            return self._in_one_read(number).pack(payload.tensor, seed)
         views, local = self._views(number, payload), self._local[number]
         if made := self._made[number]:
             for index, item, blocks in made:
@@ -67,10 +73,26 @@ class Copies:
             )
         if views:
             torch._foreach_copy_(views, local)
+        return digest(payload, seed)
+
+    def unpack(self, number: int, payload: Payload, seed: int) -> Digest:
+        """Copy the slices of a message from `payload` into the buffers; returns the checksum of what was read."""
+        if self.device.type != "cpu":
+            return self._in_one_read(number).scatter(payload.tensor, seed)
+        found = digest(payload, seed)
+        self.scatter(number, payload)
+        return found
 
     def scatter(self, number: int, payload: Payload) -> None:
         """Copy the slices of a message from `payload` into the buffers."""
         torch._foreach_copy_(self._local[number], self._views(number, payload))
+
+    def _in_one_read(self, number: int) -> Slices:
+        if number not in self._prepared:
+            pieces = zip(self._slices[number], self._local[number], strict=True)
+            nbytes = self._messages[number].nbytes
+            self._prepared[number] = Slices([_kernel_slice(piece, view) for piece, view in pieces], nbytes)
+        return self._prepared[number]
 
     def _views(self, number: int, payload: Payload) -> list[torch.Tensor]:
         """The slices' places in a payload; a message comes to lie in one of few places, so they are kept."""
@@ -150,6 +172,14 @@ def _joins(first: Item, second: Item) -> int | None:
     if axis is None or apart != [axis] or prod(first.size[:axis]) != 1:
         return None
     return axis if first.start[axis] + first.size[axis] == second.start[axis] else None
+
+
+def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
+    item = piece.item
+    if item.blocks is None:
+        return Slice(view, piece.begin, item.size, _DTYPES[item.dtype])
+    dtype = torch.float32 if item.blocks.makes == SCALES else torch.float8_e4m3fn
+    return Slice(view, piece.begin, item.size, dtype, item.blocks.block, item.start[1], item.start[2])
 
 
 def _make(item: Item, blocks: Blocks, weights: torch.Tensor, view: torch.Tensor) -> None:

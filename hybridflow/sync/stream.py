@@ -97,6 +97,14 @@ class _RankSync:
         """Take the checksum of a message."""
         self._digests[number] = digest(payload, self._seeds[number])
 
+    def pack(self, number: int, payload: Payload) -> None:
+        """Fill a message, and take its checksum."""
+        self._digests[number] = self.copies.pack(number, payload, self._seeds[number])
+
+    def unpack(self, number: int, payload: Payload) -> None:
+        """Write a message to the buffers, and take its checksum."""
+        self._digests[number] = self.copies.unpack(number, payload, self._seeds[number])
+
     def peers(self) -> list[int]:
         """The ranks that messages go to or come from, ascending."""
         return sorted({message.peer for message in self.messages})
@@ -148,9 +156,10 @@ def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
             sync.at, work = in_flight.popleft()
             work.wait()
         sync.at = message
-        if copies.whole(number) is not payload:
-            copies.pack(number, payload)
-        sync.take(number, payload)
+        if copies.whole(number) is payload:
+            sync.take(number, payload)
+        else:
+            sync.pack(number, payload)
         in_flight.append((message, channel.send(message.peer, message.tag, payload)))
     for message, work in in_flight:
         sync.at = message
@@ -165,8 +174,7 @@ def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
     for number, message in enumerate(sync.messages):
         sync.at = message
         payload = channel.lend(message.peer, message.tag, message.nbytes)
-        sync.copies.pack(number, payload)
-        sync.take(number, payload)
+        sync.pack(number, payload)
         channel.send(message.peer, message.tag, payload).wait()
         used.note(payload)
     return used.nbytes
@@ -247,9 +255,10 @@ def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
     copies, places = sync.copies, sync.places()
     for number in _arrivals(sync, channel, places):
         payload = places[number]
-        sync.take(number, payload)
-        if copies.whole(number) is not payload:
-            copies.scatter(number, payload)
+        if copies.whole(number) is payload:
+            sync.take(number, payload)
+        else:
+            sync.unpack(number, payload)
     return sync.staging.nbytes
 
 
@@ -297,8 +306,7 @@ def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
         sync.at = message
         loan = channel.borrow(message.peer, message.tag, message.nbytes)
         payload = loan.payload
-        sync.take(number, payload)
-        sync.copies.scatter(number, payload)
+        sync.unpack(number, payload)
         used.note(payload)
         loan.release()
     return used.nbytes

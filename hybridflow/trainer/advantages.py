@@ -11,13 +11,14 @@ import torch
 from hybridflow.algorithms.estimators.base import Samples
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
-from hybridflow.algorithms.rewards import sums_of_rows, token_rewards
+from hybridflow.algorithms.rewards import overlong_penalties, sums_of_rows, token_rewards
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.entries import ESTIMATORS, estimator_options
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
+from hybridflow.rollout.sampling_control import sampled_tokens
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
 
@@ -46,13 +47,24 @@ class Advantages:
         """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with a
         critic, returns too."""
         self.metrics = {}
-        samples = self._samples(batch)
-        advantages, returns = self.estimator.function(samples, self.options)
-        offsets = torch.cat([samples.lengths.new_zeros(1), samples.lengths.cumsum(0)])
-        found = {"advantages": (advantages.float(), offsets)}
-        if returns is not None:
-            found["returns"] = (returns.float(), offsets)
-        return batch.with_torch(rewards=samples.scores, **found)
+        counts = samples_that_count(batch, compares=self.estimator.compares_samples)
+        if counts.all():
+            samples = self._samples(batch)
+            advantages, returns = self.estimator.function(samples, self.options)
+            return _with_found(batch, samples.scores, advantages, returns)
+        # what is left out has no advantage, and as its reward the weighted score alone
+        lengths = torch.tensor(batch.lengths("response_ids"))
+        tokens, rows = counts.repeat_interleave(lengths), torch.from_numpy(self._weighted(batch))
+        advantages = torch.zeros(len(tokens))
+        returns = torch.zeros(len(tokens)) if self.estimator.needs_critic else None
+        if counts.any():
+            samples = self._samples(batch.rows(counts.numpy()))
+            rows[counts] = samples.scores
+            found, values = self.estimator.function(samples, self.options)
+            advantages[tokens] = found.float()
+            if returns is not None:
+                returns[tokens] = values.float()
+        return _with_found(batch, rows, advantages, returns)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
@@ -63,10 +75,19 @@ class Advantages:
         self.control.value = float(state["kl_coef"])
         self.model_scores.restore(state)
 
+    def _weighted(self, batch: DataProto) -> np.ndarray:
+        """[B] f32: `reward.weight` times the verifier's score."""
+        return np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
+
     def _scores(self, batch: DataProto) -> np.ndarray:
         """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the
-        reward model's."""
-        scores = np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
+        reward model's; less the punishment of overlong answers."""
+        scores = self._weighted(batch)
+        if buffer := self.config.reward.overlong_tokens:
+            limit, lengths = self.config.data.max_response_length, torch.tensor(batch.lengths("response_ids"))
+            punished = overlong_penalties(lengths, limit, buffer, self.config.reward.overlong_penalty)
+            self.metrics |= {"reward/overlong": float((punished > 0).float().mean())}
+            scores = scores - punished.numpy()
         if "rm_scores" not in batch:
             return scores
         given = np.asarray(batch["rm_scores"], dtype=np.float32)
@@ -105,6 +126,28 @@ class Advantages:
         self.control.update(kl, len(lengths_B))
         self.metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
         return coefficient * divergence
+
+
+def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
+    """[B] bool: samples with a token that counts. Where samples of a prompt are compared, not the last one of a group
+    that has lost all others."""
+    counts = torch.from_numpy(sampled_tokens(batch) > 0)
+    if counts.all() or not compares:
+        return counts
+    _, group = torch.tensor(batch["uid"]).unique(return_inverse=True)
+    size, left = group.bincount(), group.bincount(weights=counts.double())
+    return counts & ((left > 1) | (size == 1))[group]
+
+
+def _with_found(
+    batch: DataProto, rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor | None
+) -> DataProto:
+    lengths = torch.tensor(batch.lengths("response_ids"))
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    found = {"advantages": (advantages.float(), offsets)}
+    if returns is not None:
+        found["returns"] = (returns.float(), offsets)
+    return batch.with_torch(rewards=rewards, **found)
 
 
 def _values(batch: DataProto, name: str) -> torch.Tensor:

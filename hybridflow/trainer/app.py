@@ -401,9 +401,9 @@ def _run_job(
         folder.mkdir(parents=True, exist_ok=True)
         setup_logging(folder)
         session = Session(config)
-        (folder / "config.yaml").write_text(dump_yaml(config))
-        write_environment(folder)
         try:
+            (folder / "config.yaml").write_text(dump_yaml(config))
+            write_environment(folder)
             with terminate_as_interrupt(), _stop_when_asked(session):
                 summary = _with_clusters(config, preload, job, session, progress)
             session.close()

@@ -18,7 +18,7 @@ from hybridflow.dispatch import DataflowStep, check_dataflow, method_spec
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.environment import note_in_environment
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.rollout.evaluation import SCORING
+from hybridflow.rollout.evaluation import GREEDY, SCORING
 from hybridflow.rollout.service import as_batch, collect_method
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
@@ -189,6 +189,7 @@ def check_steps(config: RunConfig) -> None:
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),
+            *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),
             *([ModelWorker.update_critic] if critic else []),
             update_step(config),

@@ -17,15 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.custom import Prompts
+from hybridflow.data.custom import COLUMNS, Prompts
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
 from hybridflow.rollout.groups import Groups
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
+from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
@@ -67,6 +70,7 @@ class RLTrainer:
         self.groups = Groups(config, engines, dataset, keep)
         self.step = 0
         self.left_out: set[str] = set()
+        self.sampling_metrics: dict[str, float] = {}
 
     # ---- the loop
 
@@ -82,10 +86,9 @@ class RLTrainer:
             while self.step < trainer.total_steps:
                 self.step += 1
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
-                    with phase("gen"):
-                        batch = self.groups.next_batch(self.step - 1)
-                    with phase("reward"):
-                        batch = self.with_scores(batch)
+                    batch = self.sampled()
+                    if "greedy_scores" in self.advantages.estimator.reads:
+                        batch = self.with_greedy_scores(batch)
                     with self.phases.training():
                         if self.scores_first:
                             with phase("old_log_prob"):
@@ -110,9 +113,32 @@ class RLTrainer:
 
     # ---- parts of a step
 
+    def sampled(self) -> DataProto:
+        """Prompts with answers and scores: those of one batch, or with `algorithm.dynamic_sampling` of several."""
+        collected, phase = DynamicSampling(self.config), self.session.timeline.phase
+        while True:
+            with phase("gen"):
+                batch = self.groups.next_batch(self.step - 1)
+            with phase("reward"):
+                batch = self.with_scores(batch)
+            if (found := collected.add(batch)) is not None:
+                self.sampling_metrics = collected.metrics
+                return found
+
+    def with_greedy_scores(self, batch: DataProto) -> DataProto:
+        """Adds greedy_scores [B] f32: the weighted score of the most likely answer to the prompt of each row."""
+        _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
+        prompts = batch.rows(first).select(["uid", *COLUMNS])
+        with self.session.timeline.phase("gen_greedy"):
+            answered = prompts.union(answers(self.engines, prompts, training=False))
+        scores = self.scorer.score(answered)["scores"] * np.float32(self.config.reward.weight)
+        return batch.with_columns(greedy_scores=scores[group])
+
     def with_scores(self, batch: DataProto) -> DataProto:
         """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
         batch = without_failed(batch.union(self.scorer.score(batch)), self.config.reward.on_failure)
+        if self.config.algorithm.overlong_filter:
+            batch = without_overlong(batch)
         if self.reward_model:
             batch = batch.union(self.reward_model.compute(ModelWorker.compute_scores, batch))
         return batch
@@ -220,7 +246,8 @@ class RLTrainer:
             | critic_metrics(updates.get("critic", ()))
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
-        metrics |= self.advantages.metrics | self.groups.metrics | synced.metrics() | extra_metrics(batch) | seconds
+        metrics |= self.sampling_metrics | self.advantages.metrics | self.groups.metrics
+        metrics |= synced.metrics() | extra_metrics(batch) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)

@@ -14,6 +14,7 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import RunStopped
+from hybridflow.observe.jsonl import finite
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
 from hybridflow.observe.timeline import Timeline
@@ -100,7 +101,8 @@ class Session:
             self.tracker.truncate_after("sft", 0)
             self.tracker.truncate_after("reward", 0)
             return self._forget_after(0)
-        self.totals = {name: float(value) for name, value in checkpoint.state["totals"].items()}
+        totals = checkpoint.state["totals"].items()
+        self.totals = {name: math.nan if value is None else float(value) for name, value in totals}
         self._seconds_before = self.totals.get("seconds_total", 0.0)
         if checkpoint.phase == "sft":
             self.tracker.truncate_after("sft", checkpoint.step)
@@ -147,8 +149,7 @@ class Session:
         """Write a small file of the run folder atomically; a number that is not finite becomes null."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
-        finite = {key: None if isinstance(one, float) and not math.isfinite(one) else one for key, one in value.items()}
-        temporary.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n")
+        temporary.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
         return path
 

@@ -76,8 +76,10 @@ finish() {
   [[ -z $driver ]] || { driver_status=0 && ended "$driver" || driver_status=$?; }
   [[ -z $ray ]] || kill -USR2 "$ray" 2> /dev/null || true # USR2 has each node stop Ray and clear up
   [[ -z $ray ]] || ended "$ray" || true
-  local state
-  state=$(squeue --noheader --format=%T --jobs "$SLURM_JOB_ID" 2> /dev/null || true)
+  # Where Slurm lost this node for a while, the job may have a later start elsewhere: only the present start is requeued.
+  local state='' start=''
+  read -r state start < <(squeue --noheader --Format=State,RestartCnt --jobs "$SLURM_JOB_ID" 2> /dev/null) || true
+  [[ ${start:-$RESTART} == "$RESTART" ]] || state=REQUEUED
   "${HERE[@]}" "$PYTHON" -m hybridflow.launch verdict --job-dir "$JOB_DIR" --restart "$RESTART" \
     --max-restarts "$MAX_RESTARTS" --run-dir "$RUN_DIR" --state "${state:-UNKNOWN}" --asked "$asked" \
     --driver-status "$driver_status" --why "$why" || status=$?

@@ -69,7 +69,7 @@ class World:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"port": free_port(), "folder": str(self.folder)}) + "\n")
         self.process.stdin.flush()
-        lines = [self.lines.get(timeout=60) for _ in range(3)]
+        lines = [self.lines.get(timeout=240) for _ in range(3)]
         assert all("ends" not in line for line in lines), f"a rank ended: {self.said()}"
         [pids] = [line["pids"] for line in lines if "pids" in line]
         steps = {line["loaded"] for line in lines if "loaded" in line}
@@ -78,7 +78,7 @@ class World:
 
     def ends(self) -> list[int]:
         """How the ranks ended, when both have."""
-        ends: list[int] = self.lines.get(timeout=40)["ends"]
+        ends: list[int] = self.lines.get(timeout=240)["ends"]
         return ends
 
     def said(self) -> str:
@@ -110,7 +110,7 @@ def latest(folder: Path) -> int:
     return int(json.loads((folder / "latest.json").read_text())["folder"].split("_")[-1])
 
 
-def wait_until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(what: Callable[[], bool], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
@@ -135,7 +135,7 @@ def test_a_kill_at_any_moment_leaves_a_loadable_checkpoint(world: World) -> None
     """24 kill points; each world begins by loading, bit for bit, what the one before left. A save takes about 0.1 s."""
     pids, loaded = world.start()
     assert loaded == 0
-    wait_until(lambda: "latest.json" in names(world.folder), 40)
+    wait_until(lambda: "latest.json" in names(world.folder))
     points = kill_points()
     assert len(points) >= 24
     interrupted = 0

@@ -76,7 +76,7 @@ def test_futures_of_two_groups_run_at_the_same_time(groups: tuple[WorkerGroup, W
     out = wide.run(sw.Tokens.generate, prompts(9))
     slow = wide.submit(sw.Tokens.generate, prompts(9), 3.0)
     sums = narrow.submit(sw.Tokens.sums, out)
-    assert sums.result(timeout=30)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(9)]
+    assert sums.result(timeout=120)["total"].tolist() == [uid * (TOKENS - uid) for uid in range(9)]
     assert not slow.done()
     assert slow.result()["uid"].tolist() == list(range(9))
 

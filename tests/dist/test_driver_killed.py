@@ -22,7 +22,7 @@ def start_driver(out: Path) -> tuple[subprocess.Popen[bytes], list[int], str]:
     """The driver, the pids it reported (2 workers, then a child of each), and its cluster's temporary folder."""
     out.mkdir()
     driver = subprocess.Popen([sys.executable, "-m", "tests.dist.harness.sc_workers", str(out)], cwd=ROOT)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not (out / "pids").exists():
         assert driver.poll() is None, "the driver ended early"
         assert time.monotonic() < deadline, "the driver did not come up"
@@ -50,10 +50,10 @@ def test_nothing_survives_a_killed_driver_and_a_restart_works(tmp_path: Path) ->
         assert len(known) >= 8  # driver, gcs, raylet, workers, sleepers, agents: the test does look at something
         os.kill(driver.pid, signal.SIGKILL)
         driver.wait()
-        deadline = time.monotonic() + 20
-        while (left := still_there(known, temp_dir)) and time.monotonic() < deadline:
+        killed = time.monotonic()
+        while (left := still_there(known, temp_dir)) and time.monotonic() < killed + 60:
             time.sleep(0.1)
         for process in left:  # a failing test leaves nothing behind either
             os.kill(int(process.split()[0]), signal.SIGKILL)
         assert not left, f"survived the {attempt} driver: {left}"
-        print(f"{attempt}: {len(known)} processes gone {20 - (deadline - time.monotonic()):.1f} s after SIGKILL")
+        print(f"{attempt}: {len(known)} processes gone {time.monotonic() - killed:.1f} s after SIGKILL")

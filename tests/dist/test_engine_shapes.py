@@ -217,7 +217,7 @@ def _kill_and_wait(world: SyncWorld, session: int) -> None:
     """Kill a node's server; return when the engine has been started again."""
     for pid in guard.session_members(session):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while world.engines.states()[0].restarts == 0:
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -29,6 +29,7 @@ from hybridflow.engines.sglang.server import EngineServer
 from hybridflow.engines.sglang.weight_control import Control
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
+from tests.dist.harness.asking import generating
 from tests.dist.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -88,7 +89,7 @@ def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for server in servers:
             server.start()
         for server in servers:
-            server.wait_ready(120.0)
+            server.wait_ready(300.0)
         yield Pair(servers)
     finally:
         for server in servers:
@@ -225,7 +226,7 @@ def test_everything_listens_on_loopback(pair: Pair) -> None:
 def test_no_call_without_the_key(pair: Pair, path: str) -> None:
     other = pair.servers[1].admin_key
     for headers in ({}, {"Authorization": f"Bearer {other}"}):
-        assert requests.post(f"{pair.servers[0].url}/{path}", json={}, headers=headers, timeout=10).status_code == 401
+        assert requests.post(f"{pair.servers[0].url}/{path}", json={}, headers=headers, timeout=60).status_code == 401
 
 
 def test_the_key_is_in_no_command_line_and_the_log_is_private(pair: Pair) -> None:
@@ -241,7 +242,7 @@ def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Pa
     server = EngineServer(EngineSpec(name="broken", model_path=str(tmp_path)), tmp_path / "engine.log")
     server.start()
     with pytest.raises(EngineError, match=r"engine broken: ended with status \d+(.|\n)*config.json"):
-        server.wait_ready(60.0)
+        server.wait_ready(300.0)
     assert guard.session_members(server.pid) == [] and not psutil.pid_exists(server.pid)
 
 
@@ -253,7 +254,7 @@ server = EngineServer(EngineSpec(name="orphan", model_path=sys.argv[1]), sys.arg
 server.start()
 print(server.pid, flush=True)
 server.wait_ready()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -262,13 +263,13 @@ def test_an_engine_does_not_outlive_a_killed_parent(models: list[Path], tmp_path
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         session = int(parent.stdout.readline())
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 300.0
         # server, scheduler, detokenizer: still starting, the worst moment
         while len(guard.session_members(session)) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         parent.kill()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 300.0
     while guard.session_members(session) or psutil.pid_exists(session):
         assert time.monotonic() < deadline, "processes left behind"
         time.sleep(0.1)
@@ -292,10 +293,9 @@ def test_a_message_that_nobody_can_answer_does_not_end_the_engine(pair: Pair) ->
 
 
 def test_pause_abort_ends_requests(pair: Pair) -> None:
-    running = pair.pool.submit(pair.clients[0].generate, PROMPTS[:4], SamplingConfig(), 600)
-    time.sleep(0.4)
-    pair.clients[0].pause("abort")
-    assert {c.finish_reason for c in running.result()} == {"abort"}
+    with generating(pair.clients[0], PROMPTS[:4], 900) as running:
+        pair.clients[0].pause("abort")
+        assert {c.finish_reason for c in running.result(240.0)} == {"abort"}
     pair.clients[0].resume()
 
 
@@ -307,7 +307,7 @@ def test_an_engine_that_lost_its_scheduler_is_noticed(pair: Pair) -> None:
         pid for pid in guard.session_members(server.pid) if "scheduler" in " ".join(psutil.Process(pid).cmdline())
     )
     os.kill(scheduler, signal.SIGKILL)
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 300.0
     with pytest.raises(EngineError, match="engine engine-1: ended with status"):
         while time.monotonic() < deadline:
             server.check_alive()

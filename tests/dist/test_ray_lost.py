@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,12 +26,13 @@ PARTS = {"gcs": "gcs_server", "raylet": "raylet/raylet", "agent": "runtime_env/a
 
 
 def part_of_ray(cluster: Cluster, part: str) -> psutil.Process:
-    [found] = [
-        one
-        for one in psutil.Process().children(recursive=True)
-        if PARTS[part] in (line := " ".join(one.cmdline())) and str(cluster.temp_dir) in line
-    ]
-    return found
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            line = " ".join(one.cmdline())
+            found += [one] * (PARTS[part] in line and str(cluster.temp_dir) in line)
+    [process] = found
+    return process
 
 
 def lose(part: str, number: signal.Signals, tmp_path: Path) -> tuple[float, str, Path]:
@@ -112,9 +114,9 @@ def stop_while_ray_starts(number: signal.Signals, after_s: float, tmp_path: Path
         time.sleep(after_s)
         started = {child.pid for child in psutil.Process(driver.pid).children(recursive=True)}
         driver.send_signal(number)
-        out, err = driver.communicate(timeout=60)
+        out, err = driver.communicate(timeout=240)
     assert driver.returncode == 0 and out.endswith("interrupted\n"), (out, err)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (any(map(psutil.pid_exists, started)) or [*temp_dir.iterdir()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(psutil.pid_exists, started))

@@ -26,6 +26,7 @@ from hybridflow.models import family_of
 from hybridflow.rollout.protocols import SyncReport, answers
 from hybridflow.workers import rollout
 from hybridflow.workers.requests import CUT_SHORT
+from tests.dist.harness.asking import generating
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 from tests.models import SYNC_MOE
 
@@ -73,7 +74,7 @@ def is_whole(world: SyncWorld, number: int, seeds: tuple[int, ...]) -> bool:
     return any(world.difference(number, seed) <= CLOSE for seed in seeds)
 
 
-def heal(world: SyncWorld, seed: int, wait_s: float = 150.0) -> None:
+def heal(world: SyncWorld, seed: int, wait_s: float = 400.0) -> None:
     """After a fault: all engines take the next weights."""
     deadline = time.monotonic() + wait_s
     while any(state.state != "up" for state in world.engines.states()):
@@ -119,21 +120,15 @@ def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
 
 
 def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: SyncWorld) -> None:
-    from hybridflow.config.schema import SamplingConfig
-
     synced(world, 5)
-    before, done = world.version, []
-    asking = threading.Thread(
-        target=lambda: done.extend(world.client(1, 60.0).generate([[5, 6, 7]] * 8, SamplingConfig(), 150))
-    )
-    asking.start()
-    time.sleep(0.4)
-    synced(world, 6)
-    asking.join(60.0)
+    before, version = world.version, world.train(6)
+    with generating(world.client(1, 60.0), [[5, 6, 7]] * 8, 240) as asking:
+        world.sync.sync(version)
+        done = asking.result(240.0)
     assert len(done) == 8
     for completion in done:
         assert [int(span.version) for span in completion.weight_versions] == [before, world.version]
-        assert completion.weight_versions[-1].end == len(completion.token_ids) == 150
+        assert completion.weight_versions[-1].end == len(completion.token_ids) == 240
 
 
 @pytest.mark.parametrize(
@@ -265,7 +260,7 @@ def test_a_stalled_sender_stops_one_engine_at_its_deadline(world: SyncWorld, com
     world.senders.command("fault", ranks=[1], engine="engine-1", do="sleep", at=2, seconds=SYNC.timeout_s + 4)
     start = time.monotonic()
     report = synced(world, 25)
-    assert time.monotonic() - start < 3 * SYNC.timeout_s
+    assert time.monotonic() - start < 6 * SYNC.timeout_s
     assert list(report.stale) == ["engine-1"]
     why = report.stale["engine-1"]
     assert f"{SYNC.timeout_s:g} s" in why and "trainer rank 1" in why and "engine rank" in why and "message" in why
@@ -303,7 +298,7 @@ def test_a_receiver_killed_mid_stream_is_started_again_while_the_other_engine_go
     scheduler = _scheduler(world, 1)
     os.kill(scheduler, signal.SIGKILL)
     world.senders.store.set("receiver-killed", "1")
-    syncing.join(60.0)
+    syncing.join(240.0)
     assert list(reports[0].stale) == ["engine-1"] and world.difference(0, 31) <= CLOSE
     assert "engine-1" in reports[0].stale["engine-1"]
     assert world.engines.states()[1].state == "starting" and world.engines.states()[0].state == "up"
@@ -366,7 +361,7 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
     for engine in ("engine-0", "engine-1"):
         world.wait_for_key(f"held/1/{engine}")
     world.senders.processes[1].kill()
-    syncing.join(60.0)
+    syncing.join(240.0)
     assert len(errors) == 1 and errors[0].rank == 1
     for number in range(len(TENSORS)):
         assert not world.answers(number)
@@ -395,7 +390,7 @@ def _scheduler(world: SyncWorld, number: int) -> int:
     return max(pid for pid in members if "scheduler" in " ".join(psutil.Process(pid).cmdline()))
 
 
-def _wait_dead(server: Any, wait_s: float = 30.0) -> None:
+def _wait_dead(server: Any, wait_s: float = 240.0) -> None:
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         try:

@@ -57,6 +57,7 @@ class Run:
         self.seen: dict[Process, str] = {}
         self.listening: set[tuple[str, str]] = set()
         self._strangers: set[Process] = set()
+        self._looking = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -95,12 +96,13 @@ class Run:
             self.kill()
             raise AssertionError(f"did not end within {timeout_s} s\n{self.out}\n{self.err}") from None
 
-    def left_behind(self, within_s: float = 0.0) -> list[str]:
-        """Processes that still run `within_s` seconds from now, and files in its temporary folder."""
+    def left_behind(self, within_s: float = 30.0) -> list[str]:
+        """Processes that still run `within_s` seconds from now, and files in its temporary folder. What is left behind
+        stays for ever; what ends by itself is waited for as long as a busy machine may take."""
         deadline = time.monotonic() + within_s
         while True:
             self._look()
-            left = [f"{pid} {name}" for (pid, start), name in self.seen.items() if _runs(pid, start)]
+            left = [f"{pid} {name}" for (pid, start), name in list(self.seen.items()) if _runs(pid, start)]
             left += [str(path) for path in self.temp_dir.glob("hf-*")]
             if not left or time.monotonic() >= deadline:
                 return left
@@ -138,6 +140,10 @@ class Run:
                     self.listening.add((connection.laddr.ip, ours[connection.pid]))
 
     def _look(self) -> None:
+        with self._looking:  # the thread looks, and so does the test
+            self._look_once()
+
+    def _look_once(self) -> None:
         found = {}
         for process in psutil.process_iter():
             try:
@@ -172,6 +178,7 @@ class Run:
 
 def pid_of(run: Run, log: Path) -> int:
     """The process that writes this log."""
+    run._look()
     for pid, _ in list(run.seen):
         try:
             if any(Path(file.path) == log for file in psutil.Process(pid).open_files()):

@@ -18,9 +18,17 @@ CASES: dict[str, list[str]] = {
     "dapo-corrected": [
         *TWICE,
         "algorithm=dapo",
+        "algorithm.dynamic_sampling=2",
+        "algorithm.overlong_filter=true",
+        "reward.overlong_tokens=2",
+        "rollout.val_samples=4",
+        "rollout.val_sampling.temperature=1",
         f"{CORRECTION}.weight=token",
         f"{CORRECTION}.reject={{seq_mean_k1: [0.9, 1.1], token_k3: 0.5}}",
     ],
+    "dpo": ["algorithm=dpo"],
+    "kto": ["algorithm=kto"],
+    "remax": ["algorithm=remax", *TWICE],
     "gspo": [*TWICE, "algorithm=gspo"],
     "rloo": ["algorithm=rloo", *TWICE],
     "reinforce-plus-plus": ["algorithm=reinforce-plus-plus", *TWICE],
@@ -43,6 +51,9 @@ def test_two_steps(tmp_path: Path, settings: list[str], name: str) -> None:
         assert abs(record["rollout/mismatch/kl"]) < 1e-4 and record["rollout/mismatch/ess"] == pytest.approx(
             1, abs=1e-3
         )
+        if name == "remax":
+            assert record["timing_s/gen_greedy"] > 0
         if name == "dapo-corrected":
+            assert 1 <= record["sampling/batches"] <= 2 and 0 < record["sampling/tokens_used"] <= 1
             assert record["rollout_correction/weight"] == pytest.approx(1, abs=1e-3)
             assert record["rollout_correction/rejected"] == 0

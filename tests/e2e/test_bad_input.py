@@ -23,7 +23,7 @@ ONE_PROCESS = ("actor=tiny", "cluster=one-process", "rollout=tiny")
 def message_of(run: Run, exit_code: int) -> str:
     """The run's complaint, after everything that holds for all of them."""
     assert run.end(200) == exit_code, run.out + run.err
-    assert run.left_behind(within_s=3) == []
+    assert run.left_behind() == []
     assert "Traceback" not in run.err and "Traceback" not in run.out.split("last lines of its log")[0], (
         run.out + run.err
     )
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_loadable(
     ]
     with Run(tmp_path / "output", *map(str, job), command=namespace) as run:
         run.end(600)
-        assert run.left_behind(within_s=3) == []
+        assert run.left_behind() == []
         first, full, again = (tmp_path / "codes").read_text().split()
     assert (first, full, again) == ("0", "1", "0"), run.out + run.err
     assert run.err.count("hybridflow: ") == 1 and "Traceback" not in run.err, run.err

@@ -41,8 +41,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
 def schedulers_of(run: Run) -> list[int]:
     """The processes of the engine that compute."""
     run._look()
-    alive = [psutil.Process(pid) for pid, _ in run.seen if psutil.pid_exists(pid)]
-    names = {process.pid: " ".join(process.cmdline()) for process in alive}  # of now: forks are renamed as they start
+    names = {}
+    for pid, _ in list(run.seen):
+        with suppress(psutil.Error):  # it has ended
+            names[pid] = " ".join(psutil.Process(pid).cmdline())  # of now: forks are renamed as they start
     found = [pid for pid, name in names.items() if "sglang" in name and "scheduler" in name]
     assert found, names
     return found
@@ -96,7 +98,7 @@ def run_and_kill(tmp_path: Path, settings: list[str], victims: Sequence[str], *s
             kill(run, folder, victim)
         (tmp_path / "go-on-2").touch()
         exit_code = run.end(300)
-        left = run.left_behind(within_s=3)
+        left = run.left_behind()
     assert exit_code == 0, run.out + run.err
     assert left == []
     lost = len(victims)

@@ -24,7 +24,7 @@ def test_a_dense_model_trains_on_fsdp(tmp_path: Path, settings: list[str]) -> No
     ]  # fmt: skip
     with Run(tmp_path / "output", "train", *words) as run:
         exit_code = run.end(400)
-        left = run.left_behind(within_s=5)
+        left = run.left_behind()
     assert exit_code == 0, run.out + run.err
     assert left == []
     folder = tmp_path / "e2e"

@@ -20,7 +20,7 @@ def test_adapters_train_and_engines_sample_with_them(tmp_path: Path, settings: l
     words = [*settings, f"output_dir={tmp_path}", "actor.lora.rank=4", "actor.lora.alpha=8", "rollout.num_engines=1"]
     with Run(tmp_path / "output", "train", *words) as run:
         exit_code = run.end(400)
-        left = run.left_behind(within_s=5)
+        left = run.left_behind()
     assert exit_code == 0, run.out + run.err
     assert left == []
     folder = tmp_path / "e2e"

@@ -44,7 +44,7 @@ def records(folder: Path, phase: str) -> list[dict[str, Any]]:
 def finished(out: Path, command: str, *words: str) -> Run:
     with Run(out / "output", command, *words, f"output_dir={out}") as run:
         assert run.end(400) == 0, run.out + run.err
-        assert run.left_behind(within_s=5) == []
+        assert run.left_behind() == []
         return run
 
 

@@ -47,7 +47,7 @@ def test_the_readmes_own_model_data_and_reward_train(tmp_path: Path, monkeypatch
         assert program == "hybridflow"
         with Run(tmp_path / "output", *words) as run:
             assert run.end(400) == 0, run.out + run.err
-            assert run.left_behind(within_s=5) == []
+            assert run.left_behind() == []
     summary = json.loads(Path("runs/mine/summary.json").read_text())
     assert summary["steps"] == 2
     assert 0 < summary["logprob_diff_max"] <= 1e-3

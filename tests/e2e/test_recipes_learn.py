@@ -52,7 +52,7 @@ def test_a_demo_that_was_killed_reaches_the_accuracy_of_one_that_was_not(tmp_pat
         run.wait_for((folder / "rollouts" / "step_000060.parquet").exists, timeout_s=1200.0)
         run.send(signal.SIGKILL)
         run.end(60)
-        assert run.left_behind(within_s=10) == []
+        assert run.left_behind() == []
     with Run(tmp_path / "output", "train", *words) as run:
         assert run.end(2400) == 0, run.out + run.err
         assert "resuming from" in run.out

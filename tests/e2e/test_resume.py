@@ -63,7 +63,7 @@ def history(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> It
             start = time.monotonic()
             exit_code = run.end(300 if number is None else 60)
             seconds = time.monotonic() - start
-            left = run.left_behind(within_s=20 if number is signal.SIGKILL else 3)
+            left = run.left_behind()
             return Stopped(exit_code, seconds, run.out, run.err, left, _steps(folder), _latest(folder))
 
     yield (

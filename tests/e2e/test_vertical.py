@@ -63,7 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> I
     words = ["actor.ppo_mini_batch_size=2", "actor.kl_loss_coef=0.01", "actor.entropy_coef=0.001", f"output_dir={out}"]
     with Run(out / "output", "train", *settings, *words) as run:
         exit_code = run.end(400)
-        yield Finished(run, out / "e2e", exit_code, run.left_behind(within_s=5))
+        yield Finished(run, out / "e2e", exit_code, run.left_behind())
 
 
 def test_it_ends_well_and_leaves_nothing_running(finished: Finished) -> None:

@@ -30,6 +30,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
 """
 
 
+def in_force(folder: Path) -> str:
+    """The name of the last whole checkpoint."""
+    pointer = folder / "checkpoints" / "latest.json"
+    return str(json.loads(pointer.read_text())["folder"]) if pointer.exists() else ""
+
+
 def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(
     tmp_path: Path, settings: list[str]
 ) -> None:
@@ -46,10 +52,11 @@ def test_a_killed_policy_rank_costs_the_steps_since_the_last_checkpoint_and_no_m
     folder = tmp_path / "e2e"
     with Run(tmp_path / "output", "train", *words) as run:
         run.wait_for((tmp_path / "in-step-4").exists)
+        run.wait_for(lambda: in_force(folder) == "global_step_2")  # it is written while the run goes on
         os.kill(pid_of(run, folder / "logs" / "actor-rank1.log"), signal.SIGKILL)
         (tmp_path / "killed").touch()
         exit_code = run.end(300)
-        left = run.left_behind(within_s=3)
+        left = run.left_behind()
     assert exit_code == 0, run.err
     assert left == []
     assert "the worker process died" in run.out and "going on after step 2" in run.out
@@ -96,10 +103,11 @@ def test_lost_ranks_of_each_role_cost_what_that_role_knows_and_no_more(tmp_path:
     with Run(tmp_path / "output", "train", *words, f"+reward.kwargs.folder={tmp_path}") as run:
         for step, role in KILLED.items():
             run.wait_for((tmp_path / f"in-step-{step}").exists)
+            run.wait_for(lambda step=step: in_force(folder) == f"global_step_{(step - 1) // 2 * 2}")
             os.kill(pid_of(run, folder / "logs" / f"{role}-rank0.log"), signal.SIGKILL)
             (tmp_path / f"wanted-{step}").unlink()
         exit_code = run.end(400)
-        left = run.left_behind(within_s=3)
+        left = run.left_behind()
     assert exit_code == 0, run.err
     assert left == []
     assert "going on after step 0" in run.out and "going on after step 2" in run.out

@@ -21,7 +21,8 @@ from tests.faults.faults import DAMAGED, FULL, KILL, READ_ONLY, STOP, Fault
 
 PATIENCE_S = 420.0  # without any sign of life a trial has failed
 PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
-REMEDIES = ("same command", "run again", "start anew", "Let it name", "make room", "make it writable")
+REMEDIES = ("same command", "run again", "start anew", "Let it name")
+OF_DISKS = ("make room", "make it writable")  # a remedy of a message that says where
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -95,7 +96,7 @@ class Campaign:
         if "Traceback (most recent call last)" in out + err:
             problems.append(f"a traceback: {(out + err)[(out + err).index('Traceback (most') :][-600:]}")
         if code != 0 and not killed:
-            problems += _problems_of_message(err, code)
+            problems += problems_of_message(err, code, self.folder.parent)
         if self.trials:
             trial = self.trials[-1]
             trial.faults += problems
@@ -279,11 +280,14 @@ def _is_moment(fault: Fault, word: str, name: str, step: int) -> bool:
     return word == "begin" and name == fault.moment and step == fault.step
 
 
-def _problems_of_message(err: str, code: int) -> list[str]:
+def problems_of_message(err: str, code: int, place: Path) -> list[str]:
+    """What is wrong with the last words of a driver that ended by itself. `place`: the file system of its run."""
     found = []
     if code < 0 or not err.strip():
         found.append(f"ended with {code} and the words {err[-300:]!r}")
-    elif not any(word in err for word in REMEDIES):
+    elif any(word in err for word in OF_DISKS) and str(place) not in "".join(err.split()):  # lines may be wrapped
+        found.append(f"the message names no file or folder: {err[-500:]}")
+    elif not any(word in err for word in (*REMEDIES, *OF_DISKS)):
         found.append(f"no remedy in the message: {err[-500:]}")
     return found
 

@@ -28,6 +28,7 @@ from typing import Any
 import requests
 import torch.distributed as dist
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from hybridflow.engines.sglang import closed_sockets
 from hybridflow.process.secret import VARIABLE
@@ -36,7 +37,10 @@ from hybridflow.process.store import StoreClient, StoreError
 CONTROL = "with the right key: "
 NOBODY = 65534
 WAIT_S = 1.5
-MS = 1000
+RAY_S = 120  # also to load Ray on a busy machine
+ZMQ_MS = 4000
+OVER = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+OVER |= zmq.EVENT_DISCONNECTED
 
 
 class Trap:
@@ -196,7 +200,7 @@ def batched(rows: list[Any], size: int) -> Iterator[list[Any]]:
 def _our_store(host: str, port: int, secret: str) -> str:
     os.environ[VARIABLE] = secret
     try:
-        store = StoreClient(host, port, WAIT_S)
+        store = StoreClient(host, port, 2 * WAIT_S)
     except StoreError:
         return ""
     return f"{store.num_keys()} keys"
@@ -208,18 +212,17 @@ def _zmq_push(host: str, port: int, trap: str) -> str:
     try:
         for kind in (zmq.PUSH, zmq.DEALER, zmq.SUB):
             link = context.socket(kind)
-            link.linger = 0
-            monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | OVER)
             link.connect(f"tcp://{host}:{port}")
-            if kind != zmq.SUB:
-                link.send(pickle.dumps(Trap(trap)), zmq.NOBLOCK) if link.poll(100, zmq.POLLOUT) else None
-            if monitor.poll(300):
+            if monitor.poll(ZMQ_MS) and recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if kind != zmq.SUB and link.poll(ZMQ_MS, zmq.POLLOUT):
+                    link.send(pickle.dumps(Trap(trap)))
                 return f"handshake as {kind}"
             link.disable_monitor()
             link.close()
         return ""
     finally:
-        context.destroy(linger=0)
+        context.destroy(linger=ZMQ_MS)  # what was sent leaves first
 
 
 def _curve(host: str, port: int, secret: str) -> str:
@@ -231,7 +234,7 @@ def _curve(host: str, port: int, secret: str) -> str:
         poller.register(link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED), zmq.POLLIN)
         closed_sockets.connect(zmq.Socket.connect, link, f"tcp://{host}:{port}")
     try:
-        return "handshake" if poller.poll(3 * MS) else ""
+        return "handshake" if poller.poll(ZMQ_MS) else ""
     finally:
         context.destroy(linger=0)
 
@@ -281,10 +284,10 @@ def _http(url: str, body: Any, headers: dict[str, str]) -> str:
 
 def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Ray's gcs without a token and with a guessed one, and its agents' HTTP."""
-    tokens = {"without a token: ": "", "with a guessed token: ": "0" * 64, CONTROL: facts["ray_token"]}
-    forks = {f"{name}keys of Ray's gcs": _fork(_gcs, facts["gcs"], token) for name, token in tokens.items()}
-    for name, fork in forks.items():
-        yield name, _result(fork)
+    tokens = {"with a guessed token: ": "0" * 64, CONTROL: facts["ray_token"]}
+    forks = {name: _fork(_gcs, facts["gcs"], token, within_s=RAY_S) for name, token in tokens.items()}
+    for name, fork in ({"without a token: ": facts["without_token"]} | forks).items():
+        yield f"{name}keys of Ray's gcs", _result(fork)
     paths = ("/", "/metrics", "/get_or_create_runtime_env")
     asked = [(*at, path) for at in facts["tcp"] if at[0].startswith("Ray") for path in paths]
 
@@ -298,16 +301,25 @@ def on_ray(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _gcs(address: str, token: str) -> str:
     from ray._raylet import GcsClient  # here: tests that start a cluster must be the first to import Ray
 
-    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"})
+    os.environ["RAY_AUTH_TOKEN"] = token
     return str(GcsClient(address).internal_kv_keys(b"", None, 5))
 
 
-def _fork(action: Callable[..., str], *arguments: Any) -> tuple[int, int]:
-    """Start the action in a fork; its pid and where `_result` reads. Ray takes its settings once in a process, torch's
-    store waits without end for who does not speak its language, and this user may start no Python of root's."""
+def _gcs_without_token(address: str) -> str:
+    """For a process that has not loaded Ray, which takes its settings as it is loaded."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray._raylet  # noqa: F401
+
+    drop_privileges()
+    return _gcs(address, "")
+
+
+def _fork(action: Callable[..., str], *arguments: Any, within_s: int = 10) -> tuple[int, int]:
+    """Start the action in a fork; its pid and where `_result` reads. torch's store waits without end for who does not
+    speak its language, and this user may start no Python of root's."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        signal.alarm(10)
+        signal.alarm(within_s)
         os.write(write, refused(action, *arguments).encode()[:1000])
         os._exit(0)
     os.close(write)
@@ -324,6 +336,7 @@ def _result(fork: tuple[int, int]) -> str:
 
 def warm_up() -> None:
     """Load what is loaded on first use: modules under root's home cannot be read afterwards."""
+    os.environ["RAY_AUTH_MODE"] = "token"  # Ray takes its settings as it is loaded
     import ray._raylet  # noqa: F401
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -340,6 +353,8 @@ ATTEMPTS = (on_files, on_processes, on_unix_sockets, on_tcp, on_engines, on_ray)
 
 if __name__ == "__main__":
     known = json.loads(Path(sys.argv[1]).read_text())
+    if on_ray in ATTEMPTS[: known["kinds"]]:
+        known["without_token"] = _fork(_gcs_without_token, known["gcs"], within_s=RAY_S)
     warm_up()
     drop_privileges()
     answers = []

@@ -1,13 +1,15 @@
 """A real Slurm of our own on this machine: munged, slurmctld and a slurmd for each node, as the present user.
 
-Each node has an address of its own in 127.0.0.0/8, so that Ray sees as many machines. Partition `low` is preempted by
-`high`: jobs there are requeued after a time of grace.
+Each node has an address of its own in 127.0.0.0/8, so that Ray sees as many machines. Partitions `low` and `abrupt`
+are preempted by `high`: jobs there are requeued, those of `low` after a time of grace. Slurm's own time-outs are long,
+since a busy machine may keep a daemon waiting.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -22,6 +24,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 # cred_expire is also how long a requeued job waits (two minutes unless it is set).
 CONFIGURATION = """\
 ClusterName=tests
+FirstJobId={port}
 SlurmctldHost=localhost
 AuthType=auth/munge
 CredType=cred/munge
@@ -40,7 +43,9 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=15
+SlurmdTimeout=300
+MessageTimeout=60
+TCPTimeout=20
 KillWait=10
 MinJobAge=600
 SlurmdParameters=config_overrides
@@ -51,7 +56,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=240
+PartitionName=abrupt Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
@@ -82,27 +88,26 @@ class SlurmCluster:
             self.start("slurmctld", ["slurmctld", "-D", "-f", str(self.state / "slurm.conf")])
             for name in self.names:
                 self.start_node(name)
-            self.wait_for(lambda: self.idle() == len(self.names), 60, "all nodes are idle")
+            self.wait_until_idle()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *details: object) -> None:
-        if "slurmctld" in self.daemons:
-            subprocess.run(["scancel", "--user", getpass.getuser()], env=self.environment, check=False, timeout=30)
+        if set(self.names) <= set(self.daemons):  # else it has not come up
             for name in self.names:  # a node that a test has stopped would keep its job for ever
                 if self.daemons[name].poll() is not None:
                     self.start_node(name)
             try:
-                self.wait_for(lambda: not self.ask("squeue", "--noheader"), 60, "no job is left")
-            except AssertionError as error:
+                self.cancel_all()
+            except (AssertionError, subprocess.SubprocessError) as error:
                 print(error)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
         for daemon in self.daemons.values():
             try:
-                daemon.wait(20)
+                daemon.wait(60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -124,10 +129,15 @@ class SlurmCluster:
         self.daemons[name].send_signal(signal.SIGKILL)
         self.daemons[name].wait()
 
+    def lose_node(self, name: str) -> None:
+        """End the slurmd of a node, and tell slurmctld what it would find out after SlurmdTimeout."""
+        self.kill_node(name)
+        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=its slurmd does not answer")
+
     def ask(self, *words: str) -> str:
         """What a command of Slurm's prints."""
         return subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, check=True, timeout=60
+            words, env=self.environment, capture_output=True, text=True, check=True, timeout=180
         ).stdout.strip()
 
     def idle(self) -> int:
@@ -136,6 +146,15 @@ class SlurmCluster:
             return self.ask("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T").split().count("idle")
         except subprocess.CalledProcessError:
             return 0  # slurmctld is starting
+
+    def cancel_all(self) -> None:
+        """Cancel every job, and wait until none is left."""
+        self.ask("scancel", "--user", getpass.getuser())
+        self.wait_for(lambda: not self.ask("squeue", "--noheader"), 180, "no job is left")
+
+    def wait_until_idle(self) -> None:
+        """Until every node takes jobs."""
+        self.wait_for(lambda: self.idle() == len(self.names), 240, "all nodes are idle")
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`."""
@@ -155,9 +174,7 @@ class SlurmCluster:
             time.sleep(0.2)
 
     def _configure(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_ports(1 + len(self.names))
         nodes = "\n".join(
             f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.{11 + number} Port={port + 1 + number} "
             f"CPUs={self.cpus} RealMemory=4000 State=UNKNOWN"
@@ -173,4 +190,17 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         files = [f"--{what}-file={self.state}/munge.{what}" for what in ("key", "pid", "log", "seed")]
         self.start("munged", ["munged", "--foreground", "--force", f"--socket={self.state}/munge.socket", *files])
-        self.wait_for((self.state / "munge.socket").exists, 30, "munged is up")
+        self.wait_for((self.state / "munge.socket").exists, 120, "munged is up")
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` free ports in a row, below those of Ray and of outgoing connections."""
+    while True:
+        first = random.SystemRandom().randrange(11000, 19000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first

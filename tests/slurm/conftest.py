@@ -20,11 +20,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """Two nodes. Skips where Slurm is not installed; tests/run.py says so in its last line."""
+    """Three nodes. Skips where Slurm is not installed; tests/run.py says so in its last line."""
     if missing := missing_programs():
         pytest.skip(f"Slurm is not installed ({', '.join(missing)} missing): make setup-slurm installs it")
-    with SlurmCluster(["n1", "n2"]) as cluster:
+    with SlurmCluster(["n1", "n2", "n3"]) as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    """A test that fails leaves its jobs; they would stand in the way of the next one's."""
+    yield
+    slurm.cancel_all()
 
 
 @pytest.fixture(scope="session")
@@ -33,5 +40,5 @@ def jobs(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder: Path = tmp_path_factory.mktemp("slurm")
     (folder / "reward.py").write_text(REWARD)
     prepare("arithmetic", folder / "data", None, load_config("e2e").data.prepare.options)
-    settings = ["--config-name", "e2e", f"data.prepare.out={folder / 'data'}", "reward=custom", "sft=none"]
+    settings = [f"data.prepare.out={folder / 'data'}", "reward=custom", "sft=none"]
     return Jobs(slurm, folder, [*settings, f"reward.path={folder / 'reward.py'}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -24,11 +25,16 @@ TWO_NODES = (
     *("actor=tiny", "cluster.nodes=2", "cluster.procs_per_node=1", "actor.parallel.pipeline=2", "rollout=tiny"),
     *("rollout.n=2", "trainer.val_before_train=false", "data.val_files=[]", "trainer.export=false"),
 )
-SITE = """\
-exclusive: false
-object_store_gib: 0.1
-limits: {min_free_gib: 1.0, min_shm_gib: 0.1, min_open_files: 1024, preflight_timeout_s: 60}
-"""
+# Long deadlines: several jobs and their daemons share this machine.
+SITE: dict[str, Any] = {
+    "exclusive": False,
+    "object_store_gib": 0.1,
+    "limits": {
+        **{"min_free_gib": 1.0, "min_shm_gib": 0.1, "min_open_files": 1024},
+        **{"preflight_timeout_s": 240, "start_timeout_s": 600},
+    },
+}
+ENDLESS = 100_000  # steps: such a run ends only when something ends it
 
 
 class Jobs:
@@ -37,12 +43,12 @@ class Jobs:
     def __init__(self, cluster: SlurmCluster, folder: Path, settings: list[str]) -> None:
         self.cluster, self.folder, self.settings = cluster, folder / "a folder", settings
         self.folder.mkdir(parents=True)
-        (self.folder / "site.yaml").write_text(SITE)
+        (self.folder / "recipes").mkdir()
         self.environment = {
             **cluster.environment,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            "HYBRIDFLOW_SITE": str(self.folder / "site.yaml"),
+            "HYBRIDFLOW_SITE": str(self.site("plain")),
             "TMPDIR": "/tmp",
         }
 
@@ -56,14 +62,41 @@ class Jobs:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=120,
+            timeout=300,
         )
         assert done.returncode == status, done.stdout
         return done.stdout
 
-    def submit(self, name: str, *words: str) -> str:
-        """The number of a new job; its run is called `name`."""
-        said = self.run("submit", *words, *self.settings, *TWO_NODES, f"name={name}")
+    def site(self, name: str, prolog: str = "", python: str = "", preflight_timeout_s: int = 240) -> Path:
+        """A site file. `prolog` is a shell line before the job's own; `python` are lines before each of its Pythons."""
+        values = {**SITE, "limits": {**SITE["limits"], "preflight_timeout_s": preflight_timeout_s}}
+        values["prolog"] = [prolog] if prolog else []
+        if python:
+            program = self.folder / f"python {name}"
+            program.write_text(f'#!/bin/bash\n{python}\nexec {shlex.quote(sys.executable)} "$@"\n')
+            program.chmod(0o755)
+            values["environment"] = {"python": str(program)}
+        path = self.folder / f"site-{name}.yaml"
+        path.write_text(json.dumps(values))
+        return path
+
+    def gate(self, name: str) -> tuple[Path, Path]:
+        """A site file whose jobs wait, before anything else, for a file; and that file."""
+        file = self.folder / f"go-{name}"
+        return self.site(name, prolog=f"until [[ -e {shlex.quote(str(file))} ]]; do sleep 0.2; done"), file
+
+    def recipe(self, name: str, steps: int) -> list[str]:
+        """Words for `submit`: the e2e recipe with so many steps. To write it again changes the job's next start."""
+        path = self.folder / "recipes" / f"{name}.yaml"
+        path.with_suffix(".new").write_text(f"defaults: [e2e, _self_]\ntrainer: {{total_steps: {steps}}}\n")
+        path.with_suffix(".new").replace(path)
+        return ["--config-dir", str(path.parent), "--config-name", name]
+
+    def submit(self, name: str, *words: str | Path) -> str:
+        """The number of a new job; its run is called `name`. It is endless unless `words` name a recipe or steps."""
+        words = tuple(map(str, words))
+        chosen = () if "--config-name" in words else ("--config-name", "e2e", f"trainer.total_steps={ENDLESS}")
+        said = self.run("submit", *chosen, *self.settings, *TWO_NODES, f"name={name}", *words)
         found = re.search(r"submitted job (\d+)", said)
         assert found, said
         return found[1]
@@ -82,23 +115,35 @@ class Jobs:
         path = self.folder / "runs" / "slurm" / job / "attempts.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def restarts(self, job: str) -> int:
+        """How often Slurm has started the job again."""
+        return int(self.cluster.field(job, "Restarts"))
+
     def steps(self, name: str) -> list[int]:
         """The steps that the run has recorded, in the file's order."""
         path = self.folder / "runs" / name / "metrics.jsonl"
         return [record["step"] for record in read_jsonl(path) if record["phase"] == "train"] if path.exists() else []
 
-    def end(self, job: str, timeout_s: float = 300.0) -> str:
+    def end(self, job: str, timeout_s: float = 600.0) -> str:
         """Wait until Slurm is done with the job; returns the state that it ended in."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         self.wait_for(job, lambda: self.cluster.field(job, "JobState") in ended, timeout_s)
         return self.cluster.field(job, "JobState")
 
-    def wait_for(self, job: str, what: Callable[[], object], timeout_s: float = 240.0) -> None:
+    def wait_for(self, job: str, what: Callable[[], object], timeout_s: float = 600.0) -> None:
         """Until `what()` holds; shows the job's output when it does not within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s\n{self.logs(job)}"
             time.sleep(0.2)
+
+    def last_line(self, job: str) -> str:
+        """The last line of the job's own output."""
+        return self.output(job).rstrip().splitlines()[-1]
+
+    def in_loop(self, job: str, name: str, steps: int = 2) -> None:
+        """Wait until the run has recorded so many steps."""
+        self.wait_for(job, lambda: len(self.steps(name)) >= steps)
 
     def logs(self, job: str) -> str:
         """Everything that the job wrote."""
@@ -121,7 +166,7 @@ def processes_of(job: str) -> list[str]:
     return found
 
 
-def left_behind(job: str, within_s: float = 20.0) -> list[str]:
+def left_behind(job: str, within_s: float = 120.0) -> list[str]:
     """Processes and temporary folders of a job that are there `within_s` seconds after its end."""
     deadline = time.monotonic() + within_s
     while True:

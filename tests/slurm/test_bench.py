@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import SlurmCluster, missing_programs
+from tests.slurm.cluster import SlurmCluster
 from tests.slurm.jobs import Jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -26,24 +25,15 @@ if os.environ.get("SLURMD_NODENAME") == "n2":
 """
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[SlurmCluster]:
-    """Three nodes."""
-    if missing := missing_programs():
-        pytest.skip(f"Slurm is not installed ({', '.join(missing)} missing): make setup-slurm installs it")
-    with SlurmCluster(["n1", "n2", "n3"]) as cluster:
-        yield cluster
-
-
-def test_a_suite_runs_as_a_job_and_the_report_names_the_slow_node(three: SlurmCluster, tmp_path: Path) -> None:
-    jobs = Jobs(three, tmp_path, [])
+def test_a_suite_runs_as_a_job_and_the_report_names_the_slow_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+    jobs = Jobs(slurm, tmp_path, [])
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW)
     jobs.environment["PYTHONPATH"] = f"{tmp_path / 'slow'}:{jobs.environment['PYTHONPATH']}"
     said = jobs.run("submit", "--bench", "preflight", "--nodes", "3")
     job = said.split("submitted job ")[1].split(":")[0]
     path = jobs.folder / "runs" / "bench" / "slurm"
-    state = jobs.end(job, 240)
+    state = jobs.end(job)
     output = (path / f"{job}.out").read_text()
     assert sorted(file.stem for file in (path / job / "nodes").glob("*.json")) == ["n1", "n2", "n3"], output
     assert "node n2 stands out: local disk/write" in output and state == "FAILED"

@@ -54,11 +54,13 @@ def estimator(
     needs_critic: bool = False,
     compares_samples: bool = False,
     options: type = NoOptions,
+    aggregations: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
     """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for the arguments."""
 
     def registered(function: Function) -> Function:
-        ESTIMATORS.register(name, Estimator(function, reads, needs_critic, compares_samples, options))
+        entry = Estimator(function, reads, needs_critic, compares_samples, options, aggregations)
+        ESTIMATORS.register(name, entry)
         return function
 
     return registered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,13 +23,12 @@ BUS = {"all_reduce": 2 * (WORLD - 1) / WORLD, "all_gather": (WORLD - 1) / WORLD,
 @measurement("collectives", "micro", timeout_s=120)
 def collectives(place: Place) -> Iterator[Metric]:
     """all-reduce, all-gather and broadcast of two processes by size: algorithm and bus bandwidth"""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    other = multiprocessing.get_context("fork").Process(target=_measure, args=(1, port), daemon=True)
-    other.start()
-    found = _measure(0, port)
-    other.join(30)
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        other = multiprocessing.get_context("fork").Process(target=_measure, args=(1, store), daemon=True)
+        other.start()
+        found = _measure(0, store)
+        other.join(30)
     if other.exitcode:
         raise ResourceError(f"the second rank ended with status {other.exitcode}")
     for (kind, size), (seconds, bare) in found.items():
@@ -43,14 +42,14 @@ def collectives(place: Place) -> Iterator[Metric]:
             yield Metric("collectives", f"{kind}/{size}, algorithm", "GB/s", "none", algorithm)
 
 
-def _measure(rank: int, port: int) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+def _measure(rank: int, store: str) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
     """Both ranks do the same in step: each collective, and a send there and back, in turns."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     found = {}
     for size, bytes_ in SIZES.items():
         values = torch.zeros(bytes_ // 4)

@@ -87,8 +87,11 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
 def note_shared_memory(folder: str, paths: set[str]) -> None:
     """Leave the paths in the engine's folder, for `noted_shared_memory`."""
-    with suppress(OSError), open(os.path.join(folder, NOTE), "w", encoding="utf-8") as note:
-        note.write("\n".join(sorted(paths)))
+    path = os.path.join(folder, NOTE)
+    with suppress(OSError):
+        with open(f"{path}.new", "w", encoding="utf-8") as note:
+            note.write("\n".join(sorted(paths)))
+        os.replace(f"{path}.new", path)  # a guard killed meanwhile leaves what it had noted before
 
 
 def noted_shared_memory(folder: str) -> set[str]:

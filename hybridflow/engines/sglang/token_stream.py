@@ -11,7 +11,7 @@ import base64
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -152,12 +152,12 @@ class TokenStreams:
         Its error is EngineError: refused or malformed; EngineSilent: no connection, or silent. What was not answered by
         then is aborted at the engine.
         """
-        asked.loop = self._running_loop()
-        asyncio.run_coroutine_threadsafe(self._answer(asked), asked.loop)
+        self._schedule(self._answer(asked))
+        asked.loop = self._loop  # none if all has been given up meanwhile
 
     def abort(self, names: Sequence[str]) -> None:
         """Have the engine end these requests; they are answered with what they have. Returns when it has been told."""
-        task = asyncio.run_coroutine_threadsafe(self._abort(names), self._running_loop())
+        task = self._schedule(self._abort(names))
         with suppress(TimeoutError):
             task.result(2 * _ABORT_S)
 
@@ -316,10 +316,10 @@ class TokenStreams:
             await self._session.close()
             self._session = None
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
+    def _schedule(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        with self._lock:  # `close` ends all that the loop has been given by then: nothing may be given to it later
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name=f"tokens-{self.name}", daemon=True)
                 self._thread.start()
-            return self._loop
+            return asyncio.run_coroutine_threadsafe(work, self._loop)

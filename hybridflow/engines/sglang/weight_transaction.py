@@ -17,6 +17,7 @@ from hybridflow.engines.sglang.client import EngineClient, PauseMode
 from hybridflow.engines.sglang.weight_control import DESCRIBE, RECEIVE, Control
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, EngineSilent, WeightSyncError
+from hybridflow.process.store import StoreError
 from hybridflow.sync import session
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import REPORT_GRACE_S, Board, Order, Outcome, RankReport, answer_deadline
@@ -63,16 +64,17 @@ def receive(client: EngineClient, order: Order, plan: str, stages: int = 1) -> O
         _compare(board, plan)
         status = "stale"
         reports = _transact(client, board, _report_deadline(order.endpoint.timeout_s, stages))
-    except (WeightSyncError, EngineError) as error:
+    except (WeightSyncError, EngineError, StoreError) as error:
         if board is not None:
-            with suppress(RuntimeError):  # without the store there is nobody to tell
+            with suppress(StoreError):  # without the store there is nobody to tell
                 board.call_off(str(error))
         if isinstance(error, EngineSilent | _Unusable):
             status = "lost"
         return Outcome(
             order.engine, order.number, status, f"{order.describe()}: {error}", 0, time.perf_counter() - started
         )
-    board.clear()
+    with suppress(StoreError):  # the keys end with the store; what became of it is told by the rank that holds it
+        board.clear()
     nbytes = sum(report.nbytes for report in reports.values())
     return Outcome(order.engine, order.number, "served", "", nbytes, time.perf_counter() - started)
 

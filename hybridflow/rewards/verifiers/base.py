@@ -5,13 +5,17 @@ A built-in verifier is a file of this package that bears its name; one of a user
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.config.keys import VERIFIER
 from hybridflow.config.registry import Registry
+from hybridflow.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,13 @@ class Verifier:
         function: (response, ground_truth, *, options) -> a score, a dict with one under "score", or a `ScoreResult`.
         data_sources: the values of the column data_source whose rows it scores.
         runs_in_driver: whether it takes microseconds and cannot hang, so that rows need no process and no deadline.
+        requires: a package that it imports, and that an installation may lack; None: none.
     """
 
     function: Callable[..., Any]
     data_sources: tuple[str, ...]
     runs_in_driver: bool = False
+    requires: str | None = None
 
     @property
     def options(self) -> set[str]:
@@ -51,16 +57,45 @@ class Verifier:
         return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
+def result_of(found: Any) -> ScoreResult:
+    """What a verifier returned (a score, a mapping with one under "score", or a result) as a result.
+
+    Raises:
+        ValueError: there is no finite number.
+    """
+    extra: dict[str, Any] = {}
+    score = found
+    if isinstance(found, ScoreResult):
+        score, extra = found.score, found.extra
+    if isinstance(found, Mapping):
+        extra = {str(key): value for key, value in found.items() if key != "score"}
+        score = found.get("score")
+    # numbers.Real also covers bool and numpy scalars
+    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+        raise ValueError(f'{str(found)[:120]!r}; expected a finite number or a dict with one under "score"')
+    return ScoreResult(float(score), extra)
+
+
+def check_installed(entry: Verifier, what: str) -> None:
+    """Raise ConfigError when the package that a verifier imports is not installed; `what` names the verifier."""
+    if entry.requires is not None and importlib.util.find_spec(entry.requires) is None:
+        package = entry.requires.replace("_", "-")
+        raise ConfigError(
+            f"{what} needs the python package {package}, which is not installed; install it (pip install {package}), "
+            "or give a verifier of your own in reward.verifiers"
+        )
+
+
 VERIFIERS: Registry[Verifier] = Registry(VERIFIER.kind, VERIFIER.package, "reward.verifiers")
 
 
 def verifier(
-    name: str, *, data_sources: Sequence[str], runs_in_driver: bool = False
+    name: str, *, data_sources: Sequence[str], runs_in_driver: bool = False, requires: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the verifier of these data sources; see `Verifier` for the arguments."""
 
     def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        VERIFIERS.register(name, Verifier(function, tuple(data_sources), runs_in_driver))
+        VERIFIERS.register(name, Verifier(function, tuple(data_sources), runs_in_driver, requires))
         return function
 
     return registered

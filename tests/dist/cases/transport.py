@@ -156,6 +156,7 @@ def all_syncs(transports: list[str], folder: str, device: str = "cpu") -> Any:
         facts[transport] = {"good": _good_syncs(transport, str(good), rank, host, port)}
         if rank < TRAINERS + 2 and entry_name(transport) != "two_nodes":  # its faults are those of its two ways
             facts[transport]["bad"] = _bad_syncs(transport, str(bad), rank, host, port)
+    _hold_store("everything", rank, TRAINERS + 3)
     return facts
 
 
@@ -297,6 +298,7 @@ class MeddlingReceiver:
 
 
 DEADLINE = 3.0
+DEADLINES = {"flip": 30.0, "kill": 30.0, "stall": DEADLINE}  # only who stands still is known by its deadline
 DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
@@ -313,7 +315,7 @@ def _bad_syncs(transport: str, folder: str, rank: int, host: str, port: int) -> 
             (0, 1, 2, 3),
             (0, 1),
             case.plan.bucket_bytes,
-            DEADLINE,
+            DEADLINES[deed],
             folder,
         )
         line_up(endpoint.session, TRAINERS + 2)

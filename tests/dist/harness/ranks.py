@@ -48,10 +48,17 @@ _CHANGING = (
 )
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A loopback port below the ephemeral range, so that no other process is handed it meanwhile."""
+    """A loopback port below the ephemeral range, so that no other process is handed it meanwhile, and of which this one
+    has not heard before."""
     while True:
         port = random.randrange(20000, 32000)
+        if port in _given:
+            continue
+        _given.add(port)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -15,6 +15,7 @@ import numpy as np
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.dispatch import PADDING_META, Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.errors import EngineError, ModelError, WeightSyncError
+from hybridflow.process.children import state_of
 from tests.dist.harness.children import start_child
 
 
@@ -71,8 +72,7 @@ class Worker:
     def raise_on(self, rank: int, kind: str) -> None:
         """`rank` raises, the others block as in a collective."""
         if self.context.rank != rank:
-            time.sleep(6)
-            return
+            time.sleep(600)
         if kind == "engine":
             raise EngineError("it refused", engine="engine-3", log_tail="its last words")
         raise {"model": ModelError, "sync": WeightSyncError, "value": ValueError}[kind](f"{kind} trouble")
@@ -80,16 +80,19 @@ class Worker:
     @register(Dispatch.ONE_TO_ALL)
     def die_on(self, rank: int, how: str) -> None:
         """`rank` dies; the next one notices and raises as gloo would; the others block."""
+        folder, number = self.context.log_path.parent, f"pid-{rank}"
         if self.context.rank == rank:
             print("famous last words", flush=True)
-            time.sleep(0.3)
+            (folder / f"{number}.part").write_text(str(os.getpid()))
+            (folder / f"{number}.part").rename(folder / number)
             if how == "exit":
                 sys.exit(3)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.context.rank == (rank + 1) % self.context.world_size:
-            time.sleep(0.31)
+            while not (folder / number).exists() or state_of(int((folder / number).read_text())) not in ("", "Z"):
+                time.sleep(0.01)
             raise RuntimeError("Connection closed by peer")
-        time.sleep(60)
+        time.sleep(600)
 
     @register(Dispatch.ONE_TO_ALL)
     def hang_on(self, rank: int) -> None:

@@ -89,7 +89,7 @@ class Senders:
         self.shape, self.world_size = dict(shape), shape["ranks"]
         self.command("cut", shape=self.shape)
 
-    def command(self, name: str, wait_s: float = 60.0, **arguments: Any) -> list[Any]:
+    def command(self, name: str, wait_s: float = 240.0, **arguments: Any) -> list[Any]:
         """What each rank answers; WorkerError when one has died."""
         number, self.number = self.number, self.number + 1
         self.store.set(f"command/{number}", json.dumps({"name": name, **arguments}))
@@ -292,7 +292,7 @@ class SyncWorld:
         except requests.RequestException:
             return False
 
-    def wait_for_key(self, key: str, wait_s: float = 30.0) -> None:
+    def wait_for_key(self, key: str, wait_s: float = 240.0) -> None:
         # a client of its own: one that waits answers nobody else
         client_store(HOST, self.senders.store.port, wait_s).wait([key], timedelta(seconds=wait_s))
 

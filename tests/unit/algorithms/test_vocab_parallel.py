@@ -192,3 +192,48 @@ def test_a_shard_of_another_group_is_refused(group: Any) -> None:
     ):
         with pytest.raises(ValueError, match="28 rows on the 1 ranks of the group, 28 each, for a vocabulary of 51"):
             call()
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB, PADDED])
+def test_a_target_that_is_no_token_is_refused(group: Any, target: int) -> None:
+    """Also one of a padding row, which has a weight and no probability."""
+    hidden, weight, targets = inputs()
+    targets[3] = target
+    with pytest.raises(ValueError, match=f"target 3 is {target}; tokens of a vocabulary of {VOCAB} are 0 to 50"):
+        log_probs_and_entropy(hidden, weight, targets, Scoring(VOCAB, 1.0, False), group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_to_megatrons_main_gradient(
+    monkeypatch: pytest.MonkeyPatch, group: Any, dtype: torch.dtype
+) -> None:
+    """Over two micro-batches: what was there is kept, and nothing is rounded to the weight's dtype. The torch form of
+    the kernel stands for it."""
+    monkeypatch.setattr(vocab_parallel, "uses_triton", lambda tensor: True)
+    hidden, weight, targets = (tensor.detach() for tensor in inputs())
+    hidden, scoring = hidden.to(dtype), Scoring(VOCAB, 0.9, True, 5)
+    plain, megatrons = (torch.nn.Parameter(weight.to(dtype)) for _ in range(2))
+    before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    megatrons.main_grad, megatrons.grad_added_to_main_grad = before.clone(), False  # type: ignore[attr-defined]
+
+    def backward(parameter: torch.nn.Parameter) -> None:
+        for rows in (slice(0, 20), slice(20, ROWS)):
+            log_probs, entropy = log_probs_and_entropy(hidden[rows], parameter, targets[rows], scoring, group)
+            assert entropy is not None
+            (log_probs.sum() + entropy.sum()).backward()
+
+    for parameter in (plain, megatrons):
+        backward(parameter)
+    assert megatrons.grad_added_to_main_grad and megatrons.grad is not None  # type: ignore[attr-defined]
+    added = megatrons.main_grad - before  # type: ignore[attr-defined]
+    assert plain.grad is not None and added.abs().max() > 0.5
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6  # the plain gradient's own: it has the weight's dtype
+    torch.testing.assert_close(added, plain.grad.float(), rtol=rounding, atol=4 * rounding)
+
+    megatrons.zero_out_wgrad, megatrons.grad = True, None  # type: ignore[attr-defined]  # tied to the embedding
+    megatrons.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    kept = megatrons.main_grad.clone()  # type: ignore[attr-defined]
+    backward(megatrons)
+    assert torch.equal(megatrons.main_grad, kept)  # type: ignore[attr-defined]
+    assert not megatrons.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert megatrons.grad is not None and torch.equal(megatrons.grad, plain.grad)

@@ -106,6 +106,12 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("cluster.procs_per_node=2", "actor.parallel.expert=2", "actor.parallel.expert_tensor=2"),
             ("expert_tensor=2", "= 4 does not"),
         ),
+        (("algorithm=remax", "rollout.val_sampling.temperature=1"), ("temperature=1.0", "remax", "greedy answer")),
+        (("algorithm.adv_estimator=dpo",), ("loss_agg_mode=token-mean", "dpo", "seq-mean-token-sum")),
+        (("rollout.val_samples=4",), ("rollout.val_samples=4", "temperature=0", "would be the same")),
+        (("algorithm.dynamic_sampling=1",), ("algorithm.dynamic_sampling=1", "2 or more")),
+        (("algorithm=reinforce-plus-plus", "algorithm.dynamic_sampling=3"), ("dynamic_sampling=3", "scores are equal")),
+        (("reward.overlong_tokens=9999",), ("overlong_tokens=9999", "max_response_length")),
         (("model=tiny-dense", "actor.parallel.sequence=true"), ("actor.parallel.sequence=true", "tensor > 1")),
         (
             (*TP2, "actor.parallel.sequence=false"),
@@ -250,6 +256,10 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
 def test_what_cannot_run_is_refused_with_keys_and_values(overrides: tuple[str, ...], parts: tuple[str, ...]) -> None:
     lines = found(*overrides)
     assert any(all(part in line for part in parts) for line in lines), lines
+
+
+def test_a_temperature_below_zero_gets_one_answer() -> None:
+    assert found("rollout.sampling.temperature=-1") == ["rollout.sampling.temperature=-1.0 must be more than 0"]
 
 
 @pytest.mark.parametrize("key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)])

@@ -11,6 +11,7 @@ import torch
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, CriticConfig
+from hybridflow.data.micro_batches import check_token_ids
 from hybridflow.workers.losses import Noted, PolicyLoss, ValueLoss, policy_loss_columns
 
 LENGTHS = (5, 3, 0, 4)
@@ -138,3 +139,18 @@ def test_in_place_of_the_old_log_probs_the_loss_reads_those_of_the_engine() -> N
         for loss, rows in ((engine, renamed), (PolicyLoss(ActorConfig()), batch))
     ]
     assert torch.equal(*losses)
+
+
+def test_token_ids_that_the_model_lacks_are_refused_on_the_host() -> None:
+    batch = batch_of(None)  # tokens 0 to 7 and 10 to 21
+    check_token_ids(batch, 22)
+    with pytest.raises(ValueError, match="response_ids has the token 21; the model has the tokens 0 to 20"):
+        check_token_ids(batch, 21)
+    negative = DataProto.from_columns(
+        {
+            "prompt_ids": Jagged.from_lengths(np.array([3, -1]), (1, 1)),
+            "response_ids": Jagged.from_lengths(np.array([], dtype=np.int64), (0, 0)),
+        }
+    )
+    with pytest.raises(ValueError, match="prompt_ids has the token -1"):
+        check_token_ids(negative, 21)

@@ -125,6 +125,7 @@ def test_written_answers_are_right_and_fit_the_stated_lengths(operation, pair, l
         ({"max_operand": 30, "num_train": 500}, "num_train is 500, but only 461 pairs remain"),
         ({"max_operand": 30, "num_sft": 500}, "num_sft is 500, but only 461 pairs remain"),
         ({"num_train": 0}, "num_train must be positive"),
+        ({"num_train": -2}, "num_train must be positive, or -1 for all, is -2"),
         ({"max_operand": 99_999}, "num_train asks for .* give a smaller number"),
     ],
 )
@@ -132,6 +133,11 @@ def test_wrong_options_are_named_and_leave_nothing_behind(tmp_path, options, nam
     with pytest.raises(ConfigError, match=named):
         prepare("arithmetic", tmp_path / "data", None, options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_minus_one_takes_all_prompts_that_are_not_held_out(tmp_path):
+    made = prepare("arithmetic", tmp_path / "data", None, {**SMALL, "num_train": -1})
+    assert made.rows["train.parquet"] == 13**2 - SMALL["num_test"]
 
 
 def test_an_unknown_task_names_the_nearest(tmp_path):

@@ -68,7 +68,7 @@ class World:
 
     def settled(self) -> list[str]:
         """The states once no engine is starting any more."""
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while any(state.state == "starting" for state in self.service.states()):
             assert time.monotonic() < deadline
         return [state.state for state in self.service.states()]

@@ -150,8 +150,8 @@ def test_not_started_is_not_alive(tmp_path: Path) -> None:
 
 
 FAMILY = (
-    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-    "time.sleep(60)"
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    "time.sleep(600)"
 )
 
 
@@ -161,7 +161,7 @@ def start_guard(parent: int, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_members(session: int, count: int) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while len(guard.session_members(session)) != count:
         assert time.monotonic() < deadline, guard.session_members(session)
         time.sleep(0.02)
@@ -171,13 +171,13 @@ def test_the_guard_ends_children_and_grandchildren(tmp_path: Path) -> None:
     process = start_guard(os.getpid(), tmp_path / "folder")
     wait_for_members(process.pid, 2)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 128 + signal.SIGKILL
+    assert process.wait(60) == 128 + signal.SIGKILL
     assert guard.session_members(process.pid) == []
 
 
 def test_the_guard_ends_without_its_parent(tmp_path: Path) -> None:
     process = start_guard(1, tmp_path / "folder")  # a parent it does not have
-    process.wait(10)
+    process.wait(60)
     assert guard.session_members(process.pid) == []
 
 
@@ -186,7 +186,7 @@ def test_the_guard_ends_an_engine_of_which_a_process_was_stopped(tmp_path: Path)
     process = start_guard(os.getpid(), tmp_path / "folder")
     wait_for_members(process.pid, 2)
     os.kill(max(guard.session_members(process.pid)), signal.SIGSTOP)
-    assert process.wait(25) == 128 + signal.SIGKILL
+    assert process.wait(120) == 128 + signal.SIGKILL
     assert guard.session_members(process.pid) == []
 
 

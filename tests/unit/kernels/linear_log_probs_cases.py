@@ -146,6 +146,48 @@ def test_gradients_equal_autograd_in_float64(
     assert gradients(hidden, weight, targets, given_back, temperature=temperature, chunk=4, of_hidden=False) is None
 
 
+@settings(max_examples=3)
+@given(
+    shape=shapes,
+    k=st.sampled_from([1, 3, 8, TILES.columns]),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([1.0, 1e4]),
+)
+def test_the_highest_logits_come_from_the_same_pass(
+    shape: tuple[int, int, int], k: int, seed: int, dtype: torch.dtype, scale: float
+) -> None:
+    """The sums are those without it to their tolerance, the logits float64's, and each lies where it is said to."""
+    hidden, weight, targets = inputs(shape, seed, dtype, scale)
+    k = min(k, len(weight))
+    best = torch.empty(len(hidden), k), torch.empty(len(hidden), k, dtype=torch.int64)
+    words = {"temperature": 0.7, "with_entropy": True, "chunk": 4}
+    found = partial_sums(hidden, weight, targets, best=best, **words)  # type: ignore[arg-type]
+    assert all(map(torch.equal, found, partial_sums(hidden, weight, targets, **words)))  # type: ignore[arg-type]
+    logits = exact_logits(hidden, weight, 0.7)
+    limit = bound(logits, shape[2])
+    torch.testing.assert_close(best[0].double(), logits.topk(k).values, rtol=0, atol=limit)
+    torch.testing.assert_close(logits.gather(-1, best[1]), best[0].double(), rtol=0, atol=limit)
+    assert all(len(set(row)) == k for row in best[1].tolist())
+    assert torch.equal(best[0], best[0].sort(-1, descending=True).values)
+
+
+def test_of_equal_logits_the_first_are_the_highest() -> None:
+    weight = torch.zeros(TILES.split + 3, 4)
+    weight[[5, TILES.split + 1]] = -torch.ones(4)
+    best = torch.empty(2, 7), torch.empty(2, 7, dtype=torch.int64)
+    none = torch.full((2,), -1)
+    partial_sums(torch.ones(2, 4), weight, none, temperature=1.0, with_entropy=False, chunk=4, best=best)
+    assert best[1].tolist() == [[0, 1, 2, 3, 4, 6, 7]] * 2 and not best[0].any()
+
+
+def test_more_highest_logits_than_there_are_are_refused() -> None:
+    hidden, weight, targets = inputs((3, 5, 4), 0)
+    best = torch.empty(3, 6), torch.empty(3, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="highest logits of 3 rows over 5 columns"):
+        partial_sums(hidden, weight, targets, temperature=1.0, with_entropy=False, chunk=4, best=best)
+
+
 def test_a_shard_without_rows_adds_nothing() -> None:
     hidden, _, _ = inputs((3, 1, 4), 0)
     nothing = torch.full((3,), -1)

@@ -30,7 +30,7 @@ def test_every_operation_has_its_cases() -> None:
 
 
 def test_torch_forms_equal_the_same_references() -> None:
-    cases = [str(HERE / f"{name}_cases.py") for name in ("digest", "scans")]
+    cases = [str(HERE / f"{name}_cases.py") for name in ("digest", "scans", "slices")]
     found = run(["-m", "pytest", "-p", "no:cacheprovider", *cases], interpreted=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 

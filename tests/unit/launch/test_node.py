@@ -47,6 +47,22 @@ def test_a_head_that_never_answers_is_said_within_the_deadline(tmp_path: Path) -
     assert "Ray's head does not answer" in records.failures(tmp_path)[0]["what"]
 
 
+@pytest.mark.parametrize(("joined", "starts"), [(False, 3), (True, 1)])
+def test_ray_is_started_again_until_all_nodes_have_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool, starts: int
+) -> None:
+    records.write(tmp_path / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    if joined:
+        (tmp_path / records.DRIVER_LOG).touch()
+    log = tmp_path / records.NODE_LOG.format("n1")
+    command = ["bash", "-c", f"echo the agent is late >> '{log}'; exit 3"]
+    monkeypatch.setattr(node, "ray_command", lambda *given: command)
+    assert run("n1", tmp_path, RayOptions(), 9) == 1
+    [failed] = records.failures(tmp_path)
+    assert failed["what"] == "Ray ended with status 3"
+    assert failed["tail"].splitlines() == ["the agent is late"] * starts
+
+
 def test_slurm_and_pmi_variables_and_a_token_of_the_user_do_not_reach_ray() -> None:
     leaking = {"SLURM_PROCID": "1", "PMI_RANK": "1", "PMIX_ID": "x", "SLURMD_NODENAME": "n1", "RAY_AUTH_TOKEN": "old"}
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN_PATH": "/x/token"}

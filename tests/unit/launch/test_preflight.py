@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +28,7 @@ def check_all(
     folders: dict[str, Path],
     hosts: list[str],
     clocks: dict[str, Callable[[], float]] | None = None,
-    wait_s: float = 10.0,
+    wait_s: float = 60.0,
 ) -> dict[str, Record]:
     """What each node with a folder says, all checking at the same time."""
     found: dict[str, Record] = {}
@@ -54,15 +56,32 @@ def test_good_nodes_reach_each_other_and_are_chosen_in_order(tmp_path: Path) -> 
 
 def test_a_folder_that_is_not_shared_names_the_node(tmp_path: Path) -> None:
     hosts = ["n1", "n2"]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "b"}, hosts, wait_s=0.5)
     with pytest.raises(ResourceError, match=r"n2: between it and n1: .*choose an output_dir that all nodes mount"):
         choose(hosts, found, 2, 2.0)
+    found = check_all({"n1": tmp_path / "a", "n2": tmp_path / "absent"}, hosts, wait_s=0.5)
+    with pytest.raises(
+        ResourceError, match=r"n2: \S+absent is absent there; choose an output_dir that all nodes mount"
+    ):
+        choose(hosts, found, 2, 2.0)
 
 
-def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spares(tmp_path: Path) -> None:
+def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = ["n1", "n2", "n3", "n4"]
     present = dict.fromkeys(["n1", "n2", "n4"], tmp_path)
-    found = check_all(present, hosts, {"n1": lambda: time.time() - 60.0}, wait_s=0.5)
+    awaited = preflight._await
+
+    def without_n3(paths: Iterable[Path], deadline: float) -> Iterator[tuple[str, Any]]:
+        wanted = list(paths)
+        yield from awaited([path for path in wanted if path.stem != "n3"], deadline)
+        yield from ((path.stem, None) for path in wanted if path.stem == "n3")  # its deadline has passed
+
+    monkeypatch.setattr(preflight, "_await", without_n3)
+    found = check_all(present, hosts, {"n1": lambda: time.time() - 60.0})
     errors = "srun: error: Task launch for StepId=7.0 failed on node n3: Communication connection failure"
     for record in found.values():
         record.complaints.pop("n3")
@@ -71,6 +90,16 @@ def test_a_clock_that_is_off_and_a_node_that_never_came_up_are_replaced_by_spare
     assert "Communication connection failure" in bad["n3"] and "s off" in bad["n1"] and "chrony" in bad["n1"]
     with pytest.raises(ResourceError, match="2 of 4 nodes are usable, 3 are needed"):
         choose(hosts, found, 3, 2.0, errors)
+
+
+@pytest.mark.parametrize(("begun", "ended", "off"), [(97.0, 101.0, 0.0), (37.0, 41.0, 59.0), (161.0, 165.0, -61.0)])
+def test_a_clock_is_off_by_what_no_slow_answer_explains(begun: float, ended: float, off: float) -> None:
+    record, server = Record("n2", nonce="n"), socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=preflight._answer, args=(server, record, lambda: 100.0), daemon=True).start()
+    mine, looks = Record("n1"), iter([begun, ended])
+    found = {"address": "127.0.0.1", "port": server.getsockname()[1], "nonce": "n"}
+    preflight._visit(mine, "n2", found, lambda: next(looks))
+    assert (mine.clocks, mine.complaints) == ({"n2": off}, {})
 
 
 def test_what_a_node_lacks_is_said_with_its_remedy(tmp_path: Path) -> None:

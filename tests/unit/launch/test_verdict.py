@@ -50,6 +50,10 @@ def test_a_node_that_failed_first_is_the_cause_and_not_what_the_driver_made_of_i
     [
         ("srun: error: n2: task 1: Killed", "node n2: the process that watches Ray ended (Killed)"),
         ("srun: error: Node failure on n2", "Node failure on n2"),
+        (
+            "srun: error: Task launch for StepId=7.2 failed on node n2: Communication connection failure",
+            "Task launch for StepId=7.2 failed on node n2: Communication connection failure",
+        ),
     ],
 )
 def test_a_killed_agent_and_a_lost_node_are_read_from_srun(job: Path, line: str, expected: str) -> None:
@@ -86,7 +90,7 @@ def test_a_refused_configuration_and_a_cancelled_job_are_not_requeued(job: Path)
     attempt, _, code = judge(job, 0, 9, job / "run", 2)
     assert (attempt.why, attempt.next, code) == ("unknown key actr", "give up", 2)
     attempt, _, code = judge(job, 0, 9, job / "run", STOPPED, asked=True, state="COMPLETING")
-    assert attempt.next == "give up" and "COMPLETING" in attempt.why and code != STOPPED
+    assert attempt.next == "left to Slurm" and "COMPLETING" in attempt.why and code != STOPPED
 
 
 def test_a_finished_job_is_done(job: Path) -> None:

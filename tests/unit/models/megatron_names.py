@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
 
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.mcore import bootstrap, cpu_modules, model, parallel
@@ -35,9 +34,6 @@ def shapes_of(decoder: Decoder) -> dict[str, list[int]]:
 
 def main() -> None:
     """Print the JSON as the last line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     parallel.initialize(ParallelConfig(), 0, "gloo", 60)
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         cpu_modules.install()

@@ -195,7 +195,7 @@ def test_timeline_nests_and_sums(tmp_path: Path) -> None:
             pass
     seconds = timeline.step_seconds(3)
     assert set(seconds) == {"step", "gen", "gen/wait", "adv"}
-    assert 0.04 <= seconds["gen/wait"] <= seconds["gen"] <= seconds["step"] < 5
+    assert 0.04 <= seconds["gen/wait"] <= seconds["gen"] <= seconds["step"]
     assert timeline.metrics(3)["timing_s/gen"] == seconds["gen"]
     assert timeline.step_seconds(4) == {}
     found = read_timeline(tmp_path / "timeline.jsonl")

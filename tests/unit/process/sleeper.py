@@ -1,6 +1,6 @@
-"""A program that does nothing for a minute."""
+"""A program that does nothing for ten minutes."""
 
 import time
 
 if __name__ == "__main__":
-    time.sleep(60)
+    time.sleep(600)

@@ -68,7 +68,7 @@ def _said(name: str, folder: Path, *words: str, leader: bool = False) -> dict[st
     with open(out, "wb") as file, open(os.devnull, "rb") as nothing:
         files = (nothing.fileno(), file.fileno(), 2)
         env = {"OF": "the order", "PATH": os.environ["PATH"]}
-        assert fork(name, [str(script), *words], env, files, leader=leader).wait(20) == 7
+        assert fork(name, [str(script), *words], env, files, leader=leader).wait(120) == 7
     said: dict[str, object] = json.loads(out.read_text())
     return said
 
@@ -78,7 +78,7 @@ def _sleeper(name: str, *, leader: bool = False) -> ForkedProcess:
 
 
 def _ends(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if state_of(pid) in ("", "Z", "X"):
             return True
@@ -111,14 +111,24 @@ def test_forks_end_with_their_client_and_with_the_server_but_for_leaders(start: 
     assert _ends(left.pid)
     asked = _sleeper(name)
     asked.send_signal(signal.SIGTERM)
-    assert asked.wait(10) == -signal.SIGTERM
+    assert asked.wait(60) == -signal.SIGTERM
     bound, leader = _sleeper(name), _sleeper(name, leader=True)
     server.kill()
     server.wait()
-    assert bound.wait(10) == -signal.SIGKILL
+    assert bound.wait(60) == -signal.SIGKILL
     assert _ends(bound.pid)
     assert state_of(leader.pid) not in ("", "Z", "X")
     os.kill(leader.pid, signal.SIGKILL)
+
+
+def test_a_fork_that_cannot_begin_ends_and_the_server_goes_on(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,), _ = start(())
+    monkeypatch.setattr(fork_client.os, "getcwd", lambda: str(tmp_path / "gone"))
+    assert _sleeper(name).wait(60) == 1
+    monkeypatch.undo()
+    assert _said(name, tmp_path)["name"] == "__main__"
 
 
 def test_no_fork_of_a_process_with_threads(start: Start, tmp_path: Path) -> None:
@@ -137,7 +147,7 @@ def test_the_script_passes_the_status_on_and_does_without_a_server(start: Start,
 
     def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-I", "-S", fork_client.__file__, name, str(script), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     assert run(name).returncode == run("nobody").returncode == 5
     assert run(name).stdout != (alone := run("nobody").stdout)

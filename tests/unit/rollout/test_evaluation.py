@@ -133,9 +133,11 @@ def test_a_file_of_the_run_never_holds_nan(tmp_path: Path) -> None:
     session.folder.mkdir(parents=True)
     path = session.write_json("summary.json", {"score_before": math.nan, "score_after": 0.5})
     assert json.loads(path.read_text()) == {"score_before": None, "score_after": 0.5}
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        session.write_json("summary.json", {"deep": {"score": math.nan}})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        session.write_json("summary.json", {"score_after": 0.7, "deep": {"score": object()}})
     assert json.loads(path.read_text())["score_after"] == 0.5  # whole or not at all
+    session.write_json("summary.json", {"deep": {"score": math.nan}})
+    assert json.loads(path.read_text()) == {"deep": {"score": None}}
 
 
 def test_a_dropped_row_enters_no_loss_and_leaves_the_mean_of_its_group(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@ order of nodes."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from hypothesis import strategies as st
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.single_controller import colocated
+from hybridflow.errors import WorkerError
+from hybridflow.process.children import state_of
+from hybridflow.single_controller import colocated, future
 from hybridflow.single_controller.cluster import _ip_key
 from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.host import Failure, Host
@@ -161,3 +167,68 @@ def test_one_class_may_serve_several_roles_and_the_call_says_which() -> None:
 
 def test_nodes_are_ordered_by_address_as_numbers() -> None:
     assert sorted(["10.0.0.10", "10.0.0.9", "9.0.0.1"], key=_ip_key) == ["9.0.0.1", "10.0.0.9", "10.0.0.10"]
+
+
+@pytest.fixture
+def one_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], future.Future]:
+    """A call on two ranks, made with the process id of the second: the first answers that the connection is lost, the
+    second says nothing, and Ray tells of its death after a while when its process has ended."""
+    import ray
+
+    monkeypatch.setattr(future, "_GRACE_S", 0.0)
+    looks = iter(range(10_000))
+    process = [0]
+
+    def wait(refs: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        has_ended = state_of(process[0]) == "" and next(looks) >= 3
+        ready = [ref for ref in refs if ref == "lives" or has_ended]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(refs: Any, **_: Any) -> Any:
+        if isinstance(refs, list):
+            raise ray.exceptions.GetTimeoutError
+        if refs == "lives":
+            return Failure("RuntimeError", "Connection closed by peer", None)
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+
+    def made(pid: int) -> future.Future:
+        process[0] = pid
+        ranks = [future.Rank(None, "here", Path("log"), True, one) for one in (os.getpid(), pid)]
+        refs = {0: "lives", 1: "silent"}
+        return future.Future("actor", "work", ranks=ranks, refs=refs, collect=dict, default_timeout_s=60.0)
+
+    return made
+
+
+def test_a_rank_whose_process_has_ended_is_the_cause_however_late_ray_tells(
+    one_answer: Callable[[int], future.Future],
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with pytest.raises(WorkerError, match="the worker process died") as caught:
+        one_answer(ended.pid).result()
+    assert caught.value.rank == 1
+
+
+def test_a_rank_that_was_stopped_is_the_cause_of_what_another_raises(
+    one_answer: Callable[[int], future.Future],
+) -> None:
+    stopped = subprocess.Popen(["sleep", "600"])
+    try:
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        with pytest.raises(WorkerError, match="was stopped") as caught:
+            one_answer(stopped.pid).result()
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert caught.value.rank == 1
+
+
+def test_what_a_rank_raises_is_the_cause_while_the_others_work(one_answer: Callable[[int], future.Future]) -> None:
+    with pytest.raises(WorkerError, match="Connection closed by peer") as caught:
+        one_answer(os.getpid()).result()
+    assert caught.value.rank == 0

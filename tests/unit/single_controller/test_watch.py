@@ -19,7 +19,7 @@ from hybridflow.single_controller.future import _STOPPED_LOOKS, Future, Rank
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
@@ -48,19 +48,23 @@ def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
 
 
 def test_an_address_is_lost_after_some_refusals() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        watched = watch.Address(f"127.0.0.1:{server.getsockname()[1]}")
-        assert watched.silent() == ""
-    answers = [watched.silent() for _ in range(watch._FAILED_LOOKS)]
-    assert answers[:-1] == [""] * (len(answers) - 1) and "takes no connections" in answers[-1]
+    with socket.socket() as gcs:
+        gcs.bind(("127.0.0.1", 0))  # held throughout: nobody else can answer there
+        watched = watch.Address(f"127.0.0.1:{gcs.getsockname()[1]}")
+        refused = [watched.silent() for _ in range(watch._FAILED_LOOKS)]
+        assert refused[:-1] == [""] * (len(refused) - 1) and "takes no connections" in refused[-1]
+        again = watch.Address(watched._address)
+        assert [again.silent() for _ in refused[1:]] == refused[:-1]
+        gcs.listen()
+        assert again.silent() == "" and again._failures == 0
 
 
 def test_the_main_thread_is_interrupted_where_it_waits(sleeper: subprocess.Popen[bytes]) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}))
-    sleeper.kill()
-    with pytest.raises(KeyboardInterrupt):
-        time.sleep(10)
+    with pytest.raises(KeyboardInterrupt):  # which may come as soon as the process has ended
+        sleeper.kill()
+        time.sleep(120)
     assert "has ended" in watched.lost()
     watched.stop()
     assert signal.getsignal(signal.SIGUSR2) == before

@@ -34,6 +34,7 @@ class Device:
         self.recorded: dict[str, int] = defaultdict(int)
         self.done: dict[str, int] = defaultdict(int)
         self.is_fast = True
+        self.asked = threading.Event()  # somebody looks whether a record is done
         self.released = 0
 
     def export(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, str]:
@@ -75,6 +76,7 @@ class _PeerEvents:
         self.device, self.handles = device, handles
 
     def is_done(self, number: int) -> bool:
+        self.device.asked.set()
         handle = self.handles[number]
         return self.device.done[handle] == self.device.recorded[handle]
 
@@ -91,9 +93,9 @@ def store() -> Any:
     del held
 
 
-def pair(store: int, device: Device, name: str, timeout_s: float = 30.0) -> tuple[Sender, Receiver]:
+def pair(store: int, device: Device, name: str) -> tuple[Sender, Receiver]:
     """Both ends, opened in two threads of this process."""
-    endpoint = Endpoint("cuda_ipc", name, "127.0.0.1", store, (0,), (0,), 1 << 20, timeout_s)
+    endpoint = Endpoint("cuda_ipc", name, "127.0.0.1", store, (0,), (0,), 1 << 20, 60.0)
     opened: list[Sender] = []
     thread = threading.Thread(
         target=lambda: opened.append(Sender(Member(endpoint, "trainer", 0), DeviceMemory(CPU, device)))
@@ -143,7 +145,7 @@ def test_a_message_is_seen_when_the_senders_device_has_written_it(store: int, de
     thread.join(0.2)
     assert got == []  # it was published, and the device has not got there
     device.finish()
-    thread.join(30)
+    thread.join(120)
     assert len(got) == 1
     sender.close()
     receiver.close()
@@ -161,14 +163,15 @@ def test_a_slot_is_lent_again_when_the_receivers_device_has_read_it(store: int, 
     thread.join(0.2)
     assert got == []
     device.finish()
-    thread.join(30)
+    thread.join(120)
     assert len(got) == 1
     sender.close()
     receiver.close()
 
 
 def test_a_device_that_never_gets_there_is_an_error_at_the_deadline(store: int, device: Device) -> None:
-    sender, receiver = pair(store, device, "late", timeout_s=0.3)
+    sender, receiver = pair(store, device, "late")
+    receiver.member.endpoint.__dict__["timeout_s"] = 0.3
     device.is_fast = False
     send(sender, 7, 1)
     with pytest.raises(WeightSyncError, match=r"message 7 with trainer rank 0 over cuda_ipc: the peer did nothing for"):
@@ -181,16 +184,23 @@ def test_another_thread_gives_up_what_a_device_has_not_done(store: int, device: 
     sender, receiver = pair(store, device, "given up")
     device.is_fast = False
     send(sender, 7, 1)
-    threading.Timer(0.1, receiver.abort).start()
+
+    def give_up() -> None:
+        device.asked.wait(60)
+        receiver.abort()
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
     with pytest.raises(WeightSyncError, match="the session was given up meanwhile"):
         receiver.borrow(0, 7, 100)
+    thread.join()
     sender.close()
 
 
 def test_a_peer_that_died_before_its_device_got_there_is_named(
     store: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(
         "hybridflow.sync.lending.PeerWatch",
         lambda said: meeting.PeerWatch({**said, "process": process.pid}),

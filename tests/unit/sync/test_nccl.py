@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from hybridflow.sync.meeting import Meeting
 from hybridflow.sync.transports import p2p
 from hybridflow.sync.transports.base import Endpoint
 
-ENDPOINT = Endpoint("p2p", "s", "10.0.0.1", 5, senders=(0,), receivers=(0,), message_bytes=8, timeout_s=0.5)
+ENDPOINT = Endpoint("p2p", "s", "10.0.0.1", 5, senders=(0,), receivers=(0,), message_bytes=8, timeout_s=60.0)
 
 
 class Work:
@@ -61,7 +61,7 @@ class NcclGroup:
 
 @pytest.fixture
 def peer() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
@@ -76,7 +76,7 @@ def channel(monkeypatch: pytest.MonkeyPatch, peer: subprocess.Popen[bytes]) -> A
     monkeypatch.setattr(p2p, "meet", lambda member: Meeting(SimpleNamespace(client=client), said))  # type: ignore[arg-type]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    return p2p.open_sender(ENDPOINT, 0, torch.device("cuda"))
+    return p2p.open_sender(replace(ENDPOINT), 0, torch.device("cuda"))
 
 
 def started(channel: Any) -> Any:
@@ -91,22 +91,19 @@ def test_neither_time_nor_an_error_ends_the_process(channel: Any) -> None:
 
 
 def test_a_transfer_that_has_ended_is_done_and_a_late_one_fails_at_our_deadline(channel: Any) -> None:
-    work, start = started(channel), time.monotonic()
+    work = started(channel)
+    channel.member.endpoint.__dict__["timeout_s"] = 0.5
     with pytest.raises(WeightSyncError, match=r"did nothing for 0\.5 s"):
         work.wait()
-    assert 0.4 < time.monotonic() - start < 5
     NcclGroup.made.work.is_done = True
     work.wait()
 
 
 def test_a_dead_peer_is_noticed_by_its_process(channel: Any, peer: subprocess.Popen[bytes]) -> None:
     work = started(channel)
-    channel.member.endpoint.__dict__["timeout_s"] = 30.0
     peer.kill()
-    start = time.monotonic()
     with pytest.raises(WeightSyncError, match="its process has ended"):
         work.wait()
-    assert time.monotonic() - start < 5
 
 
 def test_an_abort_by_another_thread_is_no_success(channel: Any) -> None:

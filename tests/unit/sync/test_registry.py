@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hybridflow.device.platform import Platform
 from hybridflow.errors import ConfigError, WeightSyncError
 from hybridflow.process.rendezvous import master_store
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports import open_receiver, open_sender, part_bytes
+from hybridflow.sync.transports import open_receiver, open_sender, part_bytes, tcp
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint
 from hybridflow.trainer.check_devices import check_devices
 
@@ -94,7 +95,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def store() -> Any:
-    return master_store(HOST, 0, 20)
+    return master_store(HOST, 0, 60)
 
 
 @pytest.mark.parametrize("name", ["mine", *(n for n in TRANSPORTS.names() if "cpu" in TRANSPORTS.get(n).devices)])
@@ -102,12 +103,12 @@ def test_the_contract_within_one_process(name: str, mine: str, store: Any, tmp_p
     """Order, exact bytes, a late peer within the deadline, and no use after an abort."""
     transport = mine if name == "mine" else name
     session = f"contract of {name}"
-    endpoint = Endpoint(transport, session, HOST, store.port, (0,), (0,), 1 << 20, 2.0, str(tmp_path))
+    endpoint = Endpoint(transport, session, HOST, store.port, (0,), (0,), 1 << 20, 60.0, str(tmp_path))
     sent = [Payload(torch.arange(size, dtype=torch.int64).to(torch.uint8)) for size in (1, 70_000, 3)]
     got = [Payload(torch.zeros(payload.nbytes, dtype=torch.uint8)) for payload in sent]
     with ThreadPoolExecutor(2) as pool:
         ends = pool.submit(open_sender, endpoint, 0), pool.submit(open_receiver, endpoint, 0)
-        sender, receiver = ends[0].result(20), ends[1].result(20)
+        sender, receiver = ends[0].result(120), ends[1].result(120)
 
         def send() -> None:
             for tag, payload in enumerate(sent):
@@ -116,9 +117,12 @@ def test_the_contract_within_one_process(name: str, mine: str, store: Any, tmp_p
         sending = pool.submit(send)
         for tag, into in enumerate(got):
             receiver.receive(0, tag, into).wait()
-        sending.result(20)
+        sending.result(120)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(sent, got, strict=True))
-    with pytest.raises(WeightSyncError, match=r"deadline 2 s"):
+    vars(endpoint)["timeout_s"] = 0.5
+    for link in getattr(receiver, "_links", {}).values():  # of tcp, whose deadlines are the kernel's
+        link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tcp._timeval(0.5))
+    with pytest.raises(WeightSyncError, match=r"deadline 0\.5 s"):
         receiver.receive(0, 9, got[0]).wait()
     for end in (sender, receiver):
         end.abort()

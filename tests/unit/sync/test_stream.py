@@ -85,7 +85,7 @@ def test_neighbouring_slices_are_copied_as_one_and_others_are_not() -> None:
         message = Message(0, 0, 0, 4 * sum(int(np.prod(i.size)) for i in items), items)
         copies = Copies([message], live)
         payload = Payload(torch.zeros(message.nbytes, dtype=torch.uint8))
-        copies.pack(0, payload)
+        copies.pack(0, payload, 0)
         parts = [
             live["a"][tuple(slice(s, s + n) for s, n in zip(i.start, i.size, strict=True))].reshape(-1) for i in items
         ]

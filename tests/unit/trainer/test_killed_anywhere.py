@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     (folder / "scenarios.json").write_text(json.dumps(scenarios()))
     command = [sys.executable, "-m", "tests.unit.trainer.killed_runs", str(folder), str(folder / "scenarios.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

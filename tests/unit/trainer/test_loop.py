@@ -4,6 +4,7 @@ SGLang."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_without_a_bound_the_difference_is_only_recorded(tmp_path: Path) -> None
     trainer.fit()
     assert [record["rollout/logprob_diff/mean"] for record in records(trainer, "train")] == [0.5] * 3
     assert trainer.session.totals["logprob_diff_max"] == 0.5
+
+
+def test_a_total_that_is_no_number_has_a_form_in_the_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    config = config_of(tmp_path, bound=None)
+    first = trainer_of(config, World(difference=math.nan))
+    first.fit()
+    first.session.store.wait()
+    session = trainer_of(config, World()).session
+    latest = session.store.latest()
+    assert latest is not None
+    json.loads((latest.folder / "driver.json").read_text(), parse_constant=pytest.fail)
+    session.resume(latest)
+    assert math.isnan(session.totals["logprob_diff_sum"]) and session.totals["seconds_grpo"] > 0
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_without_a_checkpoint(tmp_path: Path) -> None:

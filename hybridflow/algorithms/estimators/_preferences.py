@@ -1,0 +1,67 @@
+"""What estimators that compare the policy with the reference, sample by sample, have in common; torch's methods only.
+
+The gradient of a preference loss with respect to the log-probability of an answer is one number for each sample. With
+it as the advantage, one update a step of a policy gradient (`actor.policy_loss=reinforce`, or `ppo` at its first
+update) summed over tokens (`actor.loss_agg_mode=seq-mean-token-sum`) is exactly the gradient step of that loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.estimators._groups import Groups
+from hybridflow.algorithms.estimators.base import Samples
+
+if TYPE_CHECKING:
+    import torch
+
+READS = ("old_log_probs", "ref_log_probs")
+AGGREGATIONS = ("seq-mean-token-sum",)
+
+
+@dataclass(frozen=True)
+class Beta:
+    """How strongly the policy is held to the reference."""
+
+    beta: float = 0.1
+
+
+def log_ratios(samples: Samples) -> torch.Tensor:
+    """[B] float64 log p - log p_ref of each answer, summed over its sampled tokens."""
+    difference = (samples.columns["old_log_probs"] - samples.columns["ref_log_probs"]).double()
+    return sums(samples, difference.where(samples.mask, 0.0))
+
+
+def sums(samples: Samples, values_T: torch.Tensor) -> torch.Tensor:
+    """[B] sums over the tokens of each sample."""
+    rows = (samples.lengths.new_ones(len(samples.lengths)).cumsum(0) - 1).repeat_interleave(samples.lengths)
+    return values_T.new_zeros(len(samples.lengths)).index_add_(0, rows, values_T)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The best and the worst answer to each prompt whose answers differ in score: rows [P], and samples of the prompt
+    [P]."""
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    size: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Samples) -> Pairs:
+        """The first of equally good answers is chosen, the last of equally bad ones rejected."""
+        groups = Groups.by(samples.groups)
+        order = samples.scores.argsort(descending=True, stable=True)
+        order = order[groups.of[order].argsort(stable=True)]  # group after group, the best first
+        ends = groups.count.long().cumsum(0)
+        chosen, rejected = order[ends - groups.count.long()], order[ends - 1]
+        differ = samples.scores[chosen] > samples.scores[rejected]
+        return cls(chosen[differ], rejected[differ], groups.count[differ])
+
+    def advantages(self, samples: Samples, chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
+        """[T] the given advantages at the tokens of the pairs, times the samples of the prompt: a mean over samples is
+        then a mean over prompts."""
+        values = chosen_P.new_zeros(len(samples.scores))
+        values[self.chosen], values[self.rejected] = self.size * chosen_P, self.size * rejected_P
+        return samples.over_tokens(values.to(samples.scores.dtype))

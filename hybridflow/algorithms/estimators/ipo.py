@@ -1,0 +1,22 @@
+"""IPO on the best and the worst answer to each prompt, sampled from the policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.estimators._preferences import AGGREGATIONS, READS, Beta, Pairs, log_ratios, sums
+from hybridflow.algorithms.estimators.base import Samples, estimator
+
+if TYPE_CHECKING:
+    import torch
+
+
+@estimator("ipo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS)
+def ipo(samples: Samples, options: Beta) -> tuple[torch.Tensor, None]:
+    """The gradient of (margin - 1 / (2 beta))^2, where margin is the difference of the mean log-ratios of a token
+    (arXiv 2310.12036, eq. 17; means over tokens as TRL takes them)."""
+    pairs, lengths = Pairs.of(samples), sums(samples, samples.mask.double()).clamp(min=1)
+    ratios = log_ratios(samples) / lengths
+    margin = ratios[pairs.chosen] - ratios[pairs.rejected]
+    weight = 1 / options.beta - 2 * margin
+    return pairs.advantages(samples, weight / lengths[pairs.chosen], -weight / lengths[pairs.rejected]), None

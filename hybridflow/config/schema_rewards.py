@@ -1,0 +1,70 @@
+"""The keys of `algorithm` and `reward`: where scores come from and how they become advantages. Part of
+`hybridflow.config.schema`, which says what all keys have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from hybridflow.config.keys import (
+    ESTIMATOR,
+    VERIFIER,
+    Aliases,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Share,
+)
+
+VERL_KL = Aliases((("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("kl+", "k1+"), ("low_var_kl+", "k3+")))
+_VERL_ESTIMATORS = Aliases((("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")))
+KlEstimate = Annotated[Literal["k1", "abs", "k2", "k3"], VERL_KL]
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Where the score of a response comes from: the verifier of its data_source, or one function of yours."""
+
+    verifiers: tuple[Annotated[str, VERIFIER], ...] = ()  # of yours, [path/to/file.py:name], beside the built-in ones
+    path: str | None = None  # python file; null: the verifiers
+    # compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float | dict; or, called once for
+    # the samples of a prompt, (data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> list. May be async
+    name: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # verifiers that judge every row, whatever its data source, with their weights, e.g. {gsm8k: 0.9, format: 0.1};
+    # empty: the one of its data source
+    combine: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0  # of this score in the reward; validation counts the score itself
+    # processes beside the driver in which responses are scored; null: one a core, at most 16; 0: in the driver, without
+    # a deadline
+    processes: NonNegativeInt | None = None
+    timeout_s: Positive = 60.0  # deadline of one call of a function or verifier
+    # what a response counts whose scoring hangs, raises or returns nonsense. zero: a score of 0; drop: nothing, its
+    # tokens are masked and it enters no statistic; stop: the run ends. It ends as well when all of a step do
+    on_failure: Literal["zero", "drop", "stop"] = "zero"
+    # DAPO's soft punishment: an answer loses reward in proportion to what it has of the last so many tokens before
+    # data.max_response_length, and overlong_penalty with all of them; 0: none
+    overlong_tokens: NonNegativeInt = 0
+    overlong_penalty: NonNegative = 1.0
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """How rewards become advantages."""
+
+    # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO); docs/algorithms.md
+    # has all. Not supported: verl's optimal_token_baseline
+    adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"
+    adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
+    norm_adv_by_std: bool = True  # grpo, grpo_passk, gdpo; False with grpo: Dr.GRPO
+    gamma: Share = 1.0  # gae, reinforce_plus_plus: discount of a token
+    lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
+    kl_coef: NonNegative = 0.0  # KL penalty inside the reward
+    kl_penalty: KlEstimate = "k1"  # estimate of the KL divergence at each token
+    kl_target: Positive | None = None  # steer kl_coef towards this mean KL of a token; null: kl_coef is fixed
+    kl_horizon: PositiveInt = 10000  # samples over which the steering takes effect
+    # DAPO: groups whose samples all have one score are replaced by those of further prompts, and a step generates at
+    # most so many batches of data.train_batch_size prompts; 0: every group is kept
+    dynamic_sampling: NonNegativeInt = 0
+    overlong_filter: bool = False  # DAPO: answers that reach data.max_response_length enter no loss and no statistic

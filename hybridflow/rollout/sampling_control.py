@@ -1,0 +1,116 @@
+"""Which samples a step trains on: groups without a difference are replaced, answers that were cut off are left out.
+
+A sample that is left out keeps its row, so that every step has the same number of rows, and has no token of its
+`response_mask` left: it then enters no loss and no statistic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.micro_batches import RESPONSE_MASK
+
+
+def sampled_tokens(batch: DataProto) -> np.ndarray:
+    """[B] tokens of each response that the policy sampled and that count."""
+    mask = batch.jagged(RESPONSE_MASK)
+    sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    return sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
+
+
+def without_rows(batch: DataProto, left_out: np.ndarray) -> DataProto:
+    """The batch with no token of the rows `left_out` [B] bool in its response mask."""
+    mask = batch.jagged(RESPONSE_MASK)
+    kept = mask.values & ~np.repeat(left_out, mask.lengths)
+    return batch.with_columns(**{RESPONSE_MASK: Jagged(kept, mask.offsets)})
+
+
+def without_overlong(batch: DataProto) -> DataProto:
+    """Answers that reached the largest length are left out: how they would have ended, and thus their score, is unknown
+    (DAPO, arXiv 2503.14476, section 3.4: overlong filtering)."""
+    cut_off = batch["finish_reason"] == "length"
+    return without_rows(batch, cut_off) if cut_off.any() else batch
+
+
+def groups_that_differ(batch: DataProto) -> np.ndarray:
+    """Ids (`uid`) of the groups in which two samples that count have different scores, in order of appearance.
+
+    All samples of any other group have the group-relative advantage 0, and teach nothing.
+    """
+    counts = sampled_tokens(batch) > 0
+    uid, scores = batch["uid"][counts], batch["scores"][counts]
+    ids, group = np.unique(uid, return_inverse=True)
+    low, high = np.full(len(ids), np.inf), np.full(len(ids), -np.inf)
+    np.minimum.at(low, group, scores)
+    np.maximum.at(high, group, scores)
+    return in_order(batch["uid"][np.isin(batch["uid"], ids[high > low])])
+
+
+def in_order(ids: np.ndarray) -> np.ndarray:
+    """Distinct ids in order of appearance."""
+    found, first = np.unique(ids, return_index=True)
+    return found[np.argsort(first)]
+
+
+class DynamicSampling:
+    """Collects the groups of a step whose samples differ in score, over at most `algorithm.dynamic_sampling` batches
+    (DAPO, arXiv 2503.14476, section 3.2).
+
+    Where these do not suffice, groups without a difference fill the step up: its number of rows is always the same.
+    `metrics` say what was thrown away.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.rounds, self.prompts = config.algorithm.dynamic_sampling, config.data.train_batch_size
+        self.metrics: dict[str, float] = {}
+        self._parts: list[DataProto] = []
+        self._differ: list[np.ndarray] = []
+
+    def add(self, batch: DataProto) -> DataProto | None:
+        """The rows of the step, or None where another batch of prompts has to be answered first.
+
+        Args:
+            batch: answered and scored; its `uid` count from 0.
+        """
+        if not self.rounds:
+            return batch
+        batch = batch.with_columns(uid=batch["uid"] + len(self._parts) * self.prompts)
+        self._parts.append(batch)
+        self._differ.append(groups_that_differ(batch))
+        if sum(map(len, self._differ)) < self.prompts and len(self._parts) < self.rounds:
+            return None
+        whole = DataProto.concat(_alike(self._parts))
+        differ, order = np.concatenate(self._differ), in_order(whole["uid"])
+        same = order[~np.isin(order, differ)]
+        chosen = np.concatenate([differ, same])[: self.prompts]
+        used = np.isin(whole["uid"], chosen)
+        self._report(whole, used, len(differ), len(order))
+        return whole.rows(np.flatnonzero(used))
+
+    def _report(self, whole: DataProto, used: np.ndarray, differ: int, groups: int) -> None:
+        tokens, filled = whole.lengths("response_ids"), max(self.prompts - differ, 0)
+        self.metrics = {
+            "sampling/batches": float(len(self._parts)),
+            "sampling/groups_differ": differ / groups,
+            "sampling/groups_thrown_away": float(groups - differ - filled),
+            "sampling/groups_surplus": float(max(differ - self.prompts, 0)),
+            "sampling/groups_filled": float(filled),
+            "sampling/tokens_thrown_away": float(tokens[~used].sum()),
+            "sampling/tokens_used": float(tokens[used].sum() / max(tokens.sum(), 1)),
+        }
+
+
+def _alike(parts: list[DataProto]) -> list[DataProto]:
+    """The batches with the same columns: a reward returns something beside the score, or fails, in some of them."""
+    names = {name for part in parts for name in part.columns}
+    found = []
+    for part in parts:
+        added = {}
+        for name, missing in (("reward_extra", {}), ("reward_failure", None)):
+            if name in names and name not in part:
+                added[name] = np.empty(len(part), dtype=object)
+                added[name][:] = [missing] * len(part)
+        found.append(part.with_columns(**added) if added else part)
+    return found
