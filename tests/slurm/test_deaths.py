@@ -34,10 +34,19 @@ def agent_of_second_node(job: str) -> psutil.Process:
     return next(process for process in found if process.environ().get("SLURMD_NODENAME") == "n2")
 
 
+def engine(job: str) -> psutil.Process:
+    """The scheduler of the job's engine; its environment does not name the job, but it runs in the driver's folder."""
+    folder = find(job, "hybridflow.cli.main train").cwd()
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if "sglang::scheduler" in " ".join(process.info["cmdline"] or []) and process.info["cwd"] == folder:
+            return process
+    raise AssertionError(f"no engine of job {job} runs in {folder}")
+
+
 # Who is killed, and what the last line says.
 VICTIMS: dict[str, tuple[Callable[[str], psutil.Process], str]] = {
     "rank": (rank_on_second_node, "on n2"),
-    "engine": (lambda job: find(job, "sglang.launch_server"), "engine"),
+    "engine": (engine, "engine"),
     "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray ended"),
     "head": (lambda job: find(job, "gcs_server"), "node n1: Ray ended"),
     "agent": (agent_of_second_node, "node n2: the process that watches Ray ended (Killed)"),
