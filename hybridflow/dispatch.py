@@ -223,7 +223,8 @@ def register(
         execute: which ranks run it.
         blocking: False makes `WorkerGroup.run` return a `Future` at once.
         reads: columns the method needs; with `DP`, only these are sent. Empty: all columns.
-        writes: columns the method returns; with `DP`, the result must have exactly these. Empty: not checked.
+        writes: columns the method returns; with `DP`, the result must have exactly these. Empty: not checked. With
+            `ONE_TO_ALL`, each rank returns a batch of its own with these columns.
 
     Raises:
         ValueError: a data-parallel method that only rank 0 runs, or a column declared twice.

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
     from hybridflow.planning.devices import Machines
     from hybridflow.planning.job import Assumed
+    from hybridflow.planning.plan import Plan
     from hybridflow.reshard.report import DryRun
 
 OPTIONS = (
     *("--cluster", "--device", "--mean-prompt", "--mean-response", "--transfer", "--published", "--recipes"),
-    *("--auto", "--overlap"),
+    *("--auto", "--overlap", "--html"),
     *("--model", "--trainer", "--engines", "--dtype", "--engine-dtype", "--staging-mib", "--link-gbps", "--write"),
 )
 PLAN = """\
@@ -55,6 +56,7 @@ def add(commands: Any, adder: Adder) -> None:
     plan.add_argument("--device", metavar="NAME", help="kind of device, in place of cluster.device")
     plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
     plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write a page: memory of each phase, course of a step")
     plan.add_argument("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
     plan.add_argument("--auto", action="store_true", help="find the placement and layouts with the shortest step")
     plan.add_argument("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
@@ -107,12 +109,15 @@ def _run_recipe(args: argparse.Namespace) -> int:
         return _run_auto(args, config, machines, assumed, hf)
     plan = make_plan(job_of(config, machines, assumed, hf))
     transfer = _transfer_of(config, args) if args.transfer else None
+    name = args.config_name.removesuffix(".yaml")
+    change = None if plan.fits or args.json else advice.nearest_change(config, machines, assumed, hf)
+    text = table(plan, name, change)
+    _write_page(args, name, plan, text)
     if args.json:
         figures = plan.figures() | ({"transfer": transfer.figures()} if transfer else {})
         print(json.dumps(finite(figures), indent=2))
         return 0
-    change = None if plan.fits else advice.nearest_change(config, machines, assumed, hf)
-    print(table(plan, args.config_name.removesuffix(".yaml"), change))
+    print(text)
     if transfer is not None:
         from hybridflow.reshard.report import table as transfer_table
 
@@ -136,11 +141,20 @@ def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, a
         for pool, size in zip(mapped.pools, mapped.devices, strict=True)
     )
     plan = make_plan(job_of(chosen, machines, assumed, hf))
+    text = table(plan, args.config_name)
+    _write_page(args, args.config_name.removesuffix(".yaml"), plan, text)
     if args.json:
         print(json.dumps(finite(plan.figures() | {"settings": change, "mapped_seconds": mapped.seconds}), indent=2))
         return 0
-    print(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{table(plan, args.config_name)}")
+    print(f"{pools}: {mapped.seconds:,.1f} s a step\n\n{recipe}\n{text}")
     return 0
+
+
+def _write_page(args: argparse.Namespace, name: str, plan: Plan, text: str) -> None:
+    if args.html is not None:
+        from hybridflow.observe.report import write_plan
+
+        write_plan(args.html, name, "fits" if plan.fits else "does not fit", plan.figures(), text)
 
 
 def _sizes(config: RunConfig) -> dict[str, Any]:

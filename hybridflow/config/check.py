@@ -19,6 +19,7 @@ from hybridflow.config import (
     check_in_process,
     check_lora,
     check_pools,
+    check_staleness,
     derived,
     roles,
 )
@@ -61,6 +62,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
+        check_staleness.problems,
     )
     found = [line for one in checks for line in one(config)]
     found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]

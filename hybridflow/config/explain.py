@@ -30,6 +30,7 @@ _KEYS = (  # what the user is shown, in this order
     "actor.parallel.pipeline",
     "actor.parallel.context",
     "trainer.total_steps",
+    "trainer.max_staleness",
     "sft.steps",
     "sft.batch_size",
 )
@@ -83,7 +84,18 @@ def _rollout(config: RunConfig) -> list[str]:
         f"  samples   = data.train_batch_size x rollout.n = {prompts} x {n} = {samples}",
         f"  an engine = {samples} samples / rollout.num_engines {engines} = {_up(samples, engines)}, at most "
         f"rollout.max_running_requests {config.rollout.max_running_requests} at a time",
+        f"  staleness = trainer.max_staleness {config.trainer.max_staleness}: {_staleness(config)}",
     ]
+
+
+def _staleness(config: RunConfig) -> str:
+    steps, samples = config.trainer.max_staleness, derived.samples_per_step(config)
+    if not steps:
+        return "a step waits for all of its samples, which the present weights make"
+    return (
+        f"engines have the samples of up to 1 + {steps} steps, {(1 + steps) * samples}, and go on while the policy "
+        f"trains; a token is at most {steps} weight versions old"
+    )
 
 
 def _engine_shape(config: RunConfig) -> str:

@@ -406,6 +406,9 @@ class TrainerConfig:
     """The loop."""
 
     total_steps: PositiveInt = 1
+    # how many weight versions the oldest token of a step may be behind; 0: a step waits for all prompts that it hands
+    # out; 1: it trains while engines answer those of the next; more: fully asynchronous (docs/asynchronous.md)
+    max_staleness: NonNegativeInt = 0
     critic_warmup: NonNegativeInt = 0  # first steps in which the critic alone is trained
     val_before_train: bool = True
     test_every_steps: NonNegativeInt = 0  # 0: only before and after

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.observe.charts import Drawn, draw
+from hybridflow.observe.plan_picture import pictures
 from hybridflow.observe.progress import duration
 from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, is_accuracy, step_phases
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
@@ -43,15 +44,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 def render(run: RunFolder) -> str:
     """The page as text."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters["shown"] = shown
-    groups = _drawn_groups(run)
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        nonce=secrets.token_urlsafe(16),
+    return _page(
         name=str(run.setting("name") or run.path.resolve().name),
         status=_status(run),
         facts=facts(run),
@@ -61,14 +54,38 @@ def render(run: RunFolder) -> str:
             for record in run.metrics
             if "warning" in record
         ],
-        groups=groups,
+        groups=_drawn_groups(run),
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
         samples=[(sample, _sample_title(sample), _prompt_is_chat(sample)) for sample in run.samples],
-        summary=list(_flat(run.summary)),
+        summary=[(key, value) for key, value in _flat(run.summary) if not key.startswith("planned.plan.")],
         config_text=run.config_text,
         environment=list(_flat(run.environment)),
     )
+
+
+def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], text: str) -> None:
+    """A page about a plan alone, before anything runs.
+
+    Args:
+        plan: `phases` and `device_bytes` of `Plan.figures()`. text: the plan as a table.
+    """
+    groups = [("Plan", pictures(plan["phases"], plan["device_bytes"], {}))]
+    page = _page(name=name, status=verdict, groups=groups, config_title="Plan as text", config_text=text)
+    path.write_text(page, encoding="utf-8")
+
+
+def _page(**parts: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["shown"] = shown
+    names = ("facts", "missing", "warnings", "time_rows", "outside_rows", "samples", "summary", "environment")
+    empty: dict[str, Any] = {name: [] for name in names} | {"config_title": ""}
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(empty | parts, nonce=secrets.token_urlsafe(16))
 
 
 def facts(run: RunFolder) -> list[Fact]:
@@ -118,7 +135,17 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
     drawn = [
         (title, [chart for chart in map(draw, charts) if chart is not None]) for title, charts in chart_groups(run)
     ]
+    drawn.append(("Plan", _plan_pictures(run.summary.get("planned"))))
     return [(title, charts) for title, charts in drawn if charts]
+
+
+def _plan_pictures(planned: Any) -> list[Drawn]:
+    """Those of `planned` in summary.json; none where a run had no plan or the file holds something else."""
+    try:
+        measured = {name: pair["measured"] for name, pair in planned["seconds"].items() if pair["measured"] is not None}
+        return pictures(planned["plan"]["phases"], planned["plan"]["device_bytes"], measured)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return []
 
 
 def _status(run: RunFolder) -> str:

@@ -18,7 +18,7 @@ from hybridflow.dispatch import DataflowStep
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.answer_statistics import answer_statistics
-from hybridflow.rollout.protocols import RolloutService
+from hybridflow.rollout.protocols import RolloutService, answers
 from hybridflow.rollout.sampling_control import without_rows
 
 # large, and not read here
@@ -81,7 +81,7 @@ class Validator:
         if self.config.rollout.val_samples > 1:
             numbered = batch.with_columns(uid=np.arange(len(batch), dtype=np.int64))
             batch = numbered.repeat(self.config.rollout.val_samples)
-        batch = batch.union(engines.generate(batch, training=False))
+        batch = batch.union(answers(engines, batch, training=False))
         batch = batch.union(self.scorer.score(batch))
         dump_batch(self.folder, step, batch, self.scorer.tokenizer)
         metrics = {"val/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
@@ -94,8 +94,8 @@ class Validator:
             if np.isin(scores, (0.0, 1.0)).all():
                 metrics[f"val{part}/accuracy"] = metrics[f"val{part}/score"]
             if self.config.rollout.val_samples > 1:
-                answers = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
-                found = answer_statistics(scores, self.config.rollout.val_samples, answers)
+                extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
+                found = answer_statistics(scores, self.config.rollout.val_samples, extras)
                 metrics |= {f"val{part}/{name}": value for name, value in found.items()}
         return metrics | {
             f"val/{name}": value for name, value in extra_metrics(batch).items() if name.endswith("/mean")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.base import LocalEngine
+from hybridflow.errors import EngineError
 from hybridflow.rollout.protocols import SyncReport
+from hybridflow.rollout.requests import Requests
 from hybridflow.single_controller import waiting
 from hybridflow.workers.rollout import response_columns
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class InProcessRollouts:
-    """`RolloutService` and `WeightSync`: a call of the engine each, in the caller's thread.
+class InProcessRollouts(Requests):
+    """`RolloutService` and `WeightSync`. The engine computes in the caller's thread, while it waits for answers.
 
     Args:
         engine: a started one.
@@ -33,17 +35,10 @@ class InProcessRollouts:
         config: RunConfig,
         stop_ids: Sequence[int],
     ) -> None:
-        self.engine, self.config, self.stop_ids = engine, config, list(stop_ids)
+        super().__init__(config)
+        self.engine, self.stop_ids = engine, list(stop_ids)
         self._copy_weights = copy_weights
-
-    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        """Answer the prompts."""
-        rollout, limit = self.config.rollout, self.config.data.max_response_length
-        sampling = rollout.sampling if training else rollout.val_sampling
-        rows = [row.tolist() for row in prompts.jagged("prompt_ids")]
-        with waiting():
-            completions = self.engine.generate(rows, sampling, limit, self.stop_ids)
-        return response_columns(completions)
+        self._asked: list[tuple[bool, DataProto]] = []
 
     def sync(self, version: int) -> SyncReport:
         """Copy the weights into the engine's tensors."""
@@ -58,3 +53,27 @@ class InProcessRollouts:
     def wake(self, tags: Sequence[str]) -> None:
         """Have the engine take the memory of these parts again."""
         self.engine.wake(tags)
+
+    # ---- the one engine, as `Requests` sees it
+
+    def _serving(self) -> Sequence[int]:
+        return [0]
+
+    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+        self._asked += [(training, part) for part in parts.values()]
+
+    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+        """Answer the requests that were asked together first."""
+        number = next(number for number, (asked_training, _) in enumerate(self._asked) if asked_training == training)
+        _, part = self._asked.pop(number)
+        sampling = self.config.rollout.sampling if training else self.config.rollout.val_sampling
+        rows = [row.tolist() for row in part.jagged("prompt_ids")]
+        with waiting():
+            completions = self.engine.generate(rows, sampling, int(part["max_new_tokens"].max()), self.stop_ids)
+        return [response_columns(completions).with_columns(ticket=part["ticket"])]
+
+    def _leave_out_lost(self, answers: int) -> None:
+        raise EngineError(f"{answers} answers were cut short by the engine of this process")
+
+    def _forget(self, engines: Sequence[int]) -> None:
+        self._asked = []

@@ -1,13 +1,13 @@
 """Going on in the same step when no engine is left: engines and their workers start again and take the same weights.
 
-The policy has not moved since the last sync, so the same version goes to the new engines, and the prompts whose answers
-were lost are asked again. While another engine can answer, `EngineGroup.generate` asks that one instead.
+The policy has not moved since the last sync, so the same version goes to the new engines, and what the lost ones had
+not ended is asked again. While another engine can answer, `EngineGroup` asks that one instead.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from hybridflow.batch import DataProto
@@ -44,21 +44,36 @@ class RestartingRollouts:
         self._restarts = RestartLimit(max_restarts)
         self._version = -1
 
-    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        """Answer every prompt with the weights of the last sync, however often engines are lost over it.
+    def poll(self) -> None:
+        """Move all requests on, with the weights of the last sync, however often engines are lost meanwhile.
 
         Raises:
             HybridFlowError: the loss, when `max_restarts` are used up; or what went wrong in a restart: engines have
                 `rollout.start_timeout_s` to come up.
         """
-        while True:
-            try:
-                return self.engines.generate(prompts, training=training)
-            except (EnginesLostError, WorkerError) as error:
-                if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
-                    raise
-                self._restart(error)
-                self.weights.sync(self._version)  # waits for engines that are starting
+        try:
+            self.engines.poll()
+        except (EnginesLostError, WorkerError) as error:
+            if self._version < 0 or (isinstance(error, WorkerError) and self.engines.workers_alive()):
+                raise
+            self._restart(error)
+            self.weights.sync(self._version)  # waits for engines that are starting
+
+    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+        """Take requests in."""
+        return self.engines.submit(prompts, training=training)
+
+    def ended(self, tickets: Iterable[int]) -> bool:
+        """Whether all of these requests have ended."""
+        return self.engines.ended(tickets)
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
+        """The answers of requests that have ended."""
+        return self.engines.take(tickets)
+
+    def forget(self) -> None:
+        """Give up all requests."""
+        self.engines.forget()
 
     def sync(self, version: int) -> SyncReport:
         """Bring the weights to the engines. Workers that are lost start again; `weights` handles the loss of an engine

@@ -1,10 +1,9 @@
-"""The loop's rollout service over the engines' workers: which engine gets which prompts, and what happens when one is
+"""The loop's rollout service over the engines' workers: which of them may be asked, and what happens when one is
 lost."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,18 +11,17 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.supervisor import UP, EngineState
-from hybridflow.errors import EngineError, EnginesLostError
-from hybridflow.rollout.continuation import continued, cut_short, joined
+from hybridflow.errors import EnginesLostError
+from hybridflow.rollout.requests import Requests
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-_MARGIN_S = 30.0
-_SLOWEST_TOKEN_S = 1.0  # of a request that runs
+_CALL_S = 120.0  # for calls that wait for no engine, but for looking into one that does not answer
 _log = logging.getLogger(__name__)
 
 
-class EngineGroup:
+class EngineGroup(Requests):
     """`RolloutService` over the workers of the engines.
 
     Args:
@@ -35,7 +33,8 @@ class EngineGroup:
     def __init__(
         self, group: WorkerGroup, config: RunConfig, stop_ids: Sequence[int], others: WorkerGroup | None = None
     ) -> None:
-        self.group, self.config, self.stop_ids, self.others = group, config, list(stop_ids), others
+        super().__init__(config)
+        self.group, self.stop_ids, self.others = group, list(stop_ids), others
         self.stale = dict.fromkeys(range(group.world_size), "no weights yet")
         self._ready: Future | None = group.submit(RolloutWorker.wait_ready, timeout=config.rollout.start_timeout_s + 30)
 
@@ -49,46 +48,6 @@ class EngineGroup:
         if self._ready is not None:
             self._ready.result()
             self._ready = None
-
-    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        """Answer the prompts. Only engines that took the last weights get rows; when one is lost over them, the others
-        go on with its answers from their last tokens.
-
-        Raises:
-            EnginesLostError: there are no others. The lost ones are being started again, and hold no weights.
-            EngineError: an engine refused, and still runs.
-        """
-        limit = self.config.data.max_response_length
-        answers = self._ask(prompts, limit, training)
-        while len(cut := cut_short(answers)):
-            self._leave_out_lost(len(cut))
-            begun = answers.rows(cut).fetch()
-            room = limit - int(begun.lengths("response_ids").min())
-            answers = joined(answers, cut, self._ask(continued(prompts.rows(cut), begun), room, training), limit)
-        return answers
-
-    def _ask(self, prompts: DataProto, limit: int, training: bool) -> DataProto:
-        """Answers of up to `limit` tokens; engines that are lost cut theirs short."""
-        sampling = self.config.rollout.sampling if training else self.config.rollout.val_sampling
-        healthy = [number for number in range(self.group.world_size) if number not in self.stale]
-        # validation has no use for routes, which are large
-        method = generate_method(self.config) if training else RolloutWorker.generate
-        timeout = longest_wait(self.config, math.ceil(len(prompts) / max(1, len(healthy))))
-        return as_batch(self.group.run(method, prompts, sampling, limit, self.stop_ids, timeout=timeout, only=healthy))
-
-    def _leave_out_lost(self, answers: int) -> None:
-        """Ask no engine again that has cut answers short."""
-        lost = {
-            n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
-            for n, state in enumerate(self.states())
-            if not state.has_weights
-        }
-        if not lost.keys() - self.stale.keys():
-            raise EngineError(f"{answers} answers were cut short, and no engine is lost")
-        self.quarantine(self.stale | lost)
-        if len(self.stale) == self.group.world_size:
-            raise EnginesLostError(f"no engine is left that could answer: {'; '.join(self.stale.values())}")
-        _log.warning("an engine was lost while it generated; the others go on with its %d answers", answers)
 
     def workers_alive(self) -> bool:
         """Whether every engine's worker still runs, on each of its nodes."""
@@ -104,6 +63,7 @@ class EngineGroup:
     def begin_again(self) -> None:
         """After the workers were started again: wait for their engines, which hold no weights."""
         self.stale = dict.fromkeys(range(self.group.world_size), "no weights yet")
+        self._ask_again()
         self._ready = self.group.submit(RolloutWorker.wait_ready, timeout=self.config.rollout.start_timeout_s + 30)
         self.wait_ready()
 
@@ -140,21 +100,43 @@ class EngineGroup:
         """Stop the engines."""
         self.group.run(RolloutWorker.stop, timeout=30)
 
+    # ---- the engines, as `Requests` sees them
 
-def longest_wait(config: RunConfig, prompts: int) -> float:
-    """Seconds after which an engine's worker must have answered so many prompts, however long the answers are.
+    def _serving(self) -> Sequence[int]:
+        healthy = [number for number in range(self.group.world_size) if number not in self.stale]
+        if not healthy:
+            raise EnginesLostError(f"no engine is left that could answer: {'; '.join(self.stale.values())}")
+        return healthy
 
-    Workers give up an engine that is silent for `rollout.request_timeout_s`, and a worker that ends is noticed at once:
-    this is for a worker that hangs.
-    """
-    rounds = math.ceil(prompts / config.rollout.max_running_requests)
-    tokens = rounds * config.data.max_response_length
-    return config.rollout.request_timeout_s + _MARGIN_S + tokens * _SLOWEST_TOKEN_S
+    def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
+        sampling = self.config.rollout.sampling if training else self.config.rollout.val_sampling
+        # validation has no use for routes, which are large
+        same = [sampling], [self.stop_ids], [training and derived.needs_engine_routes(self.config)]
+        given = (values * len(parts) for values in same)
+        self.group.run(RolloutWorker.ask, list(parts.values()), *given, timeout=_CALL_S, only=list(parts))
+
+    def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
+        method = collect_method(self.config) if training else RolloutWorker.collect
+        answers: list[DataProto] = self.group.run(method, wait_s, timeout=wait_s + _CALL_S, only=engines)
+        return answers
+
+    def _leave_out_lost(self, answers: int) -> None:
+        lost = {
+            n: f"{state.name} is {'without weights' if state.state == UP else state.state}: {state.reason}"
+            for n, state in enumerate(self.states())
+            if not state.has_weights
+        }
+        self.quarantine(self.stale | lost)
+        self._serving()
+        _log.warning("%d answers were cut short with their engine; the others go on with them", answers)
+
+    def _forget(self, engines: Sequence[int]) -> None:
+        self.group.run(RolloutWorker.forget_requests, timeout=_CALL_S, only=engines)
 
 
-def generate_method(config: RunConfig) -> Callable[..., Any]:
-    """The worker method that answers prompts for training, with the engines' expert routes where they are needed."""
-    return RolloutWorker.generate_with_routes if derived.needs_engine_routes(config) else RolloutWorker.generate
+def collect_method(config: RunConfig) -> Callable[..., Any]:
+    """The worker method that brings answers for training, with the engines' expert routes where they are needed."""
+    return RolloutWorker.collect_with_routes if derived.needs_engine_routes(config) else RolloutWorker.collect
 
 
 def as_batch(value: Any) -> DataProto:

@@ -191,9 +191,12 @@ class WorkerGroup:
         plan = plan_call(spec, len(ranks), mesh, args, kwargs)
         if only is not None:
             plan = plan.on(ranks)
-        keeps = spec.dispatch is Dispatch.DP and bool(spec.writes) and mesh is not None
-        collectors = [ranks[rank] for rank in mesh.collectors] if keeps and mesh is not None else []
-        return self._launch(address, plan, timeout, spec.writes if keeps else (), collectors)
+        collectors: list[int] = []  # the ranks whose batches stay in the store
+        if spec.writes and spec.dispatch is Dispatch.ONE_TO_ALL:
+            collectors = list(ranks)
+        elif spec.writes and spec.dispatch is Dispatch.DP and mesh is not None:
+            collectors = [ranks[rank] for rank in mesh.collectors]
+        return self._launch(address, plan, timeout, spec.writes if collectors else (), collectors)
 
     @property
     def mesh(self) -> Mesh | None:

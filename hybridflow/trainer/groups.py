@@ -19,7 +19,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.observe.environment import note_in_environment
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import GREEDY, SCORING
-from hybridflow.rollout.service import as_batch, generate_method
+from hybridflow.rollout.service import as_batch, collect_method
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
@@ -182,7 +182,7 @@ def check_steps(config: RunConfig) -> None:
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
     check_dataflow(
         [
-            generate_method(config),
+            DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes),
             SCORING,
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             *([log_prob_method(config)] if derived.scores_before_update(config) else []),

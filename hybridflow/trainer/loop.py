@@ -22,11 +22,12 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.data.custom import COLUMNS, Prompts, open_sampler
+from hybridflow.data.custom import COLUMNS, Prompts
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.rollout.groups import Groups
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
@@ -66,8 +67,7 @@ class RLTrainer:
         )
         self.advantages, self.keep = Advantages(config), keep
         self.phases = Phases(config, policy, engines, self.others)
-        self.sampler = open_sampler(config.data, dataset, config.seed)
-        self._first_order = self.sampler.state()
+        self.groups = Groups(config, engines, dataset, keep)
         self.step = 0
         self.left_out: set[str] = set()
         self.sampling_metrics: dict[str, float] = {}
@@ -113,18 +113,12 @@ class RLTrainer:
 
     # ---- parts of a step
 
-    def next_prompts(self) -> DataProto:
-        """The next prompts, each repeated `rollout.n` times; `uid` tells the samples of one prompt."""
-        batch = self.dataset.batch(next(self.sampler))
-        return self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(self.config.rollout.n))
-
     def sampled(self) -> DataProto:
         """Prompts with answers and scores: those of one batch, or with `algorithm.dynamic_sampling` of several."""
         collected, phase = DynamicSampling(self.config), self.session.timeline.phase
         while True:
-            batch = self.next_prompts()
             with phase("gen"):
-                batch = batch.union(self.engines.generate(batch, training=True))
+                batch = self.groups.next_batch(self.step - 1)
             with phase("reward"):
                 batch = self.with_scores(batch)
             if (found := collected.add(batch)) is not None:
@@ -136,7 +130,7 @@ class RLTrainer:
         _, first, group = np.unique(batch["uid"], return_index=True, return_inverse=True)
         prompts = batch.rows(first).select(["uid", *COLUMNS])
         with self.session.timeline.phase("gen_greedy"):
-            answered = prompts.union(self.engines.generate(prompts, training=False))
+            answered = prompts.union(answers(self.engines, prompts, training=False))
         scores = self.scorer.score(answered)["scores"] * np.float32(self.config.reward.weight)
         return batch.with_columns(greedy_scores=scores[group])
 
@@ -193,7 +187,8 @@ class RLTrainer:
         Raises:
             LogprobMismatchError: by more than the bound: the run would not train on what it samples.
         """
-        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch)
+        made_by = self.step - 1 if self.config.trainer.max_staleness else None  # older weights differ by design
+        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch, made_by)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
         self.session.note_max("logprob_diff_max", largest)
         # `not <=` rather than `>`: NaN is beyond the bound too
@@ -251,7 +246,8 @@ class RLTrainer:
             | critic_metrics(updates.get("critic", ()))
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
-        metrics |= self.sampling_metrics | self.advantages.metrics | synced.metrics() | extra_metrics(batch) | seconds
+        metrics |= self.sampling_metrics | self.advantages.metrics | self.groups.metrics
+        metrics |= synced.metrics() | extra_metrics(batch) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
@@ -300,7 +296,7 @@ class RLTrainer:
     def save(self) -> Path:
         """Checkpoint after `self.step`."""
         state: dict[str, Any] = {
-            "sampler": self.sampler.state(),
+            **self.groups.state(),
             "totals": self.session.totals_now(),
             "advantages": self.advantages.state(),
         }
@@ -318,7 +314,7 @@ class RLTrainer:
         self.fill_reference()
         if self.critic:
             self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
-        self.sampler.restore(checkpoint.state["sampler"])
+        self.groups.restore(checkpoint.state)
         if "advantages" in checkpoint.state:
             self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step
@@ -342,7 +338,7 @@ class RLTrainer:
         if checkpoint is not None:
             self.resume(checkpoint)
             return
-        self.sampler.restore(self._first_order)
+        self.groups.restore(None)
         self.advantages = Advantages(self.config)
         self.step = 0
         self.start_from_present_weights()

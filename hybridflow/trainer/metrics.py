@@ -12,12 +12,15 @@ from hybridflow.trainer.mismatch import mismatch_metrics
 from hybridflow.trainer.protocols import Update
 
 
-def log_prob_difference(batch: DataProto) -> tuple[float, float]:
-    """Mean and largest |engine - trainer| log-probability of the sampled tokens; NaN where one is NaN, 0 without
-    tokens."""
+def log_prob_difference(batch: DataProto, version: int | None = None) -> tuple[float, float]:
+    """Mean and largest |engine - trainer| log-probability of the sampled tokens, with `version` of those that its
+    weights made; NaN where one is NaN, 0 without tokens."""
     total, count, largest = 0.0, 0, [0.0]
-    for piece in batch.pieces((RESPONSE_MASK, "rollout_log_probs", "old_log_probs")):
+    names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
+    for piece in batch.pieces(names if version is None else (*names, "response_versions")):
         difference = np.abs(sampled(piece, "rollout_log_probs") - sampled(piece, "old_log_probs"))
+        if version is not None:
+            difference = difference[sampled(piece, "response_versions") == version]
         total, count = total + float(difference.sum(dtype=np.float64)), count + len(difference)
         largest.append(float(difference.max(initial=0.0)))
     return total / max(count, 1), float(np.max(largest))

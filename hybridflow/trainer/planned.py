@@ -44,7 +44,8 @@ def compare(
         plan = _plan(config, hf_config, steps)
     except HybridFlowError as error:
         return {"unknown": str(error)}
-    expected = plan.figures()["resident"]
+    figures = plan.figures()
+    expected = figures["resident"]
     memory = {
         role: {part: _pair(size, held[role].get(part)) for part, size in parts.items()}
         for role, parts in expected.items()
@@ -59,6 +60,7 @@ def compare(
     }
     return {
         "device": plan.job.machines.name,
+        "plan": {name: figures[name] for name in ("phases", "device_bytes")},  # for the pictures of the report
         "bytes": memory,
         "seconds": {
             PHASES[name]: _pair(seconds[PHASES[name]], value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from hybridflow.errors import HybridFlowError
@@ -58,6 +59,8 @@ def fit_with_restarts(
             reason = str(error).splitlines()[0]
         progress.message(f"step {trainer.step}: {reason}")
         with progress.stage(f"start the ranks of {' and '.join(groups)} again"):
+            with suppress(HybridFlowError):  # engines that are lost as well have given everything up
+                trainer.groups.forget()  # the ranks will look into engines, which must be idle for it
             for group in groups.values():
                 group.restart()
         trainer.go_back()

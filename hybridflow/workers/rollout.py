@@ -15,6 +15,7 @@ from hybridflow.batch import ROUTES, DataProto, Jagged, unknown_routes, with_fre
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
+from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import Completion, Engine
 from hybridflow.engines.nodes import FirstNode
 from hybridflow.engines.spec import EngineSpec
@@ -22,8 +23,8 @@ from hybridflow.engines.supervisor import UP, EngineState, EngineSupervisor
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, WeightSyncError
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, refuse
+from hybridflow.workers.requests import Ended, EngineRequests
 
-CUT_SHORT = "cut short"  # finish reason of an answer that the engine, which is lost, has not ended
 _SETTLE_S, _SETTLE_POLL_S = 10.0, 0.2  # an engine that does not answer is found to have ended within this, or it hangs
 FP8_CAPABILITY = (8, 9)
 WRITES = (
@@ -124,6 +125,7 @@ class RolloutWorker:
         self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         # the number of the engine's start, and what of its memory has been given away since
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
+        self.requests = EngineRequests()
         self._sync_store, self._plan = ("", 0), ""
         self._described: EngineLayout | None = None
         self._served_start = -1  # the number of the engine's start that holds whole weights; -1: none does
@@ -133,7 +135,7 @@ class RolloutWorker:
         )
 
     def mesh_position(self) -> MeshPosition:
-        """Engines are data-parallel: each takes a share of the prompts."""
+        """Engines are data-parallel: each answers prompts of its own."""
         return MeshPosition(self.rank, self.world_size, True)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -148,60 +150,72 @@ class RolloutWorker:
         """Wait until the engine answers."""
         self.supervisor.engine.wait_ready()
 
-    @register(Dispatch.DP, reads=("prompt_ids",), writes=WRITES)
-    def generate(
-        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> DataProto:
-        """One response a row. The stop token is part of the response. Where the engine is lost, or holds no whole
-        weights since its last start, rows end with the finish reason `CUT_SHORT` and the tokens that had come.
+    # ---- requests
+
+    @register(Dispatch.ALL_TO_ALL)
+    def ask(self, batch: DataProto, sampling: SamplingConfig, stop_token_ids: Sequence[int], with_routes: bool) -> None:
+        """Send prompt_ids of the batch to the engine and return; the stop token is part of a response.
+
+        Each row has the ticket by which `collect` tells its answer, and max_new_tokens. Where the engine is lost, or
+        holds no whole weights since its last start, nothing is sent and the answers are cut short.
+        """
+        prompts = batch.jagged("prompt_ids")
+        requests = TokenRequests(
+            [prompts.row(i).tolist() for i in range(len(prompts))],
+            sampling,
+            batch["max_new_tokens"].tolist(),
+            list(stop_token_ids),
+            with_routes,
+        )
+        tickets, start = batch["ticket"].tolist(), self._served_start
+        if self._lost(start):
+            self.requests.refuse(tickets, requests)
+        else:
+            self.requests.ask(self.supervisor.engine, start, tickets, requests)
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
+    def collect(self, wait_s: float) -> DataProto:
+        """What has ended since the last call, after `wait_s`, or earlier when nothing is under way. Where the engine is
+        lost, rows have the finish reason `CUT_SHORT` and the tokens that had come.
 
         Raises:
             EngineError: the engine refused, and still runs.
         """
-        return response_columns(self._generate(batch, sampling, max_new_tokens, stop_token_ids))
+        return _answers(self._ended(wait_s, with_routes=False))
 
-    @register(Dispatch.DP, reads=("prompt_ids",), writes=(*WRITES, ROUTES))
-    def generate_with_routes(
-        self, batch: DataProto, sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]
-    ) -> DataProto:
-        """As `generate`, with the experts that each token of prompt and response went through (`batch.routes`)."""
-        completions = self._generate(batch, sampling, max_new_tokens, stop_token_ids, with_routes=True)
-        tokens = batch.lengths("prompt_ids") + [len(completion.token_ids) for completion in completions]
-        rows = [self._routes(completion, int(count)) for completion, count in zip(completions, tokens, strict=True)]
-        return response_columns(completions).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
+    def collect_with_routes(self, wait_s: float) -> DataProto:
+        """As `collect`, of requests with the experts that each token of prompt and response went through
+        (`batch.routes`)."""
+        ended = self._ended(wait_s, with_routes=True)
+        rows = [self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids)) for one in ended]
+        return _answers(ended).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
 
-    def _generate(
-        self,
-        batch: DataProto,
-        sampling: SamplingConfig,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int],
-        with_routes: bool = False,
-    ) -> list[Completion]:
-        engine, prompts = self.supervisor.engine, batch.jagged("prompt_ids")
-        lost = Completion([], [], CUT_SHORT, ())
-        if self._lost():
-            return [lost] * len(prompts)
-        rows = [prompts.row(i).tolist() for i in range(len(prompts))]
-        try:
-            return engine.generate(rows, sampling, max_new_tokens, list(stop_token_ids), with_routes=with_routes)
-        except EngineError as error:
-            begun, error.begun = error.begun, ()
-            if not self._settle(error):
-                raise
+    @register(Dispatch.ONE_TO_ALL)
+    def forget_requests(self) -> None:
+        """Give up all requests, of which no answer will be collected."""
+        self.requests.forget()
+
+    def _ended(self, wait_s: float, with_routes: bool) -> list[Ended]:
+        self.requests.wait(wait_s)
+        while (failed := self.requests.failed()) is not None:
+            error, start = failed
+            if not isinstance(error, EngineError) or not self._settle(error, start):
+                raise error
             print(f"{error}", flush=True)  # the worker's log
-            ends = [replace(one, finish_reason=CUT_SHORT) if one.finish_reason == "abort" else one for one in begun]
-            return ends or [lost] * len(prompts)
+            self.requests.cut_short(start)
+        return self.requests.take(with_routes)
 
-    def _lost(self) -> bool:
-        """Whether the engine has ended, or holds no whole weights since its last start."""
+    def _lost(self, start: int) -> bool:
+        """Whether this start of the engine has ended, or holds no whole weights."""
         state = self.supervisor.state()
-        return state.state != UP or state.restarts != self._served_start
+        return state.state != UP or state.restarts != start or start != self._served_start
 
-    def _settle(self, error: EngineError) -> bool:
-        """Whether the engine is lost, after an error of it; one that hangs is given up and started again."""
+    def _settle(self, error: EngineError, start: int) -> bool:
+        """Whether this start of the engine is lost, after an error of it; one that hangs is given up and the engine
+        started again."""
         settled = time.monotonic() + _SETTLE_S
-        while not self._lost():
+        while not self._lost(start):
             if not isinstance(error, EngineSilent):
                 return False
             if time.monotonic() > settled:
@@ -260,6 +274,8 @@ class RolloutWorker:
         outcome = self.supervisor.engine.receive(order, self._plan)
         if outcome.status == "served":
             self._served_start = state.restarts
+        else:
+            self.requests.give_up()  # paused until the next order: other engines go on with them
         if outcome.status == "lost":
             self.supervisor.restart(outcome.error)
         return outcome
@@ -286,6 +302,11 @@ class RolloutWorker:
             raise WeightSyncError(
                 f"{engine.spec.name} holds its weights otherwise than before its restart; start the run again"
             )
+
+
+def _answers(ended: Sequence[Ended]) -> DataProto:
+    tickets = np.array([one.ticket for one in ended], dtype=np.int64)
+    return response_columns([one.completion for one in ended]).with_columns(ticket=tickets)
 
 
 def response_columns(completions: list[Completion]) -> DataProto:

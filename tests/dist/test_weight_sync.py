@@ -16,14 +16,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from hybridflow.engines.sglang import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
-from hybridflow.rollout.protocols import SyncReport
+from hybridflow.rollout.protocols import SyncReport, answers
 from hybridflow.workers import rollout
+from hybridflow.workers.requests import CUT_SHORT
 from tests.dist.harness.asking import generating
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 from tests.models import SYNC_MOE
@@ -236,9 +238,10 @@ def test_a_corrupted_bucket_leaves_that_engine_paused_and_the_other_goes_on(worl
     )
     assert world.difference(0, 21) <= CLOSE and versions(world, 0) == {str(world.version)}
     assert not world.answers(1)
-    method, sampling = type(world.workers[1]).generate, world.configs[0].sampling
-    batch = world.group.run(method, _prompts(), sampling, 4, [], only=[1])
-    assert set(batch["finish_reason"]) == {rollout.CUT_SHORT} and not batch.lengths("response_ids").any()
+    asked = _prompts().with_columns(ticket=np.arange(4), max_new_tokens=np.full(4, 4))
+    world.workers[1].ask(asked, world.configs[0].sampling, [], False)
+    batch = world.workers[1].collect(60.0)
+    assert set(batch["finish_reason"]) == {CUT_SHORT} and not batch.lengths("response_ids").any()
     heal(world, 22)
 
 
@@ -313,13 +316,13 @@ def test_an_engine_that_died_between_syncs_is_described_again_and_takes_part_lat
     server = world.workers[0].supervisor.engine
     os.kill(_scheduler(world, 0), signal.SIGKILL)
     _wait_dead(server)
-    batch = world.engines.generate(_prompts(), training=True)
+    batch = answers(world.engines, _prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {0}
     report = synced(world, 41)
     assert list(report.stale) == ["engine-0"] and world.difference(1, 41) <= CLOSE
     heal(world, 42)
     assert world.engines.states()[0].restarts == restarts + 1
-    batch = world.engines.generate(_prompts(), training=True)
+    batch = answers(world.engines, _prompts(), training=True)
     assert set(batch.jagged("response_versions").values.tolist()) == {world.version}
 
 
@@ -332,7 +335,7 @@ def test_an_engine_that_hangs_while_it_generates_is_given_up(world: SyncWorld, m
     restarts = world.engines.states()[1].restarts
     world.workers[1].supervisor.engine.client.tokens.silence_s = 3.0
     os.kill(_scheduler(world, 1), signal.SIGSTOP)
-    batch = world.engines.generate(_prompts(), training=True)
+    batch = answers(world.engines, _prompts(), training=True)
     assert len(batch) == 4 and set(world.engines.stale) == {1}
     assert "/generate not answered within 3 s" in world.engines.stale[1]
     heal(world, 46)
@@ -376,8 +379,6 @@ def test_a_killed_sender_ends_the_sync_with_its_error_and_nothing_is_served(worl
 
 
 def _prompts() -> Any:
-    import numpy as np
-
     from hybridflow.batch import DataProto, Jagged
 
     return DataProto.from_columns({"prompt_ids": Jagged.from_rows([np.array([1, 2, i]) for i in range(4)], np.int64)})

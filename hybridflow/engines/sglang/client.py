@@ -15,6 +15,7 @@ from typing import Any, Literal
 import requests
 
 from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.asking import TokenRequests, Told
 from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang.token_stream import Asked, TokenStreams
 from hybridflow.engines.sglang.weight_control import LOADER, Control, payload
@@ -73,27 +74,36 @@ class EngineClient:
         Raises:
             EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).
         """
-        rows = [[int(token) for token in prompt] for prompt in prompts]
-        empty = [i for i, row in enumerate(rows) if not row]
-        if empty:
-            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
-        parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": [int(token) for token in stop_token_ids],
-        }
-        found: list[Completion | None] = [None] * len(rows)
-        asked = Asked(rows, [parameters] * len(rows), with_routes, found.__setitem__)
-        self.tokens.ask(asked)
+        found: list[Completion | None] = [None] * len(prompts)
+        limits = [max_new_tokens] * len(prompts)
+        asked = self.ask(TokenRequests(prompts, sampling, limits, stop_token_ids, with_routes), found.__setitem__)
         try:
             asked.done.result()
         except EngineError as error:
-            pairs = zip(found, asked.answers, strict=True)
-            error.begun = tuple(done or answer.completion(0, False) for done, answer in pairs)
+            error.begun = tuple(one or asked.so_far(number) for number, one in enumerate(found))
             raise
         return [completion for completion in found if completion is not None]
+
+    def ask(self, requests: TokenRequests, told: Told) -> Asked:
+        """Send the requests and return; see `TokenStreams.ask`.
+
+        Raises:
+            EngineError: a prompt has no tokens.
+        """
+        rows = [[int(token) for token in prompt] for prompt in requests.prompts]
+        empty = [i for i, row in enumerate(rows) if not row]
+        if empty:
+            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
+        shared = {
+            "temperature": requests.sampling.temperature,
+            "top_p": requests.sampling.top_p,
+            "top_k": requests.sampling.top_k,
+            "stop_token_ids": [int(token) for token in requests.stop_token_ids],
+        }
+        parameters = [shared | {"max_new_tokens": int(limit)} for limit in requests.max_new_tokens]
+        asked = Asked(rows, parameters, requests.with_routes, told)
+        self.tokens.ask(asked)
+        return asked
 
     # ---- memory
 

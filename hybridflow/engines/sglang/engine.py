@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.asking import Asking, TokenRequests, Told
 from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang import weight_transaction
 from hybridflow.engines.sglang.client import EngineClient
@@ -33,6 +34,10 @@ class SglangEngine(EngineServer):
     ) -> list[Completion]:
         """`EngineClient.generate`."""
         return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes)
+
+    def ask(self, requests: TokenRequests, told: Told) -> Asking:
+        """`EngineClient.ask`."""
+        return self.client.ask(requests, told)
 
     def stop(self) -> None:
         """End the server, and with it the prompts under way."""

@@ -11,7 +11,7 @@ import base64
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from hybridflow.engines.asking import Told
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.engines.sglang.packed_answers import LOG_PROBS
 from hybridflow.errors import EngineError, EngineSilent
@@ -95,13 +96,32 @@ class Asked:
         prompts: Sequence[Sequence[int]],
         parameters: Sequence[dict[str, Any]],
         with_routes: bool,
-        told: Callable[[int, Completion], None],
+        told: Told,
     ) -> None:
         self.prompts, self.parameters, self.with_routes, self.told = prompts, parameters, with_routes, told
         stem = secrets.token_hex(8)
         self.names = [f"{stem}-{number}" for number in range(len(prompts))]
         self.answers = [Answer() for _ in prompts]
         self.done: Future[None] = Future()
+        # of `TokenStreams.ask`
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.unwanted = False
+
+    def so_far(self, number: int) -> Completion:
+        """What has come of a response, without its experts; `abort` where it has not ended."""
+        return self.answers[number].completion(0, False)
+
+    def give_up(self) -> None:
+        """Wait for no more answers; what has not ended is aborted at the engine, and `done` has an EngineError."""
+        if self.loop is not None:
+            with suppress(RuntimeError):  # the loop has ended, and all requests with it
+                self.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self.unwanted = True
+        if self.task is not None:
+            self.task.cancel()
 
 
 class TokenStreams:
@@ -133,6 +153,7 @@ class TokenStreams:
         then is aborted at the engine.
         """
         self._schedule(self._answer(asked))
+        asked.loop = self._loop  # none if all has been given up meanwhile
 
     def abort(self, names: Sequence[str]) -> None:
         """Have the engine end these requests; they are answered with what they have. Returns when it has been told."""
@@ -161,8 +182,11 @@ class TokenStreams:
         parts = [
             range(len(asked.prompts))[i : i + self.batch_size] for i in range(0, len(asked.prompts), self.batch_size)
         ]
-        tasks = [asyncio.ensure_future(self._exchange(asked, part)) for part in parts]
+        asked.task = asyncio.current_task()
+        tasks = [asyncio.ensure_future(self._exchange(asked, part)) for part in parts if not asked.unwanted]
         try:
+            if asked.unwanted:
+                raise asyncio.CancelledError
             await asyncio.gather(*tasks)
         except BaseException as error:  # also a cancellation: whoever waits must hear of it
             for task in tasks:

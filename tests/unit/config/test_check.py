@@ -20,6 +20,7 @@ from hybridflow.errors import ConfigError
 from tests.unit.config.small import found, small
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+STALE = ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")
 TP2 = ("cluster.procs_per_node=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true")
 
 
@@ -69,6 +70,8 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("cluster.procs_per_node=2", "actor.parallel.expert=2", "actor.parallel.moe_dispatcher=allgather"),
         ("actor.recompute=full", "actor.on_nonfinite=skip", "actor.logits_chunk_tokens=1"),
         ("rollout.sampling.top_k=20", "rollout.logprob_diff_bound=null"),
+        ("trainer.max_staleness=4", "actor.old_log_probs=engine"),
+        STALE,
         ("actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=10"),
         ("actor.clip_ratio_c=null",),
         ("rollout.tensor=2", "rollout.expert=2"),
@@ -197,6 +200,10 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("rollout.max_total_tokens=47",), ("rollout.max_total_tokens=47", "KV cache")),
         (("data.max_response_length=2000",), ("max_position_embeddings=1024", "2032")),
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p=0.9", "logprob_diff_bound=null")),
+        (("trainer.max_staleness=1",), ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")),
+        ((*STALE, "rollout.sync.pause=abort"), ("rollout.sync.pause=abort", "retract or in_place")),
+        ((*STALE, "rollout.sync.pause=in_place"), ("rollout.sync.pause=in_place", "logprob_diff_bound=null")),
+        ((*STALE, "rollout.sleep_while_training=true"), ("rollout.sleep_while_training=true", "max_staleness to 0")),
         (("actor.optim.lr_decay_style=cosine",), ("actor.optim.lr_decay_style=cosine", "lr_decay_steps")),
         (("actor.optim.lr_decay_steps=5", "actor.optim.lr_warmup_steps=5"), ("lr_decay_steps=5", "lr_warmup_steps=5")),
         (("actor.optim.min_lr=1",), ("actor.optim.min_lr=1", "actor.optim.lr=")),

@@ -16,12 +16,14 @@ from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, Sampl
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.base import ENGINES, Completion, WeightSpan
 from hybridflow.errors import ConfigError, EngineError, EngineSilent, EnginesLostError
+from hybridflow.rollout.protocols import answers
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.sync.schedule import PlanFacts
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.workers import rollout as workers_rollout
-from hybridflow.workers.rollout import CUT_SHORT, RolloutWorker
+from hybridflow.workers.requests import CUT_SHORT
+from hybridflow.workers.rollout import RolloutWorker
 from tests.dist.harness.threads import Threads
 
 KIND = f"{Path(__file__).parent / 'counting_engine.py'}:counting"
@@ -81,10 +83,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_it_answers_in_order_with_the_settings_of_training_or_validation(world: World) -> None:
     assert world.sync.sync(5).nbytes == 16
-    batch = world.service.generate(PROMPTS, training=True)
+    batch = answers(world.service, PROMPTS, training=True)
     assert [row.tolist() for row in batch.jagged("response_ids")] == [[3, 4, 5], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
     assert set(batch.jagged("response_versions").values.tolist()) == {5}
-    world.service.generate(PROMPTS, training=False)
+    answers(world.service, PROMPTS, training=False)
     calls = ["generate at temperature 0.7", "generate at temperature 0.0"]
     assert [world.engine(number).calls for number in (0, 1)] == [calls, calls]
 
@@ -98,7 +100,7 @@ def test_it_gives_its_memory_away_and_takes_it_again(world: World) -> None:
 def test_one_that_ended_is_replaced_and_takes_the_next_weights(world: World) -> None:
     world.sync.sync(1)
     world.engine(0).kill()
-    assert len(world.service.generate(PROMPTS, training=True)) == 4 and set(world.service.stale) == {0}
+    assert len(answers(world.service, PROMPTS, training=True)) == 4 and set(world.service.stale) == {0}
     assert world.settled() == ["up", "up"]
     assert world.sync.sync(2).stale == {} and world.engine(0).version == 2
     assert world.engine(0).log_path.name == "engine-0.1.log"
@@ -112,7 +114,7 @@ def test_one_that_ends_more_often_within_an_hour_than_allowed_is_given_up(world:
     assert states == ["failed", "up"]
     reason = world.service.states()[0].reason
     assert "rollout.max_restarts=1 allows no more restarts in this hour" in reason and "ended" in reason
-    assert len(world.service.generate(PROMPTS, training=True)) == 4
+    assert len(answers(world.service, PROMPTS, training=True)) == 4
 
 
 def test_a_restart_that_fails_is_told(world: World) -> None:
@@ -121,13 +123,16 @@ def test_a_restart_that_fails_is_told(world: World) -> None:
     for number in (0, 1):
         world.engine(number).kill()
     with pytest.raises(EnginesLostError, match=r"(?s)engine-0 is \w+: .*engine-1 is \w+: "):
-        world.service.generate(PROMPTS, training=True)
+        answers(world.service, PROMPTS, training=True)
     assert world.settled() == ["failed", "failed"]
     assert "could not be started again: engine engine-0: ended" in world.service.states()[0].reason
 
 
 def test_one_without_weights_answers_nobody(world: World) -> None:
-    batch = world.workers[0].generate(PROMPTS, SamplingConfig(), 3, [])
+    asked = PROMPTS.with_columns(ticket=np.arange(4), max_new_tokens=np.full(4, 3))
+    world.workers[0].ask(asked, SamplingConfig(), [], False)
+    batch = world.workers[0].collect(60.0)
+    assert batch["ticket"].tolist() == [0, 1, 2, 3]
     assert set(batch["finish_reason"]) == {CUT_SHORT} and not batch.lengths("response_ids").any()
 
 
@@ -143,7 +148,7 @@ def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) 
         raise error
 
     engine.generate = lose
-    batch = world.service.generate(PROMPTS, training=True)
+    batch = answers(world.service, PROMPTS, training=True)
     assert [row.tolist() for row in batch.jagged("response_ids")] == [[9, 9, 9], [31, 32, 33], [8, 9, 10], [51, 52, 53]]
     assert batch["finish_reason"].tolist() == ["stop", "length", "length", "length"]
     assert batch.jagged("response_versions").row(1).tolist() == [4, 5, 5]
@@ -160,7 +165,7 @@ def test_an_error_of_one_that_still_runs_is_the_callers(world: World) -> None:
 
     world.engine(0).generate = refuse
     with pytest.raises(EngineError, match="engine-0: too long"):
-        world.service.generate(PROMPTS, training=True)
+        answers(world.service, PROMPTS, training=True)
     assert world.service.stale == {}
 
 
@@ -172,7 +177,7 @@ def test_one_that_hangs_is_given_up(world: World, monkeypatch: pytest.MonkeyPatc
         raise EngineSilent("/generate not answered within 3 s", engine="engine-0")
 
     world.engine(0).generate = hang
-    assert len(world.service.generate(PROMPTS, training=True)) == 4
+    assert len(answers(world.service, PROMPTS, training=True)) == 4
     assert "not answered within 3 s" in world.service.stale[0]
     assert world.settled() == ["up", "up"]
 

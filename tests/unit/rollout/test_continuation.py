@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Deferred, Jagged
+from hybridflow.batch import DataProto, Deferred, Jagged
 from hybridflow.engines.base import Completion, WeightSpan
-from hybridflow.rollout.continuation import continued, cut_short, joined
-from hybridflow.workers.rollout import CUT_SHORT, response_columns
+from hybridflow.rollout.continuation import continued, joined
+from hybridflow.workers.requests import CUT_SHORT
+from hybridflow.workers.rollout import response_columns
 
 LIMIT = 6
 
@@ -75,11 +76,17 @@ def test_any_number_of_losses_gives_the_answers_without_one() -> None:
                 answers.append(completion(rest, "stop", version))
         return stored(response_columns(answers))
 
-    answers, version = ask(prompts, 1), 1
-    while len(cut := cut_short(answers)):
-        version += 1
-        answers = joined(answers, cut, ask(continued(prompts.rows(cut), answers.rows(cut)), version), LIMIT)
-    assert version > 2
+    found: list[DataProto] = []
+    version = 1
+    for row in range(24):
+        prompt, whole_answer, version = prompts.rows([row]), None, 1
+        while whole_answer is None or whole_answer["finish_reason"][0] == CUT_SHORT:
+            rest = ask(prompt, version).fetch()
+            whole_answer = rest if whole_answer is None else joined(whole_answer, rest)
+            prompt, version = continued(prompt, rest), version + 1
+        found.append(whole_answer)
+    answers = DataProto.concat(found)
+    assert len(set(answers.jagged("response_versions").values.tolist())) > 2
     assert rows_of(answers, "response_ids") == [whole(row) for row in range(24)]
     assert rows_of(answers, "rollout_log_probs") == [[-float(t) for t in whole(row)] for row in range(24)]
     assert all(row == sorted(row) for row in rows_of(answers, "response_versions"))
@@ -87,22 +94,9 @@ def test_any_number_of_losses_gives_the_answers_without_one() -> None:
     assert answers["weight_version"].tolist() == last and set(answers["finish_reason"]) == {"stop"}
 
 
-def test_an_answer_ends_at_the_limit() -> None:
-    """Answers that go on together have the room of the shortest."""
-    answers = response_columns([completion([1, 2, 3, 4], CUT_SHORT, 1), completion([1], CUT_SHORT, 1)])
-    rest = response_columns([completion([5, 6, 7, 8, 9], "stop", 2), completion([2, 3, 4, 5, 6], "stop", 2)])
-    routes = Jagged.from_rows([np.zeros((n, 1, 1)) for n in (10, 7)], np.int16)  # one prompt token each
-    found = joined(
-        answers.with_columns(**{ROUTES: routes}), np.array([0, 1]), rest.with_columns(**{ROUTES: routes}), LIMIT
-    )
-    assert rows_of(found, "response_ids") == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
-    assert found["finish_reason"].tolist() == ["length", "stop"]
-    assert found.lengths(ROUTES).tolist() == [7, 7]
-
-
 def test_one_that_never_began_is_asked_anew() -> None:
     prompts = DataProto.from_columns({"prompt_ids": Jagged.from_rows([[7, 8]], np.int64)})
     answers = response_columns([Completion([], [], CUT_SHORT, ())])
     assert rows_of(continued(prompts, answers), "prompt_ids") == [[7, 8]]
-    found = joined(answers, np.array([0]), response_columns([completion([1], "stop", 4)]), LIMIT)
+    found = joined(answers, response_columns([completion([1], "stop", 4)]))
     assert rows_of(found, "response_ids") == [[1]] and found["weight_version"].tolist() == ["4"]

@@ -104,7 +104,9 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
         batch = lambda self, indices: given  # noqa: E731
 
     class Engines:
-        generate = lambda self, prompts, training: rest  # noqa: E731
+        submit = lambda self, prompts, training: list(range(len(rest)))  # noqa: E731
+        ended = lambda self, tickets: True  # noqa: E731
+        take = lambda self, tickets: rest  # noqa: E731
 
     rows: Any = Rows()
     engines: Any = Engines()
@@ -131,9 +133,11 @@ def test_a_file_of_the_run_never_holds_nan(tmp_path: Path) -> None:
     session.folder.mkdir(parents=True)
     path = session.write_json("summary.json", {"score_before": math.nan, "score_after": 0.5})
     assert json.loads(path.read_text()) == {"score_before": None, "score_after": 0.5}
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        session.write_json("summary.json", {"deep": {"score": math.nan}})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        session.write_json("summary.json", {"score_after": 0.7, "deep": {"score": object()}})
     assert json.loads(path.read_text())["score_after"] == 0.5  # whole or not at all
+    session.write_json("summary.json", {"deep": {"score": math.nan}})
+    assert json.loads(path.read_text()) == {"deep": {"score": None}}
 
 
 def test_a_dropped_row_enters_no_loss_and_leaves_the_mean_of_its_group(tmp_path: Path) -> None:

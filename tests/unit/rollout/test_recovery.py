@@ -3,7 +3,7 @@ business."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import EngineError, EnginesLostError, HybridFlowError, WeightSyncError, WorkerError
-from hybridflow.rollout.protocols import SyncReport
+from hybridflow.rollout.protocols import SyncReport, answers
 from hybridflow.rollout.recovery import RestartingRollouts
 from hybridflow.rollout.service import EngineGroup
 
@@ -24,10 +24,11 @@ DEAD = WorkerError("the worker process died", role="rollout", rank=0)
 
 
 class World:
-    """Engines and sync in one. `deeds` are what the next calls of generate and sync do: an error, or None for
+    """Engines and sync in one. `deeds` are what the next calls of poll and sync do: an error, or None for
     success."""
 
     def __init__(self, *deeds: HybridFlowError | None) -> None:
+        self.answered = False
         self.deeds, self.calls, self.alive, self.said = list(deeds), [], True, []  # type: ignore[var-annotated]
 
     def _next(self) -> None:
@@ -36,10 +37,22 @@ class World:
             self.alive = not (isinstance(error, WorkerError) and error.role == "rollout")
             raise error
 
-    def generate(self, prompts: DataProto, *, training: bool) -> DataProto:
-        self.calls.append("generate")
+    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+        return [0]
+
+    def poll(self) -> None:
+        self.calls.append("poll")
         self._next()
+        self.answered = True
+
+    def ended(self, tickets: Iterable[int]) -> bool:
+        return self.answered
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
         return ANSWERS
+
+    def forget(self) -> None:
+        self.calls.append("forget")
 
     def sync(self, version: int) -> SyncReport:
         self.calls.append(f"sync {version}")
@@ -69,23 +82,24 @@ def rollouts_of(world: Any, max_restarts: int = 1) -> RestartingRollouts:
 def test_while_all_is_well_it_is_not_there() -> None:
     world = World()
     rollouts = rollouts_of(world, 0)
-    assert rollouts.generate(PROMPTS, training=True) is ANSWERS
+    assert answers(rollouts, PROMPTS, training=True) is ANSWERS
     rollouts.sleep()
     rollouts.wake(["weights"])
-    assert world.calls == ["sync 7", "generate", "sleep", "wake ['weights']"] and world.said == []
+    rollouts.forget()
+    assert world.calls == ["sync 7", "poll", "sleep", "wake ['weights']", "forget"] and world.said == []
 
 
 def test_a_lost_engine_gets_the_weights_it_had_and_the_prompts_again() -> None:
     world = World(None, LOST)
-    assert rollouts_of(world).generate(PROMPTS, training=True) is ANSWERS
-    assert world.calls == ["sync 7", "generate", "sync 7", "generate"]
+    assert answers(rollouts_of(world), PROMPTS, training=True) is ANSWERS
+    assert world.calls == ["sync 7", "poll", "sync 7", "poll"]
     assert world.said == ["no engine is left that could answer: engine-0 is starting: ended with status 137"]
 
 
 def test_a_lost_worker_starts_again_before_the_weights_go_out() -> None:
     world = World(None, DEAD)
-    assert rollouts_of(world).generate(PROMPTS, training=True) is ANSWERS
-    assert world.calls == ["sync 7", "generate", "restart", "sync 7", "generate"]
+    assert answers(rollouts_of(world), PROMPTS, training=True) is ANSWERS
+    assert world.calls == ["sync 7", "poll", "restart", "sync 7", "poll"]
 
 
 def test_a_worker_lost_in_a_sync_costs_that_sync_alone() -> None:
@@ -98,26 +112,26 @@ def test_a_worker_lost_in_a_sync_costs_that_sync_alone() -> None:
 def test_restarts_are_counted(allowed: int) -> None:
     world = World(None, *[error for _ in range(5) for error in (LOST, None)])
     with pytest.raises(EnginesLostError):
-        rollouts_of(world, allowed).generate(PROMPTS, training=True)
-    assert world.calls.count("generate") == 1 + allowed == len(world.said) + 1
+        answers(rollouts_of(world, allowed), PROMPTS, training=True)
+    assert world.calls.count("poll") == 1 + allowed == len(world.said) + 1
 
 
 def test_a_restart_that_fails_ends_it() -> None:
     world = World(None, LOST, WeightSyncError("no engine could take it"))
     with pytest.raises(WeightSyncError):
-        rollouts_of(world, 5).generate(PROMPTS, training=True)
-    assert world.calls.count("generate") == 1
+        answers(rollouts_of(world, 5), PROMPTS, training=True)
+    assert world.calls.count("poll") == 1
 
 
 @pytest.mark.parametrize(
     "error", [EngineError("/generate answered 400"), WorkerError("no answer", role="actor", rank=3)]
 )
 def test_other_errors_are_none_of_its_business(error: HybridFlowError) -> None:
-    for call in ("generate", "sync"):
+    for call in ("poll", "sync"):
         world = World(None, error)
         rollouts = rollouts_of(world, 5)
         with pytest.raises(type(error)):
-            rollouts.generate(PROMPTS, training=True) if call == "generate" else rollouts.sync(8)
+            answers(rollouts, PROMPTS, training=True) if call == "poll" else rollouts.sync(8)
         assert len(world.calls) == 2 and world.said == []
 
 

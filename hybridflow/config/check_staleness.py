@@ -1,0 +1,36 @@
+"""What training on tokens of older weights (`trainer.max_staleness`) needs. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config.schema import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem as one line."""
+    if not config.trainer.max_staleness:
+        return
+    stale = f"trainer.max_staleness={config.trainer.max_staleness}"
+    actor, rollout = config.actor, config.rollout
+    correction = actor.rollout_correction
+    if correction.weight == "none" and not correction.reject and actor.old_log_probs != "engine":
+        yield (
+            f"{stale} trains on tokens of older weights without correction; set actor.rollout_correction.weight=token, "
+            "or actor.old_log_probs=engine (docs/rollout-correction.md)"
+        )
+    if rollout.sleep_while_training:
+        yield (
+            f"{stale} lets engines go on while the policy trains, and rollout.sleep_while_training=true stops them; "
+            "give the engines devices of their own (rollout.pool=null) and set it to false, or max_staleness to 0"
+        )
+    if rollout.sync.pause == "abort":
+        yield (
+            f"{stale} has requests under way when weights arrive, and rollout.sync.pause=abort ends them; set it to "
+            "retract or in_place"
+        )
+    if rollout.sync.pause == "in_place" and rollout.logprob_diff_bound is not None:
+        yield (
+            f"{stale} with rollout.sync.pause=in_place computes tokens from a KV cache of older weights, so their "
+            "log-probabilities differ by design; set rollout.logprob_diff_bound=null, or pause=retract"
+        )

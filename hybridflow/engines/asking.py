@@ -1,0 +1,111 @@
+"""Asking an engine for tokens without waiting: each answer is told as it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.base import Completion, Engine
+from hybridflow.errors import EngineError
+
+Told = Callable[[int, Completion], None]
+
+
+@dataclass(frozen=True)
+class TokenRequests:
+    """Prompts that an engine is asked for together.
+
+    Attributes:
+        prompts: token ids of each.
+        max_new_tokens: upper bound on the length of each response.
+        stop_token_ids: a response ends with, and includes, the first of these.
+        with_routes: bring the experts of each token.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingConfig
+    max_new_tokens: Sequence[int]
+    stop_token_ids: Sequence[int]
+    with_routes: bool = False
+
+
+class Asking(Protocol):
+    """Requests under way."""
+
+    done: Future[None]  # ends after the last answer was told; has the error where some were not answered
+
+    def so_far(self, number: int) -> Completion:
+        """What has come of a response by the time `done` had an error; `abort` where it has not ended."""
+        ...
+
+    def give_up(self) -> None:
+        """End what is under way; `done` has an EngineError soon after, unless everything was answered."""
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """What an engine has that answers many requests at once, each as it ends."""
+
+    def ask(self, requests: TokenRequests, told: Told) -> Asking:
+        """Send the requests and return. `told` is called, in another thread, with the number of each prompt and its
+        response."""
+        ...
+
+
+def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:
+    """Ask the engine, in a thread of its own if it can only `generate`."""
+    return engine.ask(requests, told) if isinstance(engine, Streams) else _InThread(engine, requests, told)
+
+
+class _InThread:
+    """Calls of `generate`, one for each bound on the length, in one thread."""
+
+    def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
+        self._engine, self._requests, self._told = engine, requests, told
+        self._begun: dict[int, Completion] = {}
+        self._lock = threading.Lock()
+        self.done: Future[None] = Future()
+        threading.Thread(target=self._run, name=f"generate-{engine.spec.name}", daemon=True).start()
+
+    def so_far(self, number: int) -> Completion:
+        return self._begun.get(number, Completion([], [], "abort", ()))
+
+    def give_up(self) -> None:
+        self._end(EngineError("the requests were given up", engine=self._engine.spec.name))
+
+    def _run(self) -> None:
+        try:
+            for limit in sorted(set(self._requests.max_new_tokens)):
+                self._generate(limit)
+        except Exception as error:  # whatever it is, the one who asked is waiting for it
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _generate(self, limit: int) -> None:
+        asked = self._requests
+        numbers = [number for number, most in enumerate(asked.max_new_tokens) if most == limit]
+        rows = [asked.prompts[number] for number in numbers]
+        try:
+            found = self._engine.generate(
+                rows, asked.sampling, limit, asked.stop_token_ids, with_routes=asked.with_routes
+            )
+        except EngineError as error:
+            self._begun = dict(zip(numbers, error.begun, strict=False))
+            raise
+        for number, completion in zip(numbers, found, strict=True):
+            self._told(number, completion)
+
+    def _end(self, error: Exception | None) -> None:
+        with self._lock:
+            if self.done.done():
+                return
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)

@@ -1,0 +1,138 @@
+"""Pictures of a plan as inline SVG: what the busiest device holds in each phase, and the phases of a step in time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from hybridflow.observe import scale
+from hybridflow.observe.charts import Drawn
+
+WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 560, 104, 62, 22, 26, 16
+_GB = 1e9
+_COLORS = 8  # parts that get a colour of their own; the rest is grey
+
+Phase = Mapping[str, Any]
+
+
+def pictures(phases: Sequence[Phase], device_bytes: float, measured: Mapping[str, float]) -> list[Drawn]:
+    """Memory bars and the course of a step.
+
+    Args:
+        phases: those of `Plan.figures()`: name, seconds, and the bytes of each part on the busiest device.
+        device_bytes: of a device.
+        measured: seconds of the phases that a run measured.
+    """
+    holding = [phase for phase in phases if phase["memory"]]
+    # a phase that cannot work at all (no room for a KV cache) has no finite time
+    timed = [phase for phase in phases if math.isfinite(phase["seconds"])]
+    return [_memory(holding, device_bytes), _course(timed, measured)] if holding else []
+
+
+def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
+    largest: dict[str, float] = {}
+    for phase in phases:
+        for part, size in phase["memory"].items():
+            largest[part] = max(largest.get(part, 0.0), size)
+    parts = sorted((part for part in largest if largest[part]), key=lambda part: -largest[part])
+    colors = {part: f"var(--c{slot})" for slot, part in enumerate(parts[:_COLORS])}
+    # a device whose memory is far larger than what is held would leave nothing to see
+    peak = max(sum(phase["memory"].values()) for phase in phases)
+    limit = device_bytes if device_bytes < 4 * peak else None
+    unit, name = (_GB, "GB") if peak >= _GB else (1e6, "MB")
+    x = _axis([peak / unit, *([limit / unit] if limit else [])])
+    body = [_frame([phase["name"] for phase in phases], x)]
+    for row, phase in enumerate(phases):
+        floor = 0.0
+        for part in [part for part in parts if part in phase["memory"]]:
+            size = phase["memory"][part] / unit
+            body.append(_bar(x, row, floor, floor + size, colors.get(part, "var(--other)")))
+            floor += size
+        body.append(_value(x(floor), row, f"{floor:,.1f}"))
+    if limit:
+        bottom = TOP + ROW * len(phases)
+        body.append(
+            Markup('<line class="reference" x1="{x}" x2="{x}" y1="{y}" y2="{bottom}"/>').format(
+                x=x(limit / unit), y=TOP - 4, bottom=bottom
+            )
+        )
+        body.append(
+            Markup('<text class="label" x="{}" y="{}" text-anchor="middle">{:,.0f} {} a device</text>').format(
+                x(limit / unit), TOP - 9, limit / unit, name
+            )
+        )
+    legend = [(part, colors[part], False) for part in parts[:_COLORS]]
+    if len(parts) > _COLORS:
+        legend.append((", ".join(parts[_COLORS:]), "var(--other)", False))
+    return _drawn("Planned memory", f"{name} on the busiest device, by phase", body, len(phases), legend)
+
+
+def _course(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
+    ends = (sum(phase["seconds"] for phase in phases), sum(measured.get(phase["name"], 0.0) for phase in phases))
+    x = _axis(ends)
+    body = [_frame([phase["name"] for phase in phases], x)]
+    planned = taken = 0.0
+    for row, phase in enumerate(phases):
+        seconds, real = phase["seconds"], measured.get(phase["name"])
+        parts = 1 if not measured else 2
+        body.append(_bar(x, row, planned, planned + seconds, "var(--c0)", 0, parts))
+        text, end = _seconds(seconds), planned + seconds
+        if real is not None:
+            body.append(_bar(x, row, taken, taken + real, "var(--c1)", 1, parts))
+            text, end = f"{text} | {_seconds(real)}", max(end, taken + real)
+            taken += real
+        planned += seconds
+        body.append(_value(x(end), row, text))
+    legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
+    return _drawn("Course of a step", "phases one after another, seconds", body, len(phases), legend)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 0.95 else f"{value:.2g} s"
+
+
+def _axis(values: Sequence[float]) -> scale.Scale:
+    return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - RIGHT, (0.0,))
+
+
+def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
+    """Grid, ticks and the names of the rows."""
+    bottom = TOP + ROW * len(names)
+
+    def parts() -> Iterator[Markup]:
+        for tick in x.ticks:
+            yield Markup('<line class="grid" x1="{x}" x2="{x}" y1="{y}" y2="{bottom}"/>').format(
+                x=x(tick), y=TOP, bottom=bottom
+            )
+            yield Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(
+                x(tick), bottom + 15, x.text(tick)
+            )
+        for row, name in enumerate(names):
+            yield Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(
+                LEFT - 8, TOP + ROW * row + ROW / 2 + 4, name
+            )
+
+    return Markup("").join(parts())
+
+
+def _bar(x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1) -> Markup:
+    """A bar in a row, or one of several above each other; never thinner than a line, so that no phase is lost."""
+    height = BAR / parts
+    return Markup('<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>').format(
+        x(start), TOP + ROW * row + (ROW - BAR) / 2 + part * height, max(round(x(end) - x(start), 1), 1), height, color
+    )
+
+
+def _value(at: float, row: int, text: str) -> Markup:
+    """The figure behind a bar."""
+    return Markup('<text class="value" x="{}" y="{}">{}</text>').format(at + 5, TOP + ROW * row + ROW / 2 + 4, text)
+
+
+def _drawn(title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]) -> Drawn:
+    svg = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, TOP + ROW * rows + 22, title, Markup("").join(body)
+    )
+    return Drawn(title, about, svg, legend, "")

@@ -1,0 +1,164 @@
+"""The buffer of groups: how old what is trained may be, and that every prompt is trained once, however answers come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from hybridflow.rollout.groups import Groups
+
+SIZE, N, ROWS = 4, 2, 10
+
+
+class Service:
+    """Each poll ends some requests; the weights of the present version make whatever ends."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.version = np.random.default_rng(seed), 0
+        self.open: dict[int, tuple[int, int]] = {}  # ticket: prompt, version when it was handed out
+        self.done: dict[int, tuple[int, int]] = {}
+        self.next, self.polls = 0, 0
+
+    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+        assert training
+        tickets = list(range(self.next, self.next + len(prompts)))
+        self.next += len(prompts)
+        for ticket, row in zip(tickets, prompts.jagged("prompt_ids"), strict=True):
+            self.open[ticket] = (int(row[0]), self.version)
+        return tickets
+
+    def poll(self) -> None:
+        self.polls += 1
+        for ticket in list(self.open):
+            if self.random.random() < 0.2:
+                self.done[ticket] = self.open.pop(ticket)
+
+    def ended(self, tickets: Iterable[int]) -> bool:
+        return all(ticket in self.done for ticket in tickets)
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
+        rows = [self.done.pop(ticket) for ticket in tickets]
+        return DataProto.from_columns(
+            {
+                "response_ids": Jagged.from_rows([[prompt] for prompt, _ in rows], np.int64),
+                "first_version": np.array([version for _, version in rows]),
+            }
+        )
+
+    def forget(self) -> None:
+        self.open, self.done = {}, {}
+
+
+class Rows:
+    def __len__(self) -> int:
+        return ROWS
+
+    def batch(self, rows: np.ndarray) -> DataProto:
+        return DataProto.from_columns({"prompt_ids": Jagged.from_rows([[row] for row in rows], np.int64)})
+
+
+def groups_of(service: Service, staleness: int, steps: int, size: int = SIZE) -> Groups:
+    config = RunConfig(
+        data=DataConfig(train_batch_size=size),
+        rollout=RolloutConfig(n=N),
+        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness),
+    )
+    given: Any = (service, Rows(), lambda batch: batch)
+    return Groups(config, *given)
+
+
+def trained(groups: Groups, service: Service, version: int) -> list[int]:
+    """The prompts of the next step, after checks of the batch."""
+    service.version = version
+    batch = groups.next_batch(version)
+    prompts = [int(row[0]) for row in batch.jagged("prompt_ids")]
+    assert prompts == [int(row[0]) for row in batch.jagged("response_ids")]
+    assert batch["uid"].tolist() == np.repeat(np.arange(SIZE), N).tolist()
+    assert all(len(set(prompts[i : i + N])) == 1 for i in range(0, SIZE * N, N))
+    age = version - batch["first_version"]
+    assert age.min() >= 0 and age.max() <= groups.config.trainer.max_staleness
+    return prompts[::N]
+
+
+def in_order(steps: int) -> list[int]:
+    """The prompts that a synchronous run hands out."""
+    service = Service(0)
+    groups = groups_of(service, 0, steps)
+    return [prompt for version in range(steps) for prompt in trained(groups, service, version)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(staleness: int, seed: int) -> None:
+    steps, service = 12, Service(seed)
+    groups = groups_of(service, staleness, steps)
+    found = []
+    for version in range(steps):
+        found += trained(groups, service, version)
+        handed_out = service.next // N
+        assert handed_out == min(version + 1 + staleness, steps) * SIZE
+    assert Counter(found) == Counter(in_order(steps))
+    assert not service.open and not service.done and not groups.state()["handed_out"]
+    if staleness == 0:
+        assert found == in_order(steps) and not groups.metrics
+    else:
+        assert groups.metrics["rollout/groups_left"] == 0
+
+
+def test_a_long_answer_has_the_time_of_so_many_steps_as_it_may_be_old() -> None:
+    service = Service(0)
+    groups = groups_of(service, 2, 9)
+    groups._hand_out(0)
+    slow = min(service.open)
+    held = service.open.pop(slow)
+    for version in (0, 1):
+        assert held[0] not in trained(groups, service, version)
+    polls = service.polls
+
+    def poll() -> None:
+        service.polls += 1
+        if service.polls == polls + 50:
+            service.done[slow] = held
+        for ticket in list(service.open):
+            service.done[ticket] = service.open.pop(ticket)
+
+    service.poll = poll  # type: ignore[method-assign]
+    assert held[0] in trained(groups, service, 2) and service.polls == polls + 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> None:
+    """What was under way is handed out again; also with another staleness and another size of the step."""
+    random, steps = np.random.default_rng(seed), 9
+    found: list[int] = []
+    state: Any = None
+    version = 0
+    while version < steps:
+        service = Service(seed + version)
+        service.version = version
+        groups = groups_of(service, int(random.integers(0, 4)), steps)
+        groups.restore(state)
+        for _ in range(int(random.integers(1, 4))):
+            if version < steps:
+                found += trained(groups, service, version)
+                version += 1
+        state = groups.state()
+        groups._hand_out(version)  # lost with the process
+    assert Counter(found) == Counter(in_order(steps))
+
+
+def test_going_back_gives_up_what_is_under_way() -> None:
+    service = Service(3)
+    groups = groups_of(service, 2, 5)
+    whole = trained(groups, service, 0) + trained(groups, service, 1)
+    groups.restore(None)
+    assert not service.open and not service.done
+    again = trained(groups, service, 0) + trained(groups, service, 1)
+    assert sorted(groups.state()["handed_out"] + again) == sorted(in_order(4))
+    assert len(whole) == len(again)
