@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +29,8 @@ class Platform:
         """cuda when torch sees a device, else cpu; `HYBRIDFLOW_PLATFORM=cpu|cuda` overrides it.
 
         Raises:
-            ResourceError: the override has another value, or asks for cuda where there is none.
+            ResourceError: the override has another value, or asks for cuda where there is none that torch can use;
+                with the node and torch's reason (no device is visible, or the driver is too old).
         """
         wish = os.environ.get("HYBRIDFLOW_PLATFORM", "")
         if wish not in ("", "cpu", "cuda"):
@@ -39,7 +41,11 @@ class Platform:
 
         available = torch.cuda.is_available()
         if wish == "cuda" and not available:
-            raise ResourceError(f"HYBRIDFLOW_PLATFORM=cuda, but torch {torch.__version__} sees no CUDA device")
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise ResourceError(
+                f"HYBRIDFLOW_PLATFORM=cuda, but torch {torch.__version__} sees no CUDA device on node "
+                f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES={visible}): {_why_no_cuda()}"
+            )
         return cls("cuda" if available else "cpu")
 
     @property
@@ -165,3 +171,17 @@ class Platform:
             import torch
 
             torch.cuda.synchronize()
+
+
+def _why_no_cuda() -> str:
+    """Why torch cannot use a GPU here. `torch.cuda.is_available` says no without the reason, `init` raises with it."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # built without CUDA; no device, or the driver is too old
+        reason = str(error).splitlines()[0]
+        if "driver" in reason:
+            return f"{reason} (torch's CUDA is {torch.version.cuda}; update this node's driver or leave the node out)"
+        return reason
+    return "it could be initialised only at a second attempt; look at the node with nvidia-smi"

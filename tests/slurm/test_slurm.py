@@ -102,30 +102,6 @@ def test_a_node_whose_slurmd_died_gets_the_job_requeued_without_it(jobs: Jobs) -
 
 
 @pytest.mark.full
-def test_a_start_on_a_node_that_slurm_has_lost_ends_when_the_job_starts_elsewhere(jobs: Jobs) -> None:
-    name, alone = "lost start", ("cluster.nodes=1", "cluster.procs_per_node=2")
-    job = jobs.submit(name, *alone, "trainer.save_every_steps=1")
-    jobs.in_loop(job, name)
-    assert jobs.cluster.field(job, "NodeList") == "n1"
-    earlier = len(jobs.attempts(job))
-    jobs.cluster.lose_node("n1")  # its processes run on
-    try:
-        jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
-        lost = jobs.attempts(job)[earlier]
-        assert (lost["restart"], lost["next"]) == (earlier, "left to Slurm"), jobs.output(job)
-        assert jobs.cluster.field(job, "NodeList") == "n2"
-        jobs.in_loop(job, name, len(jobs.steps(name)) + 2)
-        jobs.run("cancel", job)
-        assert jobs.end(job) == "CANCELLED"
-        assert left_behind(job) == []
-    finally:
-        jobs.cluster.start_node("n1")
-        jobs.cluster.wait_until_idle()
-    steps = jobs.steps(name)
-    assert steps == list(range(1, len(steps) + 1))
-
-
-@pytest.mark.full
 def test_a_job_at_its_time_limit_goes_on_in_the_next_start(jobs: Jobs) -> None:
     name = "time limit"
     job = jobs.submit(name, "--time", "120", "--grace", "60")

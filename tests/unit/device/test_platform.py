@@ -29,6 +29,18 @@ def test_asking_for_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
         Platform.detect()
 
 
+def test_a_driver_too_old_for_torch_is_named_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:  # torch's words
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update it.\nMore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7")
+    monkeypatch.setenv("HYBRIDFLOW_PLATFORM", "cuda")
+    with pytest.raises(ResourceError, match=r"node-7 .*too old \(found version 12040\).*update this node's driver"):
+        Platform.detect()
+
+
 def test_names_follow_the_kind() -> None:
     assert (Platform("cpu").collective_backend, Platform("cpu").device(3)) == ("gloo", torch.device("cpu"))
     assert Platform("cpu").current_device() == torch.device("cpu")

@@ -138,7 +138,7 @@ def test_an_aborted_request_keeps_what_came_of_it(stub: Stub, client: EngineClie
 
 def test_an_event_of_any_request_shows_that_the_engine_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is the engine's, not one request's. The clock goes on by what the loop would sleep."""
-    loop, now = asyncio.new_event_loop(), [0.0]
+    loop, now = asyncio.SelectorEventLoop(), [0.0]  # a library may have made another kind the default
     select = loop._selector.select  # type: ignore[attr-defined]
 
     def sleep(timeout: float | None) -> Any:
