@@ -56,7 +56,9 @@ def add(commands: Any, adder: Adder) -> None:
     plan.add_argument("--device", metavar="NAME", help="kind of device, in place of cluster.device")
     plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
     plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
-    plan.add_argument("--html", type=Path, metavar="FILE", help="write a page: memory of each phase, course of a step")
+    plan.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page: memory of each phase, schedule of a step"
+    )
     plan.add_argument("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
     plan.add_argument("--auto", action="store_true", help="find the placement and layouts with the shortest step")
     plan.add_argument("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")

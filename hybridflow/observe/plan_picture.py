@@ -19,7 +19,7 @@ Phase = Mapping[str, Any]
 
 
 def pictures(phases: Sequence[Phase], device_bytes: float, measured: Mapping[str, float]) -> list[Drawn]:
-    """Memory bars and the course of a step.
+    """Memory bars and the schedule of a step.
 
     Args:
         phases: those of `Plan.figures()`: name, seconds, and the bytes of each part on the busiest device.
@@ -29,7 +29,7 @@ def pictures(phases: Sequence[Phase], device_bytes: float, measured: Mapping[str
     holding = [phase for phase in phases if phase["memory"]]
     # a phase that cannot work at all (no room for a KV cache) has no finite time
     timed = [phase for phase in phases if math.isfinite(phase["seconds"])]
-    return [_memory(holding, device_bytes), _course(timed, measured)] if holding else []
+    return [_memory(holding, device_bytes), _schedule(timed, measured)] if holding else []
 
 
 def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
@@ -70,7 +70,7 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
     return _drawn("Planned memory", f"{name} on the busiest device, by phase", body, len(phases), legend)
 
 
-def _course(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
+def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
     ends = (sum(phase["seconds"] for phase in phases), sum(measured.get(phase["name"], 0.0) for phase in phases))
     x = _axis(ends)
     body = [_frame([phase["name"] for phase in phases], x)]
@@ -87,7 +87,7 @@ def _course(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
         planned += seconds
         body.append(_value(x(end), row, text))
     legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
-    return _drawn("Course of a step", "phases one after another, seconds", body, len(phases), legend)
+    return _drawn("Schedule of a step", "phases one after another, seconds", body, len(phases), legend)
 
 
 def _seconds(value: float) -> str:

@@ -28,32 +28,32 @@ def bars(svg: str) -> list[tuple[float, float, str]]:
 
 
 def test_bars_are_as_long_as_bytes_and_seconds() -> None:
-    memory, course = pictures(PHASES, 80e9, {})
+    memory, schedule = pictures(PHASES, 80e9, {})
     cache, weights, actor = bars(memory.svg)  # the largest part first
     assert cache[1] == pytest.approx(2 * weights[1], abs=0.3) and actor[1] == pytest.approx(weights[1], abs=0.3)
     assert weights[0] == pytest.approx(cache[0] + cache[1], abs=0.3)
     assert {label: color for label, color, _ in memory.legend}["KV cache"] == cache[2]
     assert "80 GB a device" in memory.svg and "checkpoint" not in memory.svg
-    first, second, third = bars(course.svg)
+    first, second, third = bars(schedule.svg)
     assert first[1] == pytest.approx(3 * second[1], abs=0.3) and third[1] == 1  # a phase is never lost
     assert second[0] == pytest.approx(first[0] + first[1], abs=0.3)
 
 
 def test_measured_phases_stand_below_the_planned_ones() -> None:
-    course = pictures(PHASES, 80e9, {"generation": 40.0})[1]
-    planned, measured, *_ = bars(course.svg)
+    schedule = pictures(PHASES, 80e9, {"generation": 40.0})[1]
+    planned, measured, *_ = bars(schedule.svg)
     assert measured[1] == pytest.approx(planned[1] * 4 / 3, abs=0.3)
-    assert [label for label, _, _ in course.legend] == ["planned", "measured"]
+    assert [label for label, _, _ in schedule.legend] == ["planned", "measured"]
 
 
 def test_a_device_far_larger_than_the_job_does_not_hide_it() -> None:
     assert "a device" not in pictures(PHASES, 8e12, {})[0].svg
 
 
-def test_a_phase_without_a_finite_time_is_left_out_of_the_course() -> None:
+def test_a_phase_without_a_finite_time_is_left_out_of_the_schedule() -> None:
     endless = {"name": "generation", "seconds": math.inf, "memory": {"engine weights": 20e9}}
-    memory, course = pictures([endless, PHASES[1]], 80e9, {})
-    assert "generation" in memory.svg and "generation" not in course.svg and len(bars(course.svg)) == 1
+    memory, schedule = pictures([endless, PHASES[1]], 80e9, {})
+    assert "generation" in memory.svg and "generation" not in schedule.svg and len(bars(schedule.svg)) == 1
 
 
 def test_many_parts_share_the_last_colour() -> None:
@@ -66,7 +66,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     page = tmp_path / "plan.html"
     assert main(["plan", "--config-name", "grpo-qwen3-8b-1x8", "--html", str(page)]) == 0
     text = page.read_text()
-    assert "Planned memory" in text and "Course of a step" in text and capsys.readouterr().out.splitlines()[0] in text
+    assert "Planned memory" in text and "Schedule of a step" in text and capsys.readouterr().out.splitlines()[0] in text
 
 
 @pytest.mark.parametrize("planned", [None, 1, {}, {"unknown": "no sizes"}, {"seconds": {}, "plan": {"phases": 3}}])
