@@ -123,10 +123,7 @@ class Conversations:
 
     def forget(self) -> None:
         """Give up all conversations."""
-        tasks = [task for _, task in self._held.values()]
-        for task in tasks:
-            task.cancel()
-        self._events.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._events.run_until_complete(_cancel([task for _, task in self._held.values()]))
         self._held, self._waiting, self._under_way = {}, [], {}
         self.engines.forget()
 
@@ -221,11 +218,14 @@ class Conversations:
 
 
 def _close(events: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(events)
+    events.run_until_complete(_cancel(list(asyncio.all_tasks(events))))
+    events.close()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
-    events.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    events.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, eq=False)

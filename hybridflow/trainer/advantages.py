@@ -47,24 +47,23 @@ class Advantages:
         """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with a
         critic, returns too."""
         self.metrics = {}
+        lengths, scores = torch.tensor(batch.lengths("response_ids")), torch.from_numpy(self._scores(batch))
+        penalties = self._penalties(batch, lengths)
         counts = samples_that_count(batch, compares=self.estimator.compares_samples)
-        if counts.all():
-            samples = self._samples(batch)
-            advantages, returns = self.estimator.function(samples, self.options)
-            return _with_found(batch, samples.scores, advantages, returns)
-        # what is left out has no advantage, and as its reward the weighted score alone
-        lengths = torch.tensor(batch.lengths("response_ids"))
-        tokens, rows = counts.repeat_interleave(lengths), torch.from_numpy(self._weighted(batch))
+        tokens = counts.repeat_interleave(lengths)
+        # what is left out has no advantage
         advantages = torch.zeros(len(tokens))
         returns = torch.zeros(len(tokens)) if self.estimator.needs_critic else None
         if counts.any():
-            samples = self._samples(batch.rows(counts.numpy()))
-            rows[counts] = samples.scores
+            counted = batch if counts.all() else batch.rows(counts.numpy())
+            samples = self._samples(counted, scores[counts], penalties[tokens])
             found, values = self.estimator.function(samples, self.options)
             advantages[tokens] = found.float()
             if returns is not None:
                 returns[tokens] = values.float()
-        return _with_found(batch, rows, advantages, returns)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        columns = {"advantages": (advantages, offsets)} | ({} if returns is None else {"returns": (returns, offsets)})
+        return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
@@ -75,14 +74,10 @@ class Advantages:
         self.control.value = float(state["kl_coef"])
         self.model_scores.restore(state)
 
-    def _weighted(self, batch: DataProto) -> np.ndarray:
-        """[B] f32: `reward.weight` times the verifier's score."""
-        return np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
-
     def _scores(self, batch: DataProto) -> np.ndarray:
         """[B] f32: `reward.weight` times the verifier's score plus, where there is one, `reward_model.weight` times the
         reward model's; less the punishment of overlong answers."""
-        scores = self._weighted(batch)
+        scores = np.float32(self.config.reward.weight) * np.asarray(batch["scores"], dtype=np.float32)
         if buffer := self.config.reward.overlong_tokens:
             limit, lengths = self.config.data.max_response_length, torch.tensor(batch.lengths("response_ids"))
             punished = overlong_penalties(lengths, limit, buffer, self.config.reward.overlong_penalty)
@@ -99,11 +94,9 @@ class Advantages:
         self.metrics["reward_model/share"] = share_of_variance(added, scores + added)
         return scores + added
 
-    def _samples(self, batch: DataProto) -> Samples:
-        """What the estimator is given. Moves the KL coefficient on."""
-        lengths, scores = torch.tensor(batch.lengths("response_ids")), torch.from_numpy(self._scores(batch))
-        mask = batch.torch(RESPONSE_MASK)[0]
-        penalties = self._penalties(batch, lengths, mask)
+    def _samples(self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor) -> Samples:
+        """What the estimator is given: rows with their scores [B] and the penalties of their tokens [T]."""
+        lengths, mask = torch.tensor(batch.lengths("response_ids")), batch.torch(RESPONSE_MASK)[0]
         return Samples(
             scores=scores - sums_of_rows(penalties, lengths),
             rewards=token_rewards(scores, penalties, lengths, mask),
@@ -114,9 +107,9 @@ class Advantages:
             parts=_reward_parts(batch),
         )
 
-    def _penalties(self, batch: DataProto, lengths_B: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    def _penalties(self, batch: DataProto, lengths_B: torch.Tensor) -> torch.Tensor:
         """[T] what each token's divergence from the reference takes off its reward; moves the KL coefficient on."""
-        coefficient = self.control.value
+        coefficient, mask_T = self.control.value, batch.torch(RESPONSE_MASK)[0]
         if not self.algorithm.kl_coef:
             return torch.zeros(len(mask_T))
         old, reference = (batch.torch(name)[0] for name in ("old_log_probs", "ref_log_probs"))
@@ -137,17 +130,6 @@ def samples_that_count(batch: DataProto, *, compares: bool) -> torch.Tensor:
     _, group = torch.tensor(batch["uid"]).unique(return_inverse=True)
     size, left = group.bincount(), group.bincount(weights=counts.double())
     return counts & ((left > 1) | (size == 1))[group]
-
-
-def _with_found(
-    batch: DataProto, rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor | None
-) -> DataProto:
-    lengths = torch.tensor(batch.lengths("response_ids"))
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    found = {"advantages": (advantages.float(), offsets)}
-    if returns is not None:
-        found["returns"] = (returns.float(), offsets)
-    return batch.with_torch(rewards=rewards, **found)
 
 
 def _values(batch: DataProto, name: str) -> torch.Tensor:

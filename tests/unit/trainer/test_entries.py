@@ -43,8 +43,8 @@ def scaled(samples, options):
 def with_critic(samples, options):
     return samples.rewards - samples.columns["values"], samples.rewards
 
-@estimator("greedy", reads=("greedy_scores",))
-def greedy(samples, options):
+@estimator("foresight", reads=("future_scores",))
+def foresight(samples, options):
     return samples.rewards, None
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def test_what_an_estimator_needs_follows_from_its_declaration(entries: Path) -> 
     check(config)
     check_steps(config)
     assert derived.has_critic(config) and "Critic: in the actor's processes" in explain(config, _NOWHERE)
-    without = load_config("e2e", [f"algorithm.adv_estimator={entries}:greedy"])
+    without = load_config("e2e", [f"algorithm.adv_estimator={entries}:foresight"])
     assert not derived.has_critic(without)
-    with pytest.raises(SchemaError, match=r"advantages reads column 'greedy_scores', .* no step writes it"):
+    with pytest.raises(SchemaError, match=r"advantages reads column 'future_scores', .* no step writes it"):
         check_steps(without)
 
 
