@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     end.add_argument("--restart", type=int, required=True)
     end.add_argument("--max-restarts", type=int, required=True)
     end.add_argument("--run-dir", type=Path, required=True)
-    end.add_argument("--state", default="")
+    end.add_argument("--state", default="UNKNOWN")
     end.add_argument("--asked", type=int, default=0)
     end.add_argument("--driver-status", default="none")
     end.add_argument("--why", default="")

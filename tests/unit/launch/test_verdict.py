@@ -95,6 +95,13 @@ def test_a_refused_configuration_and_a_cancelled_job_are_not_requeued(job: Path)
 
 def test_a_finished_job_is_done(job: Path) -> None:
     assert judge(job, 0, 3, job / "run", 0)[0].next == "done"
+    assert judge(job, 0, 3, job / "run", 0, state="UNKNOWN")[0].next == "done"  # Slurm did not answer
+
+
+def test_a_start_that_slurm_has_requeued_has_not_finished(job: Path) -> None:
+    """srun ends with 0 when Slurm has lost the node of its step, whose processes run on."""
+    attempt, _, code = judge(job, 0, 3, job / "run", 0, state="REQUEUED")
+    assert (attempt.outcome, attempt.next) == ("failed", "left to Slurm") and "REQUEUED" in attempt.why and code
 
 
 def test_records_that_are_torn_count_as_absent(tmp_path: Path) -> None:
