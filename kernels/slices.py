@@ -261,7 +261,8 @@ def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
     if tensor.is_contiguous():
         columns = WORDS * WORD // piece.dtype.itemsize
         return 0, columns, 1, -(-tensor.numel() // columns), columns
-    return (*tensor.stride(), tensor.shape[1], tensor.shape[2])
+    outer, inner, last = tensor.stride()
+    return outer, inner, last, tensor.shape[1], tensor.shape[2]
 
 
 def _kind(piece: Slice) -> tuple[int, bool, bool]:

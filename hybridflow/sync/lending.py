@@ -245,9 +245,10 @@ class _Segment:
         device that waits for a process that has ended waits for ever."""
         deadline = time.monotonic() + self._member.endpoint.timeout_s
         while not self._slots.is_ready(slot):
-            if self._header[self._mine]:
+            ended = self._watch.has_ended()
+            if self._header[self._mine]:  # looked at last: who gives a session up lets go of the peer after it
                 raise self._member.failure(self._peer, tag, "the session was given up meanwhile")
-            if self._watch.has_ended() and not self._slots.is_ready(slot):
+            if ended and not self._slots.is_ready(slot):
                 raise self._member.lost(self._peer, tag)
             if time.monotonic() > deadline:
                 raise self._member.late(self._peer, tag)
