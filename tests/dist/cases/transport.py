@@ -298,7 +298,7 @@ class MeddlingReceiver:
 
 
 DEADLINE = 3.0
-DEADLINES = {"flip": 30.0, "kill": 30.0, "stall": DEADLINE}  # only who stands still is known by its deadline
+DEADLINES = {"flip": 10.0, "kill": 30.0, "stall": DEADLINE}  # only who stands still is known by its deadline
 DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
