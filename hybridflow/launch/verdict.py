@@ -14,7 +14,6 @@ from hybridflow.launch import records
 from hybridflow.launch.driver import STOPPED
 
 SAME_STEP = 3  # so many starts in a row that end at the same checkpoint end the job
-_RUNS = ("RUNNING", "UNKNOWN")  # states of a job that Slurm has not ended, and of one that it does not tell of
 _TAIL = "--- last lines of its log ---"
 
 
@@ -55,8 +54,9 @@ def judge(
     folder = job_dir / f"restart-{restart}"
     checkpoint = str((records.read(run_dir / "checkpoints" / "latest.json") or {}).get("folder", ""))
     earlier = read_attempts(job_dir)
-    # srun reports a step whose node Slurm has lost as finished; the state of the job then says otherwise
-    if driver_status == 0 and state in _RUNS:
+    # srun reports a step whose node Slurm has lost as finished; the state of the job then says otherwise.
+    # UNKNOWN means that Slurm gave no answer, which does not contradict a driver that ended well
+    if driver_status == 0 and state in ("RUNNING", "UNKNOWN"):
         return _note(job_dir, Attempt(restart, "finished", "finished", checkpoint, "done")), "", 0
     stopped = driver_status == STOPPED or (asked and driver_status is None)
     reason, log_tail = ("Slurm asked it to stop", "") if stopped else _cause(folder, driver_status, why)
@@ -64,7 +64,7 @@ def judge(
     failed_before = sum(attempt.outcome == "failed" for attempt in earlier)
     lost = [attempt.checkpoint for attempt in earlier[-(SAME_STEP - 1) :]] + [checkpoint]
     status = driver_status if driver_status and driver_status != STOPPED else 1
-    if state not in _RUNS:
+    if state != "RUNNING":
         reason = f"{reason}; Slurm has put the job into state {state}"
         return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "left to Slurm")), log_tail, status
     if not stopped and (driver_status == ConfigError.exit_code or failed_before >= max_restarts):

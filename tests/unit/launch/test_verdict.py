@@ -98,6 +98,11 @@ def test_a_finished_job_is_done(job: Path) -> None:
     assert judge(job, 0, 3, job / "run", 0, state="UNKNOWN")[0].next == "done"  # Slurm did not answer
 
 
+def test_a_job_that_slurm_does_not_know_is_not_requeued(job: Path) -> None:
+    attempt, _, code = judge(job, 0, 3, job / "run", None, state="UNKNOWN", why="no node answered")
+    assert attempt.next == "left to Slurm" and attempt.why.endswith("into state UNKNOWN") and code == 1
+
+
 def test_a_start_that_slurm_has_requeued_has_not_finished(job: Path) -> None:
     """srun ends with 0 when Slurm has lost the node of its step, whose processes run on."""
     attempt, _, code = judge(job, 0, 3, job / "run", 0, state="REQUEUED")
