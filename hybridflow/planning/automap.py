@@ -128,7 +128,7 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
-    """Those that no other is as good as in everything, in the order of their keys."""
+    """The elements that no other equals or betters in every entry of its key, in the order of their keys."""
     if not found:
         return []
     ordered = sorted(((key(one), one) for one in found), key=lambda pair: pair[0])
