@@ -98,6 +98,7 @@ class Entry:
 AGENT_LOOP = Entry("agent loop", "hybridflow.agents.loops")
 CALL_FORMAT = Entry("format of calls", "hybridflow.agents.formats")
 ENGINE = Entry("engine kind", "hybridflow.engines", packages=True)
+ENVIRONMENT = Entry("environment", "hybridflow.agents.environments")
 ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
 POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
 PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
