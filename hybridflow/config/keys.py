@@ -198,9 +198,9 @@ def require_key(root: type, dotted: str) -> None:
 
 # keys of other trainers that have none here, and what to set instead
 _INSTEAD = {
-    "reward_manager": "verl's reward managers are keys of `reward` here: naive, prime and remote are how scores are always "
-    "computed, in a pool of processes (reward.processes); dapo is reward.overlong_tokens; batch is a function of lists "
-    "and rate_limited an async one (reward.path); gdpo is algorithm.adv_estimator=gdpo"
+    "reward_manager": "verl's reward managers are keys of `reward` here: naive, prime and remote are how scores are "
+    "always computed, in a pool of processes (reward.processes); dapo is reward.overlong_tokens; batch is a function "
+    "of lists and rate_limited an async one (reward.path); gdpo is algorithm.adv_estimator=gdpo",
 }
 
 
