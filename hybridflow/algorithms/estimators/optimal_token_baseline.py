@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 @estimator("optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True)
 def optimal_token_baseline(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
-    """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled token (arXiv 2602.07078).
+    """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled token.
 
-    G_t is the reward to go. W_t sums 1 - 2 p + sum of p^2 over the vocabulary for the tokens up to t: the squared
-    length of the gradient of their log-probabilities with respect to the logits. Positions count sampled tokens alone,
-    as in verl's form for several turns. Where one answer alone goes on there is no baseline.
+    The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum of p^2 over the
+    vocabulary for the tokens up to t: the squared length of the gradient of their log-probabilities with respect to the
+    logits. Positions count sampled tokens alone, as in verl's form for several turns. Where one answer alone goes on
+    there is no baseline.
     """
     from hybridflow_kernels.scans import discounted_sums
 
