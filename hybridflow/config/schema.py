@@ -387,6 +387,8 @@ class RolloutConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     # stop when mean |rollout - trainer| log-prob of a step exceeds it; null: never
     logprob_diff_bound: Positive | None = 0.01
+    # with model.dtype=bfloat16 the bound is at least this: engine and trainer round in other places
+    logprob_diff_bound_bfloat16: Positive = 0.1
     # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     sleep_while_training: bool = False
     # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)
