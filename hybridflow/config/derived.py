@@ -159,6 +159,11 @@ def needs_reference(config: RunConfig) -> bool:
     return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
+def needs_sum_pi_squared(config: RunConfig) -> bool:
+    """Whether the estimator asks for the sum of squared probabilities at each token, a forward pass of the policy."""
+    return "sum_pi_squared" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
+
+
 def needs_engine_routes(config: RunConfig) -> bool:
     """Whether engines must return the experts of every token."""
     return config.actor.router_replay in ("compare", "r3")

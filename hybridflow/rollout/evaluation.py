@@ -30,6 +30,7 @@ _NOT_DUMPED = (
     "ref_log_probs",
     "response_ids",
     ROUTES,
+    "sum_pi_squared",
     "teacher_top_log_probs",
     "teacher_top_ids",
 )

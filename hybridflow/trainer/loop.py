@@ -144,8 +144,12 @@ class RLTrainer:
         return batch
 
     def with_comparisons(self, batch: DataProto) -> DataProto:
-        """Adds ref_log_probs where a KL term needs them, and a teacher's most likely tokens."""
+        """Adds ref_log_probs where a KL term needs them, a teacher's most likely tokens, and sum_pi_squared where the
+        estimator reads it."""
         phase = self.session.timeline.phase
+        if derived.needs_sum_pi_squared(self.config):
+            with phase("sum_pi_squared"):
+                batch = batch.union(self.policy.compute(PolicyWorker.compute_sum_pi_squared, batch))
         if derived.needs_reference(self.config):
             with phase("ref"):
                 holder, worker = (self.reference, ModelWorker) if self.reference else (self.policy, PolicyWorker)

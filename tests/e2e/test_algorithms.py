@@ -28,6 +28,7 @@ CASES: dict[str, list[str]] = {
     ],
     "dpo": ["algorithm=dpo"],
     "kto": ["algorithm=kto"],
+    "optimal-token-baseline": ["algorithm.adv_estimator=optimal_token_baseline", *TWICE],
     "remax": ["algorithm=remax", *TWICE],
     "gspo": [*TWICE, "algorithm=gspo"],
     "rloo": ["algorithm=rloo", *TWICE],
