@@ -84,7 +84,8 @@ def test_a_reward_that_sleeps_for_ever_on_one_row_of_a_hundred_ends_with_its_dea
 ) -> None:
     (tmp_path / "hanging.py").write_text(HANGING.format(flag=str(tmp_path / "flag")))
     words = [*settings, "cluster=in-process", "data.train_batch_size=25", "rollout.n=4", "trainer.total_steps=1"]
-    words += [f"reward.path={tmp_path / 'hanging.py'}", "reward.timeout_s=20", f"output_dir={tmp_path}", "name=hanging"]
+    words += [f"reward.path={tmp_path / 'hanging.py'}", "reward.timeout_s=20", "reward.processes=2"]
+    words += [f"output_dir={tmp_path}", "name=hanging"]
     with Run(tmp_path / "output", "train", *words) as run:
         assert run.end(240) == 0, run.out + run.err
     said = "1 of 100 rows have no score"

@@ -43,12 +43,12 @@ def advantages_of(*extras: dict[str, Any], **algorithm: Any) -> list[list[float]
 
 def test_a_token_has_what_its_turn_and_the_following_ones_are_worth() -> None:
     """Prompt 4's turns have 2, 8 and 2: mean 4. The only turn left of prompt 9 is compared with nothing."""
-    turns = ({"turn_rewards": [1.0, 4.0]}, {"turn_rewards": [1.0]}, {"turn_rewards": [1.0]}, {})
-    first, second, third, masked = advantages_of(*turns, norm_adv_by_std=False)
+    by_turn = ({"turn_rewards": [1.0, 4.0]}, {"turn_rewards": [1.0]}, {"turn_rewards": [1.0]}, {})
+    first, second, third, masked = advantages_of(*by_turn, norm_adv_by_std=False)
     assert first == [2.0, 2.0, 0.0, 0.0, 4.0] and second == [-2.0] * 3
     assert third == [0.0, 0.0] and masked == [0.0, 0.0]
     spread = float(torch.tensor([2.0, 8.0, 2.0]).std())
-    assert advantages_of(*turns)[0] == pytest.approx([2 / spread, 2 / spread, 0, 0, 4 / spread], abs=1e-5)
+    assert advantages_of(*by_turn)[0] == pytest.approx([2 / spread, 2 / spread, 0, 0, 4 / spread], abs=1e-5)
 
 
 def test_tokens_with_rewards_and_their_penalties() -> None:
@@ -60,9 +60,9 @@ def test_tokens_with_rewards_and_their_penalties() -> None:
     penalised = advantages_of(*tokens, norm_adv_by_std=False, kl_coef=0.3)
     assert penalised[0] == pytest.approx(wanted, abs=1e-5)
     # of turns it does not: they are of different lengths
-    turns = ({"turn_rewards": [1.0, 1.0]}, {"turn_rewards": [1.0]}, {}, {})
-    assert advantages_of(*turns)[1] == [0.0] * 3
-    assert advantages_of(*turns, norm_adv_by_std=False, kl_coef=0.2)[1] == pytest.approx([-0.1] * 3, abs=1e-6)
+    by_turn = ({"turn_rewards": [1.0, 1.0]}, {"turn_rewards": [1.0]}, {}, {})
+    assert advantages_of(*by_turn)[1] == [0.0] * 3
+    assert advantages_of(*by_turn, norm_adv_by_std=False, kl_coef=0.2)[1] == pytest.approx([-0.1] * 3, abs=1e-6)
 
 
 def test_turns_of_an_answer_that_was_ended_count_nothing_and_too_many_rewards_are_refused() -> None:
