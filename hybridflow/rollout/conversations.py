@@ -159,9 +159,7 @@ class Conversations:
             conversation.end = "the agent loop returned"
         self._asked.set()  # `_wait` looks again
 
-    async def _sample(
-        self, training: bool, ticket: int, uid: int | None, tokens: Sequence[int], most: int
-    ) -> Sampled:
+    async def _sample(self, training: bool, ticket: int, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
         """`conversation.Sample`: wait for an engine."""
         ask = _Ask(training, ticket, uid, tokens, most, self._events.create_future())
         self._waiting.append(ask)
