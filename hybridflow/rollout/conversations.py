@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
-from hybridflow.agents.episodes import Episodes
+from hybridflow.agents.episodes import EpisodeError, Episodes
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.tools.base import Toolbox
 from hybridflow.batch import DataProto, Jagged
@@ -153,6 +153,8 @@ class Conversations:
             await self._agent_loop.function(conversation, self._tools)
         except ConversationOver as over:
             conversation.end = str(over)
+        except EpisodeError as error:
+            conversation.failure = str(error)
         except (Exception, SystemExit) as error:  # of the user's loop: this conversation is lost, the run goes on
             conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop.function)))
         else:
