@@ -50,6 +50,7 @@ class Episodes:
         self._restarts = RestartLimit(_MAX_RESTARTS)
         self._processes: list[_Process] = []
         self._begun = self._lost = 0
+        self._given_up = ""  # why no more episodes begin
         weakref.finalize(self, _end_all, self._processes)
 
     @property
@@ -67,10 +68,12 @@ class Episodes:
             self._processes.remove(process)
             self._lost += 1
             if not self._restarts.take():
-                raise EpisodeError(
+                self._given_up = (
                     f"{self._lost} processes of rollout.agent.environment={self.config.environment} have ended, the "
                     f"last because it {process.ended}"
                 )
+        if self._given_up:
+            raise EpisodeError(self._given_up)
         if len(self._processes) < self.most and all(one.episodes for one in self._processes):
             self._processes.append(_Process(self.config, self.log_path))
         process = min(self._processes, key=lambda one: one.episodes)

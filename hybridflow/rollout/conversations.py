@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
-from hybridflow.agents.episodes import Episodes
+from hybridflow.agents.episodes import EpisodeError, Episodes
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.tools.base import Toolbox
 from hybridflow.batch import DataProto, Jagged
@@ -39,6 +39,8 @@ TURN_REWARDS = "turn_rewards"
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
+# while no engine works, the longest wait for environments that are at work, and between two looks at them
+_TOGETHER_S, _STEP_S = 2.0, 0.001
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
 _log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class Conversations:
                 row={name: rows[name][number] for name in _ROW if name in rows},
                 config=self.agent,
                 tokenizer=self.tokenizer,
-                sample=partial(self._sample, training, uids[number]),
+                sample=partial(self._sample, training, ticket, uids[number]),
                 room=self.config.data.max_response_length,
                 episodes=self._episodes,
             )
@@ -151,29 +153,32 @@ class Conversations:
             await self._agent_loop.function(conversation, self._tools)
         except ConversationOver as over:
             conversation.end = str(over)
+        except EpisodeError as error:
+            conversation.failure = str(error)
         except (Exception, SystemExit) as error:  # of the user's loop: this conversation is lost, the run goes on
             conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop.function)))
         else:
             conversation.end = "the agent loop returned"
         self._asked.set()  # `_wait` looks again
 
-    async def _sample(self, training: bool, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
+    async def _sample(self, training: bool, ticket: int, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
         """`conversation.Sample`: wait for an engine."""
-        ask = _Ask(training, uid, tokens, most, self._events.create_future())
+        ask = _Ask(training, ticket, uid, tokens, most, self._events.create_future())
         self._waiting.append(ask)
         self._asked.set()
         return await ask.answer
 
     def _settle(self) -> None:
-        """Let every conversation that can go on at once do so. While no engine works, environments are waited for a
-        little, so that what follows their steps goes to the engines together."""
+        """Let every conversation that can go on at once do so. While no engine works, environments are waited for, so
+        that what follows their steps goes to the engines together."""
 
         async def rounds() -> None:
-            quiet, before, end = 0, -1, time.monotonic() + _POLL_S
+            quiet, before, end = 0, -1, time.monotonic() + _TOGETHER_S
             while quiet < _SETTLED:
-                is_quiet = len(self._waiting) == before and not (self._is_stepping() and time.monotonic() < end)
+                is_stepping = self._is_stepping() and time.monotonic() < end
+                is_quiet = len(self._waiting) == before and not is_stepping
                 quiet, before = (quiet + 1 if is_quiet else 0), len(self._waiting)
-                await asyncio.sleep(0)
+                await asyncio.sleep(_STEP_S if is_stepping else 0)
 
         self._events.run_until_complete(rounds())
 
@@ -194,6 +199,7 @@ class Conversations:
     def _send(self) -> None:
         for training in (True, False):
             asks = [ask for ask in self._waiting if ask.training == training and not ask.answer.done()]
+            asks.sort(key=lambda ask: ask.ticket)  # not in the order in which environments happened to answer
             if not asks:
                 continue
             rows = Jagged.from_rows([np.asarray(ask.tokens, np.int64) for ask in asks], np.int64)
@@ -247,6 +253,7 @@ class _Ask:
     """What a conversation waits for."""
 
     training: bool
+    ticket: int  # of the conversation
     uid: int | None
     tokens: Sequence[int]
     most: int

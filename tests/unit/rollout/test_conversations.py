@@ -211,7 +211,7 @@ def test_an_environment_answers_and_rewards(tokenizer: Tokenizer) -> None:
     assert [failure and failure.partition(": V")[0] for failure in found["agent_failure"].tolist()] == [
         None,
         None,
-        "EpisodeError: the environment failed",
+        "the environment failed",
         None,
     ]
 

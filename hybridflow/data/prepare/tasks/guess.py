@@ -19,7 +19,7 @@ from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 
 DATA_SOURCE = "guess"
-CHARACTERS = "0123456789+-?"
+CHARACTERS = "0123456789+-=?"
 _EXTRA_INFO = {"split": pa.string(), "index": pa.int64()}
 
 
