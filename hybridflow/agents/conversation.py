@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.agents.episodes import Episode, Episodes
 from hybridflow.config.schema import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Conversation:
         messages: the answers and observations so far, as chat messages.
         end: why it ended; empty while it goes on.
         failure: what went wrong, where the loop raised. Its tokens are not trained on.
+        episodes: begin an episode of `rollout.agent.environment`; None without one.
+        rewards: what the loop has given.
         answered, calls: number of answers, and of tools called.
     """
 
@@ -62,6 +66,8 @@ class Conversation:
     failure: str | None = None
     answered: int = 0
     calls: int = 0
+    episodes: Episodes | None = None
+    rewards: list[float] = field(default_factory=list)
     finish_reason: str = "abort"  # until something was sampled
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -101,6 +107,21 @@ class Conversation:
         count = len(ids)
         self._append(np.array(ids, np.int64), False, np.zeros(count, np.float32), np.full(count, version, np.int64))
         self.messages += [{"role": role, "content": text} for text in texts]
+
+    def episode(self) -> Episode:
+        """An episode of `rollout.agent.environment` for this row, to be entered with `async with`.
+
+        Raises:
+            ConfigError: `rollout.agent.environment` is not set.
+        """
+        if self.episodes is None:
+            raise ConfigError("the agent loop asks for an episode: set rollout.agent.environment")
+        return self.episodes.begin(self.row)
+
+    def reward(self, value: float) -> None:
+        """Add to the score of the conversation, for the last answer. The loop is registered with
+        `gives_rewards=True`."""
+        self.rewards.append(float(value))
 
     def need(self, tokens: int) -> None:
         """Raise ConversationOver where there is no room for so many tokens; the conversation is then cut off."""

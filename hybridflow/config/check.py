@@ -195,6 +195,13 @@ def _rollout(config: RunConfig) -> Iterator[str]:
 def _agent(config: RunConfig) -> Iterator[str]:
     """What a conversation of several turns excludes."""
     agent = config.rollout.agent
+    if agent.loop == "environment" and agent.environment is None:
+        yield "rollout.agent.loop=environment without rollout.agent.environment; name one, for example guess"
+    if agent.loop in ("single_turn", "tools") and agent.environment is not None:
+        yield (
+            f"rollout.agent.environment={agent.environment} with rollout.agent.loop={agent.loop}, which has none: set "
+            "rollout.agent.loop=environment"
+        )
     if agent.loop == "single_turn":
         if agent.tools:
             yield (

@@ -121,6 +121,12 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
             f"reward_model.path={config.reward_model.path} with algorithm.adv_estimator={name}: its baseline is a "
             "score of reward functions alone; remove the reward model, or choose another estimator"
         )
+    if "sum_pi_squared" in entry.reads and config.actor.router_replay != "none":
+        yield (
+            f"actor.router_replay={config.actor.router_replay} with algorithm.adv_estimator={name}: its pass over the "
+            "vocabulary's probabilities would go through other experts; set router_replay=none, or choose another "
+            "estimator"
+        )
     if rollout.val_samples > 1 and not temperature:
         yield (
             f"rollout.val_samples={rollout.val_samples} with rollout.val_sampling.temperature=0: all answers to a "

@@ -99,6 +99,14 @@ def engines_may_span_nodes(config: RunConfig) -> bool:
     return config.cluster.address is None or config.cluster.trusted_network
 
 
+def logprob_diff_bound(config: RunConfig) -> float | None:
+    """The largest mean difference of engines' and trainer's log-probs that a run goes on with; None: any."""
+    rollout = config.rollout
+    if rollout.logprob_diff_bound is None or config.model.dtype == "float32":
+        return rollout.logprob_diff_bound
+    return max(rollout.logprob_diff_bound, rollout.logprob_diff_bound_bfloat16)
+
+
 def is_staged(config: RunConfig, kind: str) -> bool:
     """Whether engines on devices of this kind (cpu, cuda) keep a sync's weights apart until all have arrived."""
     return (config.rollout.sync.commit or ("in_place" if kind == "cuda" else "staged")) == "staged"
@@ -157,6 +165,11 @@ def needs_reference(config: RunConfig) -> bool:
     if config.actor.kl_loss_coef != 0 or config.algorithm.kl_coef != 0:
         return True
     return "ref_log_probs" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
+
+
+def needs_sum_pi_squared(config: RunConfig) -> bool:
+    """Whether the estimator asks for the sum of squared probabilities at each token, a forward pass of the policy."""
+    return "sum_pi_squared" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
 def needs_engine_routes(config: RunConfig) -> bool:

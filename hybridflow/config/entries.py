@@ -40,6 +40,7 @@ class Estimator:
         compares_samples: whether it needs two samples of a prompt or more.
         options: a frozen dataclass; every field has a default.
         aggregations: the values of actor.loss_agg_mode under which it is what its paper defines; empty: any.
+        takes_parts: whether it is given the rewards of turns or tokens.
     """
 
     function: Callable[..., Any]
@@ -48,6 +49,7 @@ class Estimator:
     compares_samples: bool
     options: type
     aggregations: tuple[str, ...] = ()
+    takes_parts: bool = False
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Entry:
 AGENT_LOOP = Entry("agent loop", "hybridflow.agents.loops")
 CALL_FORMAT = Entry("format of calls", "hybridflow.agents.formats")
 ENGINE = Entry("engine kind", "hybridflow.engines", packages=True)
+ENVIRONMENT = Entry("environment", "hybridflow.agents.environments")
 ESTIMATOR = Entry("advantage estimator", "hybridflow.algorithms.estimators")
 POLICY_LOSS = Entry("policy loss", "hybridflow.algorithms.policy_losses")
 PREPARE_TASK = Entry("preparation task", "hybridflow.data.prepare.tasks")
@@ -195,9 +196,19 @@ def require_key(root: type, dotted: str) -> None:
         seen.append(part)
 
 
+# keys of other trainers that have none here, and what to set instead
+_INSTEAD = {
+    "reward_manager": "verl's reward managers are keys of `reward` here: naive, prime and remote are how scores are "
+    "always computed, in a pool of processes (reward.processes); dapo is reward.overlong_tokens; batch is a function "
+    "of lists and rate_limited an async one (reward.path); gdpo is algorithm.adv_estimator=gdpo",
+}
+
+
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
     """The error for `dotted`, whose `part` does not exist in the group `prefix`; names the nearest key, there or
     elsewhere."""
+    if part in _INSTEAD:
+        return ConfigError(f"unknown key {dotted}: {_INSTEAD[part]}")
     near = difflib.get_close_matches(part, valid, n=1, cutoff=0.5)
     suggestion = f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part)
     where = f"the keys of {prefix} are" if prefix else "the top-level keys are"

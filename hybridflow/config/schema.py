@@ -14,6 +14,7 @@ from hybridflow.config.keys import (
     AGENT_LOOP,
     CALL_FORMAT,
     ENGINE,
+    ENVIRONMENT,
     POLICY_LOSS,
     PREPARE_TASK,
     TOOL,
@@ -337,14 +338,18 @@ class SyncConfig:
 class AgentConfig:
     """How a prompt becomes a conversation (docs/agents.md)."""
 
-    # what happens between the answers: single_turn, tools, or one of yours, path/to/file.py:name
+    # what happens between the answers: single_turn, tools, environment, or one of yours, path/to/file.py:name
     loop: Annotated[str, AGENT_LOOP] = "single_turn"
+    environment: Annotated[str, ENVIRONMENT] | None = None  # takes the answers of the loop `environment`
+    environment_processes: PositiveInt | None = None  # processes that hold environments; null: one a core, at most 16
     tools: tuple[Annotated[str, TOOL], ...] = ()  # what the policy may call: built-in ones, and path/to/file.py:name
     call_format: Annotated[str, CALL_FORMAT] = "hermes"  # how the model writes a call
     observation_role: Literal["tool", "user"] = "tool"  # of the messages that show what a tool returned
     max_answers: PositiveInt = 8  # turns: answers in a conversation
     max_observation_tokens: PositiveInt = 1024  # what a tool returns is cut to so many tokens
-    tool_timeout_s: Positive = 30.0  # of a call; the policy is then told that it did not answer
+    # of a call, and the policy is then told that it did not answer; of a step of an environment, whose process is then
+    # ended with all its episodes
+    tool_timeout_s: Positive = 30.0
     # conversations that do nothing for so long, while no engine works for them, are ended and not trained on
     timeout_s: Positive = 300.0
 
@@ -382,6 +387,8 @@ class RolloutConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     # stop when mean |rollout - trainer| log-prob of a step exceeds it; null: never
     logprob_diff_bound: Positive | None = 0.01
+    # with model.dtype=bfloat16 the bound is at least this: engine and trainer round in other places
+    logprob_diff_bound_bfloat16: Positive = 0.1
     # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     sleep_while_training: bool = False
     # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)

@@ -17,8 +17,19 @@ from hybridflow.config.keys import (
     Share,
 )
 
-VERL_KL = Aliases((("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("kl+", "k1+"), ("low_var_kl+", "k3+")))
-_VERL_ESTIMATORS = Aliases((("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")))
+VERL_KL = Aliases(
+    (
+        *(("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("kl+", "k1+"), ("low_var_kl+", "k3+")),
+        *(("k2+", "k2"), ("mse+", "k2")),  # k2 with its own gradient
+    )
+)
+_VERL_ESTIMATORS = Aliases(
+    (
+        ("grpo_vectorized", "grpo"),
+        ("rloo_vectorized", "rloo"),
+        ("tir_optimal_token_baseline", "optimal_token_baseline"),
+    )
+)
 KlEstimate = Annotated[Literal["k1", "abs", "k2", "k3"], VERL_KL]
 
 
@@ -54,10 +65,10 @@ class AlgorithmConfig:
     """How rewards become advantages."""
 
     # grpo: a sample is compared with the others of its prompt; gae: with the critic's values (PPO); docs/algorithms.md
-    # has all. Not supported: verl's optimal_token_baseline
+    # has all
     adv_estimator: Annotated[str, ESTIMATOR, _VERL_ESTIMATORS] = "grpo"
     adv_estimator_options: dict[str, Any] = field(default_factory=dict)  # of it, besides the keys of this section
-    norm_adv_by_std: bool = True  # grpo, grpo_passk, gdpo; False with grpo: Dr.GRPO
+    norm_adv_by_std: bool = True  # grpo, grpo_process, grpo_passk, gdpo; False with grpo: Dr.GRPO
     gamma: Share = 1.0  # gae, reinforce_plus_plus: discount of a token
     lam: Share = 1.0  # gae: 1 sums the rewards to go, 0 looks one token ahead
     kl_coef: NonNegative = 0.0  # KL penalty inside the reward

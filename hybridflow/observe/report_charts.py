@@ -224,6 +224,8 @@ def _lengths(run: RunFolder) -> Chart:
 def _difference(run: RunFolder) -> Chart:
     names = [("largest", "rollout/logprob_diff/max", 1), ("mean", "rollout/logprob_diff/mean", 0)]
     bound = run.setting("rollout.logprob_diff_bound")
+    if bound is not None and run.setting("model.dtype") == "bfloat16":
+        bound = max(bound, run.setting("rollout.logprob_diff_bound_bfloat16") or 0.0)
     lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
     return Chart("Log-probability difference", _series(run, names), "nats", about, log=True, lines=lines)

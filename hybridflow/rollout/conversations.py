@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
+from hybridflow.agents.episodes import EpisodeError, Episodes
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.tools.base import Toolbox
 from hybridflow.batch import DataProto, Jagged
@@ -31,11 +32,15 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.protocols import ROOM, RolloutService
 
 # besides those of `RolloutService.take`: what the reward sees as the response (the last answer), the messages after
-# the prompt, the number of answers and of tools called, and what went wrong in the agent loop (None: nothing)
+# the prompt, the number of answers and of tools called, what went wrong in the agent loop (None: nothing), and the
+# rewards that the loop gave, where it gives any
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
+TURN_REWARDS = "turn_rewards"
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
+# while no engine works, the longest wait for environments that are at work, and between two looks at them
+_TOGETHER_S, _STEP_S = 2.0, 0.001
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
 _log = logging.getLogger(__name__)
 
@@ -46,15 +51,20 @@ class Conversations:
     Args:
         engines: answer what conversations ask.
         tokenizer: its chat template continues a conversation.
+        logs: the folder for what environments print; None: with this process.
 
     Raises:
         ConfigError: an entry of `rollout.agent` cannot be found.
         DataError: the chat template cannot show an observation after an answer.
     """
 
-    def __init__(self, engines: RolloutService, tokenizer: Tokenizer, config: RunConfig) -> None:
+    def __init__(
+        self, engines: RolloutService, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
+    ) -> None:
         self.engines, self.tokenizer, self.config = engines, tokenizer, config
         self.agent = config.rollout.agent
+        log_path = None if logs is None else logs / "environments.log"
+        self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
         self._agent_loop, self._tools = LOOPS.get(self.agent.loop), Toolbox(self.agent)
         tokenizer.continuation(self.agent.observation_role, ["?"], 1)
         self._next_ticket = 0
@@ -78,8 +88,9 @@ class Conversations:
                 row={name: rows[name][number] for name in _ROW if name in rows},
                 config=self.agent,
                 tokenizer=self.tokenizer,
-                sample=partial(self._sample, training, uids[number]),
+                sample=partial(self._sample, training, ticket, uids[number]),
                 room=self.config.data.max_response_length,
+                episodes=self._episodes,
             )
             self._held[ticket] = conversation, self._events.create_task(self._one(conversation))
         self._moved = time.monotonic()
@@ -119,7 +130,7 @@ class Conversations:
             )
         if failed:
             _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
-        return as_batch(found)
+        return as_batch(found, with_rewards=self._agent_loop.gives_rewards)
 
     def forget(self) -> None:
         """Give up all conversations."""
@@ -139,32 +150,40 @@ class Conversations:
 
     async def _one(self, conversation: Conversation) -> None:
         try:
-            await self._agent_loop(conversation, self._tools)
+            await self._agent_loop.function(conversation, self._tools)
         except ConversationOver as over:
             conversation.end = str(over)
+        except EpisodeError as error:
+            conversation.failure = str(error)
         except (Exception, SystemExit) as error:  # of the user's loop: this conversation is lost, the run goes on
-            conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop)))
+            conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop.function)))
         else:
             conversation.end = "the agent loop returned"
         self._asked.set()  # `_wait` looks again
 
-    async def _sample(self, training: bool, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
+    async def _sample(self, training: bool, ticket: int, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
         """`conversation.Sample`: wait for an engine."""
-        ask = _Ask(training, uid, tokens, most, self._events.create_future())
+        ask = _Ask(training, ticket, uid, tokens, most, self._events.create_future())
         self._waiting.append(ask)
         self._asked.set()
         return await ask.answer
 
     def _settle(self) -> None:
-        """Let every conversation that can go on at once do so."""
+        """Let every conversation that can go on at once do so. While no engine works, environments are waited for, so
+        that what follows their steps goes to the engines together."""
 
         async def rounds() -> None:
-            quiet, before = 0, -1
+            quiet, before, end = 0, -1, time.monotonic() + _TOGETHER_S
             while quiet < _SETTLED:
-                quiet, before = (quiet + 1 if len(self._waiting) == before else 0), len(self._waiting)
-                await asyncio.sleep(0)
+                is_stepping = self._is_stepping() and time.monotonic() < end
+                is_quiet = len(self._waiting) == before and not is_stepping
+                quiet, before = (quiet + 1 if is_quiet else 0), len(self._waiting)
+                await asyncio.sleep(_STEP_S if is_stepping else 0)
 
         self._events.run_until_complete(rounds())
+
+    def _is_stepping(self) -> bool:
+        return self._episodes is not None and not self._under_way and self._episodes.waiting
 
     async def _wait(self, seconds: float) -> None:
         """Until a conversation asks or ends, or so long."""
@@ -180,6 +199,7 @@ class Conversations:
     def _send(self) -> None:
         for training in (True, False):
             asks = [ask for ask in self._waiting if ask.training == training and not ask.answer.done()]
+            asks.sort(key=lambda ask: ask.ticket)  # not in the order in which environments happened to answer
             if not asks:
                 continue
             rows = Jagged.from_rows([np.asarray(ask.tokens, np.int64) for ask in asks], np.int64)
@@ -233,13 +253,14 @@ class _Ask:
     """What a conversation waits for."""
 
     training: bool
+    ticket: int  # of the conversation
     uid: int | None
     tokens: Sequence[int]
     most: int
     answer: asyncio.Future[Sampled]
 
 
-def as_batch(conversations: Sequence[Conversation]) -> DataProto:
+def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
     """A row for each conversation. Nothing of one that failed was sampled as far as training is concerned."""
     masks = [np.array(one.mask, np.bool_) & (one.failure is None) for one in conversations]
     versions = [np.array(one.versions, np.int64) for one in conversations]
@@ -258,6 +279,8 @@ def as_batch(conversations: Sequence[Conversation]) -> DataProto:
         "tool_calls": np.array([one.calls for one in conversations], np.int64),
         "agent_failure": _objects([one.failure for one in conversations]),
     }
+    if with_rewards:
+        columns[TURN_REWARDS] = _objects([one.rewards for one in conversations])
     return DataProto.from_columns(columns)
 
 
@@ -273,6 +296,9 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return found
 
 
-def conversing(engines: RolloutService, tokenizer: Tokenizer, config: RunConfig) -> RolloutService:
-    """The engines, with conversations over them where `rollout.agent.loop` holds any."""
-    return Conversations(engines, tokenizer, config) if config.rollout.agent.loop != SINGLE_TURN else engines
+def conversing(
+    engines: RolloutService, tokenizer: Tokenizer, config: RunConfig, logs: Path | None = None
+) -> RolloutService:
+    """The engines, with conversations over them where `rollout.agent.loop` holds any; the arguments are those of
+    `Conversations`."""
+    return Conversations(engines, tokenizer, config, logs) if config.rollout.agent.loop != SINGLE_TURN else engines

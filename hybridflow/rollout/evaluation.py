@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.agents.loops.base import LOOPS
 from hybridflow.batch import ROUTES, DataProto, Jagged
-from hybridflow.config.schema import RunConfig
+from hybridflow.config.schema import RewardConfig, RunConfig
 from hybridflow.data.custom import Prompts
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.rewards.manager import RewardManager
+from hybridflow.rewards.verifiers.base import ScoreResult
 from hybridflow.rollout.answer_statistics import answer_statistics
+from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.protocols import RolloutService, answers
 from hybridflow.rollout.sampling_control import without_rows
 
@@ -27,6 +30,7 @@ _NOT_DUMPED = (
     "ref_log_probs",
     "response_ids",
     ROUTES,
+    "sum_pi_squared",
     "teacher_top_log_probs",
     "teacher_top_ids",
 )
@@ -50,19 +54,25 @@ class Scorer:
         """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra (objects: {name:
         value}) where the reward returns more than a score, reward_failure (objects: text or None) where rows failed."""
         columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
+        given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
         if "answer_text" in batch:  # of conversations the last answer counts; how it came about is at hand
             texts = batch["answer_text"].tolist()
             columns[2] = [
                 {**(info or {}), "messages": messages}
                 for info, messages in zip(columns[2], batch["messages"].tolist(), strict=True)
             ]
+            if given is not None:
+                columns[2] = [{**info, TURN_REWARDS: rewards} for info, rewards in zip(columns[2], given, strict=True)]
         else:
             pieces = batch.pieces(["response_ids"])
             texts = [
                 self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
             ]
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
-        results = self.rewards.score(columns[0], texts, columns[1], columns[2], groups)
+        if given is not None and _loop_scores(self.rewards.config):
+            results = [ScoreResult(sum(rewards), {TURN_REWARDS: rewards}) for rewards in given]
+        else:
+            results = self.rewards.score(columns[0], texts, columns[1], columns[2], groups)
         scores = np.array([result.score for result in results], dtype=np.float32)
         found = {"response_text": np.array(texts, dtype=object), "scores": scores}
         if any(result.extra for result in results):
@@ -70,6 +80,18 @@ class Scorer:
         if any(result.failure for result in results):
             found["reward_failure"] = np.array([result.failure for result in results], dtype=object)
         return DataProto.from_columns(found)
+
+
+def _loop_scores(config: RewardConfig) -> bool:
+    """Whether the rewards that an agent loop gives, if it does, are the score."""
+    return config.path is None and not config.combine
+
+
+def sources_to_score(config: RunConfig, *datasets: Prompts | None) -> list[str]:
+    """The data sources whose rows need a verifier: none where the agent loop gives the rewards."""
+    if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
+        return []
+    return [source for dataset in datasets if dataset is not None for source in dataset.data_sources]
 
 
 class Validator:

@@ -18,9 +18,13 @@ from hybridflow.config.entries import ESTIMATORS, estimator_options
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.dispatch import DataflowStep
+from hybridflow.errors import DataError
 from hybridflow.rollout.sampling_control import sampled_tokens
 from hybridflow.trainer.metrics import spread
 from hybridflow.trainer.model_scores import ModelScores, agreement, share_of_variance
+
+# what a reward returns beside the score to reward parts of an answer: numbers, one for each turn or sampled token
+PART_REWARDS = ("turn_rewards", "token_rewards")
 
 
 def advantages_step(config: RunConfig) -> DataflowStep:
@@ -97,6 +101,7 @@ class Advantages:
     def _samples(self, batch: DataProto, scores: torch.Tensor, penalties: torch.Tensor) -> Samples:
         """What the estimator is given: rows with their scores [B] and the penalties of their tokens [T]."""
         lengths, mask = torch.tensor(batch.lengths("response_ids")), batch.torch(RESPONSE_MASK)[0]
+        given, ends = _part_rewards(batch) if self.estimator.takes_parts else (None, None)
         return Samples(
             scores=scores - sums_of_rows(penalties, lengths),
             rewards=token_rewards(scores, penalties, lengths, mask),
@@ -105,6 +110,8 @@ class Advantages:
             mask=mask,
             columns={name: _values(batch, name) for name in self.estimator.reads},
             parts=_reward_parts(batch),
+            part_rewards=None if given is None else self.config.reward.weight * given - penalties,
+            part_ends=ends,
         )
 
     def _penalties(self, batch: DataProto, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -146,3 +153,36 @@ def _reward_parts(batch: DataProto) -> dict[str, torch.Tensor]:
     shared = set.intersection(*(set(row) for row in rows)) if rows else set()
     numeric = [name for name in sorted(shared) if all(isinstance(row[name], int | float) for row in rows)]
     return {name: torch.tensor([float(row[name]) for row in rows]) for name in numeric}
+
+
+def _part_rewards(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """[T] rewards of turns or tokens at the last token of each, [T] bool which tokens these are; None where the reward
+    returned neither `turn_rewards` nor `token_rewards`. A turn is a run of sampled tokens; one without a reward (a row
+    whose scoring failed, a conversation that was ended) has 0.
+
+    Raises:
+        DataError: something else than a list of numbers, or more of them than turns or tokens; names the row.
+    """
+    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else []
+    name = next((name for name in PART_REWARDS if any(name in extra for extra in extras)), None)
+    if name is None:
+        return None, None
+    mask, offsets = batch.jagged(RESPONSE_MASK).values, batch.jagged(RESPONSE_MASK).offsets
+    ends = mask.copy()
+    if name == "turn_rewards":
+        goes_on = np.append(mask[1:], False)
+        goes_on[offsets[1:][offsets[1:] > 0] - 1] = False
+        ends &= ~goes_on
+    rewards = np.zeros(len(mask), np.float32)
+    for row, extra in enumerate(extras):
+        places = offsets[row] + np.flatnonzero(ends[offsets[row] : offsets[row + 1]])
+        values = extra.get(name, [])
+        if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
+            raise DataError(f"row {row}: the reward returned {name}={values!r}, which must be a list of numbers")
+        if len(values) > len(places):
+            raise DataError(
+                f"row {row}: the reward returned {len(values)} {name}, and the answer has {len(places)} "
+                f"{name.partition('_')[0]}s that the policy sampled"
+            )
+        rewards[places[: len(values)]] = values
+    return torch.from_numpy(rewards), torch.from_numpy(ends)

@@ -38,7 +38,7 @@ from hybridflow.placement.threads import threads_by_role, user_limit
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.evaluation import Scorer, Validator
+from hybridflow.rollout.evaluation import Scorer, Validator, sources_to_score
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
     Cluster,
@@ -252,7 +252,7 @@ def _train(job: _Job) -> dict[str, Any]:
         if config.data.val_files
         else None
     )
-    rewards.check_data_sources([*dataset.data_sources, *(held_out.data_sources if held_out else [])])
+    rewards.check_data_sources(sources_to_score(config, dataset, held_out))
     check_steps(config)
     cluster = job.start_cluster()
     trained = ("actor", "critic")
@@ -267,7 +267,7 @@ def _train(job: _Job) -> dict[str, Any]:
 
     scorer = Scorer(rewards, job.tokenizer)
     validator = Validator(config, held_out, scorer, session.folder / "validation")
-    rollouts, weights = engines.connect(workers["actor"], job.tokenizer)
+    rollouts, weights = engines.connect(workers["actor"], job.tokenizer, session.folder / "logs")
     told = session.note_restart("restarts", job.progress.message)
     apart = {role: group for role, group in workers.items() if isinstance(group, WorkerGroup)}
     others = {

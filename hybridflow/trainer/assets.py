@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.agents.environments.base import ENVIRONMENTS
 from hybridflow.agents.tools.base import Toolbox
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
@@ -33,12 +34,19 @@ def prepare_data(config: RunConfig) -> str | None:
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
-    """`model.tokenizer`, else the one in `model.path`."""
+    """`model.tokenizer`, else the one in `model.path`, with the declarations of the tools.
+
+    Raises:
+        ConfigError: there is no tokenizer, or no tool or environment of a name that `rollout.agent` has.
+    """
     folder = config.model.tokenizer or config.model.path
     if folder is None:
         raise ConfigError("model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer folder")
     tokenizer = load_tokenizer(folder)
-    tokenizer.tools = Toolbox(config.rollout.agent).schemas()
+    agent = config.rollout.agent
+    tokenizer.tools = Toolbox(agent).schemas()
+    if agent.environment is not None:
+        ENVIRONMENTS.get(agent.environment)  # a wrong name is said now; its processes start with the first conversation
     return tokenizer
 
 

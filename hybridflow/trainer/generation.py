@@ -29,8 +29,10 @@ class Generation(Protocol):
         """Raise at once when an engine has failed to start; return when all is well so far."""
         ...
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer) -> tuple[RolloutService, WeightSync]:
-        """What the loop calls, once the policy is there."""
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> tuple[RolloutService, WeightSync]:
+        """What the loop calls, once the policy is there; `logs` is the folder for what environments print."""
         ...
 
     def wait_ready(self, progress: Progress) -> None:
@@ -74,7 +76,9 @@ class EngineProcesses:
         """Raise at once when an engine has failed to start."""
         self.engines.check_starting()
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer) -> tuple[RolloutService, WeightSync]:
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> tuple[RolloutService, WeightSync]:
         """Slices from the policy's ranks to the engines', and engines that start again when none is left."""
         assert isinstance(policy, WorkerGroup)
         self._weights = weights = SliceSync(policy, self.engines, self.config)
@@ -82,7 +86,7 @@ class EngineProcesses:
         self.workers.on_restart(self.engines.begin_again)
         self.workers.on_restart(weights.reconnect)
         rollouts = RestartingRollouts(self.engines, weights, self.config.trainer.max_restarts, self._told)
-        return conversing(rollouts, tokenizer, self.config), rollouts
+        return conversing(rollouts, tokenizer, self.config, logs), rollouts
 
     def wait_ready(self, progress: Progress) -> None:
         """Wait for the engines, then plan and prove the weight transfer."""
@@ -118,14 +122,16 @@ class EngineHere:
     def check_starting(self) -> None:
         """Return at once: the engine started when this object was made."""
 
-    def connect(self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer) -> tuple[RolloutService, WeightSync]:
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> tuple[RolloutService, WeightSync]:
         """Calls of the engine, and copies from the policy's tensors."""
 
         def copy(target: object) -> int:
             return int(policy.run(PolicyWorker.copy_weights, target))
 
         rollouts = InProcessRollouts(self.engine, copy, self.config, self.stop_ids)
-        return conversing(rollouts, tokenizer, self.config), rollouts
+        return conversing(rollouts, tokenizer, self.config, logs), rollouts
 
     def wait_ready(self, progress: Progress) -> None:
         """Return at once: the engine is ready, and no transfer is planned."""

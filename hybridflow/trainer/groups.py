@@ -186,6 +186,7 @@ def check_steps(config: RunConfig) -> None:
             SCORING,
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             *([log_prob_method(config)] if derived.scores_before_update(config) else []),
+            *([PolicyWorker.compute_sum_pi_squared] if derived.needs_sum_pi_squared(config) else []),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),

@@ -144,8 +144,12 @@ class RLTrainer:
         return batch
 
     def with_comparisons(self, batch: DataProto) -> DataProto:
-        """Adds ref_log_probs where a KL term needs them, and a teacher's most likely tokens."""
+        """Adds ref_log_probs where a KL term needs them, a teacher's most likely tokens, and sum_pi_squared where the
+        estimator reads it."""
         phase = self.session.timeline.phase
+        if derived.needs_sum_pi_squared(self.config):
+            with phase("sum_pi_squared"):
+                batch = batch.union(self.policy.compute(PolicyWorker.compute_sum_pi_squared, batch))
         if derived.needs_reference(self.config):
             with phase("ref"):
                 holder, worker = (self.reference, ModelWorker) if self.reference else (self.policy, PolicyWorker)
@@ -188,7 +192,7 @@ class RLTrainer:
             LogprobMismatchError: by more than the bound: the run would not train on what it samples.
         """
         made_by = self.step - 1 if self.config.trainer.max_staleness else None  # older weights differ by design
-        bound, (mean, largest) = self.config.rollout.logprob_diff_bound, log_prob_difference(batch, made_by)
+        bound, (mean, largest) = derived.logprob_diff_bound(self.config), log_prob_difference(batch, made_by)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
         self.session.note_max("logprob_diff_max", largest)
         # `not <=` rather than `>`: NaN is beyond the bound too
@@ -197,7 +201,7 @@ class RLTrainer:
                 f"step {self.step}: engines and trainer differ by {mean:.2e} in mean log-probability of the same "
                 f"tokens (bound {bound:.2e}, largest {largest:.2e}). The weights in the engines are not those of the "
                 "trainer, or the two compute another model; compare dtype and temperature, or raise "
-                "rollout.logprob_diff_bound if the difference is expected (bfloat16)."
+                "rollout.logprob_diff_bound if the difference is expected."
             )
 
     def sync_weights(self, progress: Progress) -> SyncReport:

@@ -8,7 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.batch import ROUTES, DataProto
+import numpy as np
+
+from hybridflow.batch import ROUTES, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.schema import OptimConfig
 from hybridflow.device.platform import Kind, Platform
@@ -130,6 +132,18 @@ class PolicyWorker(RoleWorker):
         with self.model.replay.during("compare" if self.config.router_replay == "compare" else "replay"):
             return self._log_probs(batch, "old_log_probs", "entropys")
 
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids", "old_log_probs"), writes=("sum_pi_squared",))
+    @needs("weights")
+    def compute_sum_pi_squared(self, batch: DataProto) -> DataProto | None:
+        """At each response token the sum of squared probabilities over the vocabulary, by a pass at half the
+        temperature: there the log-probability of the token is twice its old one less the log of that sum."""
+        found = self._log_probs(batch, "halved", None, 0.5 * self.spec.config.rollout.sampling.temperature)
+        if found is None:
+            return None
+        halved, old = found.jagged("halved"), batch.jagged("old_log_probs")
+        sums = np.exp(2 * old.values - halved.values)
+        return DataProto.from_columns({"sum_pi_squared": Jagged(sums, halved.offsets)})
+
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("ref_log_probs",))
     @needs("weights", "reference")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
@@ -143,11 +157,14 @@ class PolicyWorker(RoleWorker):
         """The present weights become the reference."""
         self.model.freeze_reference()
 
-    def _log_probs(self, batch: DataProto, name: str, entropy_name: str | None) -> DataProto | None:
+    def _log_probs(
+        self, batch: DataProto, name: str, entropy_name: str | None, temperature: float | None = None
+    ) -> DataProto | None:
+        """`temperature`: None: the sampler's."""
         found = self.model.log_probs(
             batch,
             max_tokens=self.config.max_tokens_per_micro_batch,
-            temperature=self.spec.config.rollout.sampling.temperature,
+            temperature=temperature or self.spec.config.rollout.sampling.temperature,
             with_entropy=entropy_name is not None,
         )
         if found is None:

@@ -5,7 +5,7 @@
 #   others:   launch/ray/cluster.sh join  10.0.0.1 10.0.0.2     (the head's address, then this machine's)
 #   train:    hybridflow train --config-name NAME cluster.address=10.0.0.1:20000 cluster.nodes=2
 #   or:       RAY_API_SERVER_ADDRESS=http://127.0.0.1:20008 ray job submit --working-dir . -- hybridflow train ...
-#   end:      launch/ray/cluster.sh stop                        (on each machine)
+#   end:      launch/ray/cluster.sh stop                        (on each machine; other clusters of yours go on)
 #
 # All machines need the same token: make it once, copy it, keep it from other users.
 #   (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > ~/.hybridflow-ray-token)
@@ -38,7 +38,19 @@ case $action in
     ray start "--address=${2:?the address of the head}:$FIRST_PORT" \
       "--node-ip-address=${3:?the address of this machine}" "${services[@]}"
     ;;
-  stop) ray stop ;;
+  stop)
+    # `ray stop` would end every Ray of this user on the machine, those of running jobs too
+    mine="(--gcs_server_port=|--(gcs-)?address=[^ ]*:)$FIRST_PORT( |\$)"
+    for signal in TERM KILL; do
+      pkill "-$signal" -u "$(id -u)" -f -- "$mine" || exit 0
+      for _ in {1..50}; do
+        pgrep -u "$(id -u)" -f -- "$mine" > /dev/null || exit 0
+        sleep 0.2
+      done
+    done
+    echo "cluster.sh: processes of the cluster at port $FIRST_PORT do not end: $(pgrep -u "$(id -u)" -f -- "$mine" | xargs)" >&2
+    exit 1
+    ;;
   *)
     echo "cluster.sh: $action is neither head, join nor stop" >&2
     exit 2

@@ -16,6 +16,8 @@ Tree = Callable[..., tuple[int, list[str]]]
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tree:
     """Runs the runner over a tree of two test files: exit status and the lines that it printed."""
+    # other plugins of the environment take seconds to load, in each of three processes a run
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "CHECKS", ("compileall -q good", "compileall -q bad"))
     (tmp_path / "good").mkdir()
@@ -26,7 +28,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     def ran(unit: str, dist: str, *words: str) -> tuple[int, list[str]]:
         (tmp_path / "tests/unit/test_u.py").write_text(unit)
         (tmp_path / "tests/dist/test_d.py").write_text(dist)
-        status = run.main(["-q", "-p", "no:cacheprovider", *words])
+        status = run.main(["-q", "-p", "no:cacheprovider", "-p", "xdist.plugin", *words])
         return status, capfd.readouterr().out.splitlines()
 
     return ran

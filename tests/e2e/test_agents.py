@@ -63,3 +63,15 @@ def test_the_policy_learns_to_ask_the_calculator(tmp_path: Path, seed: int) -> N
     before, *_, after = records(tmp_path / "tiny-calculator-grpo", "val")
     assert after["val/score"] >= 0.9 and before["val/score"] < 0.6
     assert after["val/agent/tool_calls/mean"] >= 0.9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_policy_learns_to_play(tmp_path: Path, seed: int) -> None:
+    """Guesses at random find one number in three; four that follow what the environment says find all."""
+    words = ["--config-name", "tiny-guess-grpo", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
+    with Run(tmp_path / "output", "train", *words, f"seed={seed}") as run:
+        assert run.end(2400) == 0, run.out + run.err
+    before, *_, after = records(tmp_path / "tiny-guess-grpo", "val")
+    assert after["val/score"] >= 0.85 and before["val/score"] < 0.45
+    assert after["val/agent/failed/mean"] == 0

@@ -55,6 +55,8 @@ class Case:
     old: torch.Tensor
     rollout: torch.Tensor
     greedy: torch.Tensor
+    sum_squared: torch.Tensor  # of the probabilities at each token
+    parts: torch.Tensor  # [2, B] whole numbers: two rewards of each sample
 
     def padded(self, values_T: torch.Tensor) -> torch.Tensor:
         """[B, longest], 0 in the padding."""
@@ -80,5 +82,8 @@ def drawn(seed: int) -> Case:
     old = np.minimum(new + random.normal(0, 0.25, total), -1e-3)
     rollout = old + random.normal(0, 0.2, total)
     advantages = np.repeat(random.normal(0, 1, len(groups)), lengths)
-    columns = (lengths, groups, mask, rewards, advantages, new, old, rollout, random.normal(0, 1, len(groups)))
+    greedy, others = random.normal(0, 1, len(groups)), random.random(total)
+    sum_squared = np.exp(2 * old) + others * (1 - np.exp(old)) ** 2
+    parts = random.integers(0, 3, (2, len(groups))).astype(float)
+    columns = (lengths, groups, mask, rewards, advantages, new, old, rollout, greedy, sum_squared, parts)
     return Case(*(torch.tensor(values) for values in columns))

@@ -54,6 +54,16 @@ def estimators(case: Case) -> dict[str, list[float]]:
     dr_grpo = core_algos.get_adv_estimator_fn("grpo")
     found["dr_grpo"] = cut(dr_grpo(rewards.clone(), mask, groups, norm_adv_by_std_in_grpo=False)[0], case)
     remax = core_algos.get_adv_estimator_fn("remax")
+    baseline = core_algos.get_adv_estimator_fn("tir_optimal_token_baseline")
+    old, squared = case.padded(case.old), case.padded(case.sum_squared)
+    found["optimal_token_baseline"] = cut(baseline(rewards, mask, groups, old, squared)[0], case)
+    gdpo = core_algos.get_adv_estimator_fn("gdpo")
+    inside = case.padded(torch.ones_like(case.lengths).repeat_interleave(case.lengths))
+    batch = {"prompts": torch.zeros(len(groups), 0), "attention_mask": inside}
+    options = {"gdpo_reward_keys": ["first", "second"], "gdpo_reward_weights": [1.0, 0.5]}
+    parts = dict(zip(options["gdpo_reward_keys"], case.parts.numpy(), strict=True))
+    answer = gdpo(rewards, mask.float(), groups, config=Algorithm(options), non_tensor_batch=parts, batch=batch)
+    found["gdpo"] = cut(answer[0], case)
     found["remax"] = cut(remax(rewards, case.greedy, mask, config=Algorithm())[0], case)
     return found
 

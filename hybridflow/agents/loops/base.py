@@ -6,6 +6,7 @@ A built-in loop is a file of this package that bears its name; one of a user's i
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from hybridflow.agents.conversation import Conversation
 from hybridflow.agents.tools.base import Toolbox
@@ -13,15 +14,31 @@ from hybridflow.config.keys import AGENT_LOOP
 from hybridflow.config.registry import Registry
 
 # async (conversation, tools) -> None: asks for answers and shows observations; the conversation ends when it returns
-AgentLoop = Callable[[Conversation, Toolbox], Awaitable[None]]
+AgentFunction = Callable[[Conversation, Toolbox], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class AgentLoop:
+    """A registered loop.
+
+    Attributes:
+        function: what happens between the answers.
+        gives_rewards: it calls `Conversation.reward`; the score of a conversation is their sum unless `reward.path` or
+            `reward.combine` says otherwise.
+    """
+
+    function: AgentFunction
+    gives_rewards: bool = False
+
+
 LOOPS: Registry[AgentLoop] = Registry(AGENT_LOOP.kind, AGENT_LOOP.package, "rollout.agent.loop")
 
 
-def agent_loop(name: str) -> Callable[[AgentLoop], AgentLoop]:
+def agent_loop(name: str, *, gives_rewards: bool = False) -> Callable[[AgentFunction], AgentFunction]:
     """Register an async function (conversation, tools) as the agent loop of this name."""
 
-    def registered(function: AgentLoop) -> AgentLoop:
-        LOOPS.register(name, function)
+    def registered(function: AgentFunction) -> AgentFunction:
+        LOOPS.register(name, AgentLoop(function, gives_rewards))
         return function
 
     return registered

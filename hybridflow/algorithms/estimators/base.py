@@ -32,6 +32,9 @@ class Samples:
         mask: [T] bool, whether the policy sampled the token. Advantages and returns of other tokens are 0.
         columns: [T], or [B] where the batch has one value a sample: the columns that the estimator declared to read.
         parts: [B] numbers that the reward returned for every sample beside the score, by name.
+        part_rewards: [T] where samples are rewarded turn by turn or token by token: the reward of each part at its last
+            token, less the KL penalty of each token; None: they are not.
+        part_ends: [T] bool, the last token of each part; with part_rewards.
     """
 
     scores: torch.Tensor
@@ -41,6 +44,8 @@ class Samples:
     mask: torch.Tensor
     columns: Mapping[str, torch.Tensor]
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    part_rewards: torch.Tensor | None = None
+    part_ends: torch.Tensor | None = None
 
     def over_tokens(self, values_B: torch.Tensor) -> torch.Tensor:
         """[T] the value of its sample at each sampled token, 0 at all others."""
@@ -55,11 +60,12 @@ def estimator(
     compares_samples: bool = False,
     options: type = NoOptions,
     aggregations: tuple[str, ...] = (),
+    takes_parts: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for the arguments."""
 
     def registered(function: Function) -> Function:
-        entry = Estimator(function, reads, needs_critic, compares_samples, options, aggregations)
+        entry = Estimator(function, reads, needs_critic, compares_samples, options, aggregations, takes_parts)
         ESTIMATORS.register(name, entry)
         return function
 

@@ -61,6 +61,20 @@ def _hold_store(name: str, rank: int, world: int = TRAINERS + 2) -> None:
         store.wait([f"answered/{name}/{peer}" for peer in range(world)], timedelta(seconds=120))
 
 
+def _note_end(session: str, rank: int) -> None:
+    """Tell the rank that stands still in this session that this one has ended it."""
+    from hybridflow.process.rendezvous import client_store
+
+    client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60).set(f"ended/{session}/{rank}", "")
+
+
+def _wait_for_others_to_end(session: str, world: int = TRAINERS + 2) -> None:
+    from hybridflow.process.rendezvous import client_store
+
+    others = [f"ended/{session}/{rank}" for rank in range(world) if rank != int(os.environ["RANK"])]
+    client_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60).wait(others, timedelta(seconds=120))
+
+
 class Case:
     """A plan of the tiny MoE, and the weights that it carries: a value of its own for every element, another in every
     version."""
@@ -82,11 +96,14 @@ class Case:
             self.catalog, source, engine_layout(self.family, engines, engine_dtype), staging
         )
         self.messages = Messages(self.plan, part)
+        self._weights: dict[tuple[int, int], torch.Tensor] = {}  # a tensor has many slices
 
     def weight(self, tensor: int, version: int) -> torch.Tensor:
-        """One HF tensor."""
-        seed = torch.Generator().manual_seed(1000 * version + tensor)
-        return torch.randn(self.catalog.shapes[tensor].tolist(), generator=seed)
+        """One HF tensor; not to be written."""
+        if (tensor, version) not in self._weights:
+            seed = torch.Generator().manual_seed(1000 * version + tensor)
+            self._weights[tensor, version] = torch.randn(self.catalog.shapes[tensor].tolist(), generator=seed)
+        return self._weights[tensor, version]
 
     def buffers(self, layout: Layout, rank: int, version: int | None) -> dict[str, torch.Tensor]:
         """A rank's buffers with its slices of the weights, or with NaN; padding is zero."""
@@ -268,8 +285,8 @@ def _left_behind(folder: str) -> list[str]:
 class Meddler:
     """A sender's channel that does something to its n-th message."""
 
-    def __init__(self, channel: Any, at: int, deed: str) -> None:
-        self.channel, self.at, self.deed, self.count = channel, at, deed, 0
+    def __init__(self, channel: Any, at: int, deed: str, session: str) -> None:
+        self.channel, self.at, self.deed, self.session, self.count = channel, at, deed, session, 0
 
     def send(self, peer: int, tag: int, payload: Payload) -> Any:
         self.count += 1
@@ -280,15 +297,15 @@ class Meddler:
             elif self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif self.deed == "stall":
-                time.sleep(2 * DEADLINE)
+                _wait_for_others_to_end(self.session)
         return self.channel.send(peer, tag, payload)
 
 
 class MeddlingReceiver:
     """The same for a receiver."""
 
-    def __init__(self, channel: Any, at: int, deed: str) -> None:
-        self.channel, self.meddler = channel, Meddler(self, at, deed)
+    def __init__(self, channel: Any, at: int, deed: str, session: str) -> None:
+        self.channel, self.meddler = channel, Meddler(self, at, deed, session)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Any:
         return self.channel.receive(peer, tag, payload)
@@ -298,7 +315,8 @@ class MeddlingReceiver:
 
 
 DEADLINE = 3.0
-DEADLINES = {"flip": 10.0, "kill": 30.0, "stall": DEADLINE}  # only who stands still is known by its deadline
+# only who stands still is known by its deadline; with files, so are those who wait for a rank that has given up
+DEADLINES = {"flip": 10.0, "kill": 15.0, "stall": DEADLINE}
 DEEDS = (("flip", "trainer"), ("kill", "trainer"), ("kill", "engine"), ("stall", "trainer"), ("stall", "engine"))
 BAD_TRAINER, BAD_ENGINE = 3, 1
 
@@ -347,13 +365,13 @@ def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: boo
         if rank < TRAINERS:
             channel = open_sender(endpoint, rank, _device)
             opened = time.monotonic()
-            used = Meddler(channel, 3, deed) if is_bad else channel
+            used = Meddler(channel, 3, deed, endpoint.session) if is_bad else channel
             send_stream(case.messages.outgoing(rank), case.buffers(case.plan.source, rank, 1), used, SendStaging(rank))
         else:
             engine = rank - TRAINERS
             channel = open_receiver(endpoint, engine, _device)
             opened = time.monotonic()
-            used = MeddlingReceiver(channel, 3, deed) if is_bad else channel
+            used = MeddlingReceiver(channel, 3, deed, endpoint.session) if is_bad else channel
             live = case.buffers(case.plan.target, engine, None)
             receive_stream(case.messages.incoming(engine), used, ReceiveStaging(engine), True, live).commit(live)
             want = case.buffers(case.plan.target, engine, 1)
@@ -361,6 +379,8 @@ def _take_part(case: Case, endpoint: Endpoint, rank: int, deed: str, is_bad: boo
     except WeightSyncError as caught:
         error = str(caught)
     took = time.monotonic() - (opened or start)
+    if deed == "stall":
+        _note_end(endpoint.session, rank)
     if channel is not None:
         if error:
             channel.abort()

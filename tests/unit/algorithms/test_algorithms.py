@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.algorithms.estimators.base import Samples
 from hybridflow.algorithms.estimators.grpo import grpo_advantages
+from hybridflow.algorithms.estimators.optimal_token_baseline import optimal_token_baseline
 from hybridflow.algorithms.losses import aggregate, kl_penalty
 from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.policy_losses.ppo import PpoOptions, ppo
@@ -215,3 +217,44 @@ def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="batch-mean"):
         aggregate(torch.ones(2), torch.tensor([2]), "batch-mean")
+
+
+# ---- the optimal token baseline
+# ------------------------------------------------------------------------------------------------------------
+
+
+def baseline_of(rewards: list[list[float]], p: list[list[float]], groups: list[int]) -> list[list[float]]:
+    """The estimator's answer for samples without observations, whose other tokens share what is left of p evenly."""
+    flat = torch.tensor([value for row in p for value in row], dtype=torch.float64)
+    lengths = torch.tensor([len(row) for row in rewards])
+    columns = {"old_log_probs": flat.log(), "sum_pi_squared": flat**2 + (1 - flat) ** 2}
+    tokens = torch.tensor([value for row in rewards for value in row], dtype=torch.float64)
+    scores, mask = torch.zeros(len(rewards)), torch.ones(len(tokens), dtype=torch.bool)
+    samples = Samples(scores, tokens, torch.tensor(groups), lengths, mask, columns)
+    found, _ = optimal_token_baseline(samples, None)
+    return [row.tolist() for row in found.split(lengths.tolist())]
+
+
+def test_answers_count_by_the_gradient_that_they_have_gathered() -> None:
+    """A token has 2 (1 - p)^2: 0.5 at p = 0.5, 0.02 at p = 0.9. The third answer is alone at its third token, the last
+    one in its group."""
+    rewards = [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0, 3.0], [2.0]]
+    p = [[0.5, 0.5], [0.9, 0.5], [0.5, 0.9, 0.9], [0.5]]
+    first = (0.5 * 1 + 0.02 * 0 + 0.5 * 3) / 1.02
+    second = (1.0 * 1 + 0.52 * 0 + 0.52 * 3) / 2.04
+    wanted = [[1 - first, 1 - second], [-first, -second], [3 - first, 3 - second, 3.0], [2.0]]
+    for row, expected in zip(baseline_of(rewards, p, [5, 5, 5, 2]), wanted, strict=True):
+        assert row == pytest.approx(expected, abs=1e-7)
+
+
+def test_equal_returns_leave_exactly_nothing_over_any_baseline() -> None:
+    rewards, p = [[0.0, 0.1], [0.0, 0.1], [0.0, 0.1]], [[0.3, 0.7], [0.6, 0.2], [0.1, 0.9]]
+    assert baseline_of(rewards, p, [1, 1, 1]) == [[0.0, 0.0]] * 3
+
+
+@given(logits=st.lists(st.floats(-4, 4), min_size=2, max_size=12), temperature=st.floats(0.3, 2.0))
+def test_half_the_temperature_gives_the_sum_of_squared_probabilities(logits: list[float], temperature: float) -> None:
+    """What `PolicyWorker.compute_sum_pi_squared` computes it by."""
+    x = torch.tensor(logits, dtype=torch.float64) / temperature
+    log_p, halved = x.log_softmax(0), (2 * x).log_softmax(0)
+    torch.testing.assert_close((2 * log_p - halved).exp(), log_p.exp().square().sum().expand(len(x)))

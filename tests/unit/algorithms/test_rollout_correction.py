@@ -10,7 +10,6 @@ import torch
 from hybridflow.algorithms.rollout_correction import kept_tokens
 from hybridflow.config.check import problems
 from hybridflow.config.load import load_config
-from hybridflow.errors import ConfigError
 from hybridflow.workers.losses import PolicyLoss
 
 
@@ -77,14 +76,3 @@ def test_the_worst_ratios_of_a_sequence() -> None:
 def test_combinations_without_sense_are_refused(words: list[str], said: str) -> None:
     [line] = problems(load_config("e2e", words))
     assert said in line
-
-
-def test_names_of_verl_are_read_as_ours() -> None:
-    words = ["algorithm.adv_estimator=rloo_vectorized", "actor.policy_loss=vanilla", "actor.kl_loss_type=low_var_kl+"]
-    config = load_config("e2e", words)
-    assert (config.algorithm.adv_estimator, config.actor.policy_loss) == ("rloo", "ppo")
-    assert config.actor.kl_loss_type == "k3+"
-    with pytest.raises(ConfigError, match=r"verl's bypass_mode is actor\.old_log_probs=engine"):
-        load_config("e2e", ["actor.policy_loss=bypass_mode"])
-    with pytest.raises(ConfigError, match=r"Not supported: verl's optimal_token_baseline"):
-        load_config("e2e", ["algorithm.adv_estimator=optimal_token_baseline"])

@@ -32,7 +32,8 @@ def close(found: torch.Tensor, expected: list[float], mask: torch.Tensor | None 
 
 def samples_of(case: Case, columns: dict[str, torch.Tensor] | None = None) -> Samples:
     scores = sums_of_rows(case.rewards, case.lengths)
-    return Samples(scores, case.rewards, case.groups, case.lengths, case.mask, columns or {})
+    parts = dict(zip(("first", "second"), case.parts, strict=True))
+    return Samples(scores, case.rewards, case.groups, case.lengths, case.mask, columns or {}, parts)
 
 
 def tokens_of(case: Case, log_probs: torch.Tensor) -> Tokens:
@@ -48,7 +49,8 @@ def test_estimators(seed: int) -> None:
         entry = ESTIMATORS.get("grpo" if name == "dr_grpo" else name)
         options: dict[str, Any] = {"gamma": 0.9} if name == "reinforce_plus_plus" else {}
         options |= {"norm_adv_by_std": False} if name == "dr_grpo" else {}
-        columns = {"greedy_scores": case.greedy} if name == "remax" else {}
+        options |= {"rewards": ("first", "second"), "weights": (1.0, 0.5)} if name == "gdpo" else {}
+        columns = {"greedy_scores": case.greedy, "old_log_probs": case.old, "sum_pi_squared": case.sum_squared}
         advantages, _ = entry.function(samples_of(case, columns), entry.options(**options))
         close(advantages[case.mask], wanted, case.mask)
         assert not advantages[~case.mask].any()  # verl's ReMax leaves returns at observations, which no loss reads

@@ -221,6 +221,25 @@ def test_losing_the_race_to_another_process_is_no_error(tmp_path, monkeypatch):
 # --- gsm8k
 
 
+def test_games_of_guessing_are_consistent(tmp_path):
+    done = prepare("guess", tmp_path / "d", None, {"largest": 19, "num_train": 300, "num_test": 50, "num_sft": 400})
+    assert done.rows == {"train.parquet": 300, "test.parquet": 50, "sft.parquet": 400}
+    rows = pq.read_table(done.folder / "train.parquet").to_pylist()
+    assert {row["data_source"] for row in rows} == {"guess"}
+    assert {row["prompt"][0]["content"] for row in rows} == {"0-19"}
+    assert {int(row["reward_model"]["ground_truth"]) for row in rows} == set(range(20))
+    rounds = set()
+    for game in pq.read_table(done.folder / "sft.parquet").to_pylist():
+        moves = [message["content"] for message in game["prompt"][1:]]
+        larger = [int(guess) for guess, said in zip(moves[::2], moves[1::2], strict=True) if said == "+"]
+        smaller = [int(guess) for guess, said in zip(moves[::2], moves[1::2], strict=True) if said == "-"]
+        assert len(larger) + len(smaller) == len(moves) // 2, "a game ends with the right guess"
+        assert max(larger, default=-1) + 1 < min(smaller, default=20), "some number fits all that was said"
+        assert 0 <= int(game["response"]) <= 19
+        rounds.add(len(moves) // 2)
+    assert rounds == {0, 1, 2, 3}
+
+
 def test_gsm8k_rows(tmp_path):
     prepared = prepare("gsm8k", tmp_path / "data", _write_gsm8k(tmp_path / "raw"))
     assert prepared.rows == {"train.parquet": 4, "test.parquet": 4}

@@ -7,6 +7,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,33 @@ def test_the_hand_made_cluster_refuses_without_a_token(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and "is missing or empty" in done.stderr
+
+
+def test_the_hand_made_cluster_alone_is_stopped(tmp_path: Path) -> None:
+    """Other clusters of the same user on this machine, and the programs that use this one, go on."""
+    port = f"77{os.getpid()}"  # no real port, so that nothing else is meant
+    of_it = (f"--gcs_server_port={port}", f"--gcs-address=10.0.0.1:{port}", f"--address=10.0.0.1:{port}")
+    others = (f"--gcs_server_port={port}1", f"--gcs-address=10.0.0.1:1{port}", f"cluster.address=10.0.0.1:{port}")
+    sleeps = [sys.executable, "-c", "print(flush=True); import time; time.sleep(600)"]
+    started = [
+        subprocess.Popen([*sleeps, "before", word, "after"], stdout=subprocess.PIPE) for word in (*of_it, *others)
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline()
+        stop = ["bash", str(LAUNCH / "ray" / "cluster.sh"), "stop"]
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "FIRST_PORT": port}
+        # a process that has ended stays in the list until its parent asks how
+        reaper = threading.Thread(target=lambda: [process.wait() for process in started[: len(of_it)]], daemon=True)
+        reaper.start()
+        assert subprocess.run(stop, env=environment, check=False, timeout=60).returncode == 0
+        reaper.join(60)
+        assert [process.poll() is None for process in started] == [False] * len(of_it) + [True] * len(others)
+        assert subprocess.run(stop, env=environment, check=False, timeout=60).returncode == 0
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize(

@@ -174,11 +174,46 @@ def test_a_conversation_that_works_beside_the_engine_joins_a_later_round(tokeniz
             working[0].set_result(None)
         return "7"
 
-    working = LOOPS.get(f"{own}:joins_later").__globals__["working"]  # type: ignore[attr-defined]
+    working = LOOPS.get(f"{own}:joins_later").function.__globals__["working"]  # type: ignore[attr-defined]
     engines = Engines(tokenizer, say)
     service = Conversations(engines, tokenizer, config(loop=f"{own}:joins_later"))
     found = answers(service, prompts(tokenizer, "1", "2", "3"), training=False)
     assert engines.rounds == [["1=", "3="], ["2="]] and found["turns"].tolist() == [1, 1, 1]
+
+
+def test_an_environment_answers_and_rewards(tokenizer: Tokenizer) -> None:
+    """A policy that halves what is left finds every number; the third row is a game that does not begin."""
+
+    def halves(text: str) -> str:
+        low, high, guess = 0, 7, -1
+        for character in text.partition("=")[2]:
+            if character.isdigit():
+                guess = int(character)
+            elif character == "+":
+                low = guess + 1
+            elif character == "-":
+                high = guess - 1
+        return str((low + high) // 2)
+
+    engines = Engines(tokenizer, halves)
+    service = Conversations(engines, tokenizer, config(loop="environment", environment="guess", max_answers=2))
+    batch = prompts(tokenizer, "0*7", "0*7", "0*7", "0*7")
+    truths = np.array(["3", "5", "none", "7"], dtype=object)
+    found = answers(service, batch.with_columns(ground_truth=truths), training=True)
+    assert found["turn_rewards"].tolist() == [[1.0], [0.0, 1.0], [], [0.0, 0.0]]
+    assert found["turns"].tolist() == [1, 2, 0, 2]
+    assert [row.astype(int).tolist() for row in found.jagged("response_mask")] == [
+        [1, 1],
+        [1, 1, 0, 0, 1, 1],
+        [],
+        [1, 1, 0, 0, 1, 1, 0, 0],
+    ]
+    assert [failure and failure.partition(": V")[0] for failure in found["agent_failure"].tolist()] == [
+        None,
+        None,
+        "the environment failed",
+        None,
+    ]
 
 
 def test_an_error_of_the_engines_ends_the_step_and_not_the_next_one(tokenizer: Tokenizer) -> None:
@@ -209,3 +244,6 @@ def test_settings_without_sense_are_refused() -> None:
     assert "calls none: set rollout.agent.loop=tools" in said(tools=("calculator",))
     assert "rollout.agent.loop=tools without rollout.agent.tools" in said(loop="tools")
     assert "rollout.agent" not in said(loop="tools", tools=("calculator",))
+    assert "rollout.agent.loop=environment without rollout.agent.environment" in said(loop="environment")
+    assert "which has none: set rollout.agent.loop=environment" in said(environment="guess")
+    assert "rollout.agent" not in said(loop="environment", environment="guess")

@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import RewardConfig, RunConfig
+from hybridflow.config.schema import AgentConfig, RewardConfig, RolloutConfig, RunConfig
 from hybridflow.observe.report import facts, write_report
 from hybridflow.observe.rollouts import dump_path, read_rollouts
 from hybridflow.observe.run_folder import load_run
 from hybridflow.observe.tracker import Tracker
 from hybridflow.rewards import RewardManager
-from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
+from hybridflow.rollout.evaluation import (
+    Scorer,
+    Validator,
+    dump_batch,
+    extra_metrics,
+    failures,
+    sources_to_score,
+    without_failed,
+)
 from hybridflow.trainer.session import Session
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
@@ -88,6 +97,46 @@ def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report
     page = write_report(run).read_text(encoding="utf-8")
     assert "Reward: length, mean of the batch" in page
     assert "&#34;said&#34;: &#34;abcd&#34;" in page
+
+
+def conversations() -> DataProto:
+    columns = {
+        "answer_text": objects("ab", "c"),
+        "messages": objects([{"role": "assistant", "content": "ab"}], []),
+        "turn_rewards": objects([0.5, 0.25], []),
+    }
+    return batch_of("ab", "c", source="a game").union(DataProto.from_columns(columns))
+
+
+def test_rewards_of_an_agent_loop_are_the_score() -> None:
+    """No verifier is asked: there is none for this data source."""
+    letters: Any = Letters()
+    found = Scorer(RewardManager(RewardConfig(processes=0)), letters).score(conversations())
+    assert found["scores"].tolist() == [0.75, 0.0]
+    assert found["reward_extra"].tolist() == [{"turn_rewards": [0.5, 0.25]}, {"turn_rewards": []}]
+    assert "reward_failure" not in found
+
+
+def test_a_function_of_ones_own_is_given_the_rewards_of_an_agent_loop(tmp_path: Path) -> None:
+    source = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    source += "    return len(extra_info['turn_rewards']) + len(extra_info['messages'])\n"
+    (tmp_path / "own.py").write_text(source)
+    rewards = RewardManager(RewardConfig(processes=0, path=str(tmp_path / "own.py")))
+    letters: Any = Letters()
+    assert Scorer(rewards, letters).score(conversations())["scores"].tolist() == [3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("loop", "path", "sources"),
+    [("environment", None, []), ("tools", None, ["x", "y"]), ("environment", "r.py", ["x", "y"])],
+)
+def test_data_sources_need_a_verifier_unless_the_loop_gives_the_rewards(
+    loop: str, path: str | None, sources: list[str]
+) -> None:
+    config = RunConfig(rollout=RolloutConfig(agent=AgentConfig(loop=loop)), reward=RewardConfig(path=path))
+    train, held_out = SimpleNamespace(data_sources=["x"]), SimpleNamespace(data_sources=["y"])
+    prompts: Any = (train, held_out, None)
+    assert sources_to_score(config, *prompts) == sources
 
 
 @pytest.mark.parametrize(("answers", "accuracy"), [(("ab", ""), 0.5), (("ab", "abc"), None)])

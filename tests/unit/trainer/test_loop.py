@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,26 @@ def test_engines_that_disagree_stop_a_run_whose_update_reports_it_before_anybody
     with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
         trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=PROMPTS)), world).fit()
     assert world.calls == ["sync 0", "answer", "generate", "update", "update_log_probs"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "difference", "stops"),
+    [
+        ("float32", 0.01, 0.05, True),
+        ("bfloat16", 0.01, 0.05, False),
+        ("bfloat16", 0.01, 0.2, True),
+        ("bfloat16", 0.3, 0.2, False),
+        ("bfloat16", None, 9.0, False),
+    ],
+)
+def test_the_bound_on_the_difference_follows_the_dtype(
+    tmp_path: Path, dtype: Any, bound: float | None, difference: float, stops: bool
+) -> None:
+    config = config_of(tmp_path, total_steps=1)
+    rollout = replace(config.rollout, logprob_diff_bound=bound)
+    trainer = trainer_of(replace(config, rollout=rollout, model=replace(config.model, dtype=dtype)), World(difference))
+    with pytest.raises(LogprobMismatchError) if stops else nullcontext():
+        trainer.fit()
 
 
 def test_a_reference_is_asked_only_where_a_kl_term_needs_it(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""A process that holds environments: it makes one for each episode and carries out what is asked of it, in order.
+
+`python -m hybridflow.agents.episode_host SOCKET` speaks lines of JSON over an inherited socket. The first message names
+the environment; then {"id": n, "episode": e, "row": {...}} begins an episode, {"id": n, "episode": e, "answer": text}
+is a step in it, and {"episode": e, "end": true} ends it. The first two are answered with {"id": n, "step":
+[observation, reward, done]} or {"id": n, "failure": text}. The process ends when the other end closes the connection.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.agents.environments.base import ENVIRONMENTS, Environment, Step
+from hybridflow.config.registry import describe_error
+from hybridflow.process.children import die_with_parent
+from hybridflow.rewards.lines import Lines
+
+_MOST_CHARACTERS = 1 << 16  # of an observation, before it is cut to tokens
+
+
+def serve(lines: Lines) -> None:
+    """Carry out what is asked until the other end closes the connection."""
+    make: Callable[[], Environment] | None = None
+    episodes: dict[int, Environment] = {}
+    while (messages := lines.received()) is not None:
+        for message in messages:
+            if make is None:
+                die_with_parent(message["parent"])
+                make = ENVIRONMENTS.get(message["environment"])
+                lines.send({"ready": True})
+            elif "end" in message:
+                episodes.pop(message["episode"], None)
+            else:
+                lines.send({"id": message["id"], **_carried_out(make, episodes, message)})
+
+
+def _carried_out(
+    make: Callable[[], Environment], episodes: dict[int, Environment], message: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        if "row" in message:
+            episodes[message["episode"]] = make()
+            episodes[message["episode"]].reset(message["row"])
+            return {"step": None}
+        return {"step": _plain(episodes[message["episode"]].step(message["answer"]))}
+    except (Exception, SystemExit) as error:  # the user's: this episode is lost, the others go on
+        episodes.pop(message["episode"], None)
+        return {"failure": f"the environment failed: {describe_error(error, Path(inspect.getfile(make)))}"}
+
+
+def _plain(step: Any) -> list[Any]:
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned {str(step)[:120]!r}, which is no Step")
+    reward: Any = step.reward  # whatever the user's code has put there
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise ValueError(f"step returned the reward {str(reward)[:120]!r}; expected a finite number")
+    return [str(step.observation)[:_MOST_CHARACTERS], float(reward), bool(step.done)]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Hold environments for the connection with this descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    serve(Lines(socket.socket(fileno=int(argv[0]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,258 @@
+"""Environments in processes beside the driver: each process holds many episodes, and gets what is to be done in them
+in one message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hybridflow.agents.environments.base import Step
+from hybridflow.config.registry import absolute_entry
+from hybridflow.config.schema import AgentConfig
+from hybridflow.errors import HybridFlowError
+from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.process.secret import without_credentials
+from hybridflow.rewards.lines import Lines
+
+_MAX_PROCESSES, _MAX_RESTARTS = 16, 16
+_START_S = 300.0  # for the user's file to be imported
+_END_S = 10.0  # for a process that was killed to be gone
+
+
+class EpisodeError(HybridFlowError):
+    """An environment raised, returned nonsense or did not answer, or its process ended. The episode is lost."""
+
+
+class Episodes:
+    """Runs the environments of `rollout.agent.environment`. Used within one event loop.
+
+    A process that ends takes its episodes with it; those that begin later are given to another one.
+
+    Args:
+        config: `rollout.agent`.
+        log_path: where the environments print; None: with this process.
+    """
+
+    def __init__(self, config: AgentConfig, log_path: Path | None = None) -> None:
+        self.config, self.log_path = config, log_path
+        self.most = config.environment_processes or min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        self._restarts = RestartLimit(_MAX_RESTARTS)
+        self._processes: list[_Process] = []
+        self._begun = self._lost = 0
+        self._given_up = ""  # why no more episodes begin
+        weakref.finalize(self, _end_all, self._processes)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an environment is at work."""
+        return any(one.is_asked for one in self._processes)
+
+    def begin(self, row: Mapping[str, Any]) -> Episode:
+        """An episode for this row of the prompts, to be entered with `async with`.
+
+        Raises:
+            EpisodeError: too many processes of environments have ended within an hour.
+        """
+        for process in [one for one in self._processes if one.ended]:
+            self._processes.remove(process)
+            self._lost += 1
+            if not self._restarts.take():
+                self._given_up = (
+                    f"{self._lost} processes of rollout.agent.environment={self.config.environment} have ended, the "
+                    f"last because it {process.ended}"
+                )
+        if self._given_up:
+            raise EpisodeError(self._given_up)
+        if len(self._processes) < self.most and all(one.episodes for one in self._processes):
+            self._processes.append(_Process(self.config, self.log_path))
+        process = min(self._processes, key=lambda one: one.episodes)
+        self._begun += 1
+        return Episode(process, self._begun, row)
+
+
+@dataclass
+class Episode:
+    """One episode: `reset` as it is entered, then a `step` for each answer."""
+
+    process: _Process
+    number: int
+    row: Mapping[str, Any]
+
+    async def __aenter__(self) -> Self:
+        self.process.episodes += 1
+        try:
+            await self.process.ask({"episode": self.number, "row": dict(self.row)})
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    async def step(self, answer: str) -> Step:
+        """What the answer led to.
+
+        Raises:
+            EpisodeError: the environment raised or returned no `Step`, was silent for `rollout.agent.tool_timeout_s`,
+                or its process ended.
+        """
+        observation, reward, done = await self.process.ask({"episode": self.number, "answer": answer})
+        return Step(observation, reward, done)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.process.episodes -= 1
+        self.process.tell({"episode": self.number, "end": True})
+
+
+class _Process:
+    """A process that holds environments (`agents.episode_host`), and what it was asked.
+
+    Attributes:
+        episodes: how many it holds.
+        ended: why it takes no more episodes; empty while it does.
+    """
+
+    def __init__(self, config: AgentConfig, log_path: Path | None) -> None:
+        self.config = config
+        self.episodes, self.ended = 0, ""
+        self._asked = 0
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._moved, self._limit_s, self._has_started = time.monotonic(), _START_S, False
+        self._timer: asyncio.TimerHandle | None = None
+        ours, theirs = socket.socketpair()
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        out = open(log_path, "ab") if log_path is not None else None  # noqa: SIM115
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "hybridflow.agents.episode_host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        if out is not None:
+            out.close()
+        ours.setblocking(False)
+        self._lines, self._loop = Lines(ours), asyncio.get_running_loop()
+        self._loop.add_reader(ours, self._hear)
+        self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for it."""
+        return bool(self._waiting)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message with the others of this round of the event loop. ValueError: it holds what JSON does not."""
+        if self.ended:
+            return
+        self._lines.queue(message)
+        if not self._loop.is_closed():
+            self._loop.call_soon(self._flush)
+
+    async def ask(self, message: dict[str, Any]) -> Any:
+        """Send a message and wait for its answer. Raises EpisodeError."""
+        if self.ended:
+            raise EpisodeError(f"the process of the environment {self.ended}")
+        self._asked += 1
+        number, answer = self._asked, self._loop.create_future()
+        if not self._waiting:
+            self._moved = time.monotonic()
+        self._waiting[number] = answer
+        try:
+            self.tell({"id": number, **message})
+            if self._timer is None:
+                self._watch()
+            return await answer
+        except ValueError as error:
+            raise EpisodeError(
+                f"a row of the prompts holds {error}; environments are given plain data alone"
+            ) from error
+        finally:
+            self._waiting.pop(number, None)
+
+    def _watch(self) -> None:
+        """End the process when it does nothing for too long while somebody waits; look again when that may be."""
+        self._timer = None
+        if self._left_s() <= 0:
+            self._hear()  # what came while the event loop stood still
+        if not self._waiting or self.ended:
+            return
+        if self._left_s() > 0:
+            self._timer = self._loop.call_later(self._left_s(), self._watch)
+        else:
+            key = " (rollout.agent.tool_timeout_s)" if self._has_started else ""
+            self.end(f"did nothing for {self._limit_s:g} s{key} and was ended")
+
+    def _left_s(self) -> float:
+        """Seconds that the process may still do nothing."""
+        return self._moved + self._limit_s - time.monotonic()
+
+    def _flush(self) -> None:
+        if self.ended:
+            return
+        is_left = self._lines.flush()
+        if is_left:
+            self._loop.add_writer(self._lines.socket, self._flush)
+        else:
+            self._loop.remove_writer(self._lines.socket)
+
+    def _hear(self) -> None:
+        if self.ended:
+            return
+        messages = self._lines.received()
+        if messages is None:
+            self.end("")
+            return
+        for message in messages:
+            self._moved = time.monotonic()
+            if "ready" in message:
+                self._limit_s, self._has_started = self.config.tool_timeout_s, True
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._watch()
+            answer = self._waiting.get(message.get("id", 0))
+            if answer is None or answer.done():
+                continue
+            if "failure" in message:
+                answer.set_exception(EpisodeError(message["failure"]))
+            else:
+                answer.set_result(message.get("step"))
+
+    def end(self, why: str) -> None:
+        """Kill it, and say to all who wait for it why it is gone; without a reason it has ended by itself."""
+        if self.ended:
+            return
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._lines.socket)
+            self._loop.remove_writer(self._lines.socket)
+        self._lines.socket.close()
+        if why:
+            self._popen.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_END_S)
+        self.ended = why or f"ended with code {self._popen.returncode}"
+        for answer in self._waiting.values():
+            if not answer.done() and not self._loop.is_closed():
+                answer.set_exception(EpisodeError(f"the process of the environment {self.ended}"))
+
+
+def _end_all(processes: list[_Process]) -> None:
+    for process in processes:
+        process.end("is not needed any more")

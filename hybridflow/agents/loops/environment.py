@@ -1,0 +1,20 @@
+"""Answers that an environment takes one after another, and shows what they lead to, until the episode is over."""
+
+from __future__ import annotations
+
+from hybridflow.agents.conversation import Conversation
+from hybridflow.agents.loops.base import agent_loop
+from hybridflow.agents.tools.base import Toolbox
+
+
+@agent_loop("environment", gives_rewards=True)
+async def environment(conversation: Conversation, tools: Toolbox) -> None:
+    """Ask, give the answer to the environment, and show its observation, which the next answer follows."""
+    del tools
+    async with conversation.episode() as episode:
+        while True:
+            step = await episode.step(await conversation.answer())
+            conversation.reward(step.reward)
+            if step.done:
+                return
+            conversation.observe([step.observation])

@@ -1,0 +1,51 @@
+"""Optimal token baseline: a baseline for each position, in which answers count by the gradient they have gathered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridflow.algorithms.estimators._groups import Groups
+from hybridflow.algorithms.estimators.base import Samples, estimator
+
+if TYPE_CHECKING:
+    import torch
+
+
+@estimator("optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True)
+def optimal_token_baseline(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+    """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled token.
+
+    The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum of p^2 over the
+    vocabulary for the tokens up to t: the squared length of the gradient of their log-probabilities with respect to the
+    logits. Positions count sampled tokens alone, as in verl's form for several turns. Where one answer alone goes on
+    there is no baseline.
+    """
+    from hybridflow_kernels.scans import discounted_sums
+
+    mask, groups = samples.mask, Groups.by(samples.groups)
+    returns = discounted_sums(samples.rewards, samples.lengths, gamma=1.0, mask_T=mask)
+    row, place = _positions(samples)
+    longest = int(place.max()) + 1
+    gathered = samples.rewards.double().new_zeros(len(samples.scores), longest)
+    columns = (samples.columns[name].double() for name in ("old_log_probs", "sum_pi_squared"))
+    log_probs, sum_squared = (values[mask] for values in columns)
+    gathered[row, place] = (1 - 2 * log_probs.exp() + sum_squared).clamp(min=0.0)
+    weight = gathered.cumsum(1)[row, place]
+
+    at = groups.of[row] * longest + place  # the prompt and position of each token
+    reached, others = at.bincount(), weight.new_zeros(int(at.max()) + 1)
+    own = returns[mask].double()
+    # relative to any return of the position, so that equal ones leave exactly 0
+    relative = own - others.scatter(0, at, own)[at]
+    mean = others.index_add(0, at, weight * relative) / (others.index_add(0, at, weight) + 1e-8)
+    advantages = returns.clone()
+    advantages[mask] = (relative - mean[at]).where((reached > 1)[at], own).to(returns.dtype)
+    return advantages.where(mask, 0.0), None
+
+
+def _positions(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n], [n] int64: the sample of each sampled token, and how many sampled tokens of it come before."""
+    rows = samples.lengths.new_ones(len(samples.lengths)).cumsum(0) - 1
+    row = rows.repeat_interleave(samples.lengths)[samples.mask]
+    number = row.bincount(minlength=len(rows))
+    return row, (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]

@@ -1,0 +1,91 @@
+"""Numbers to be guessed in the environment `guess`: the prompt is "0-9", the ground truth one of these numbers.
+
+Every number occurs in both sets. What is held out is nothing but the draws: the environment's answers are what a policy
+has to use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hybridflow.data.prepare.options import require
+from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_prompts
+from hybridflow.data.prepare.tasks import TASKS, Task
+from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
+
+DATA_SOURCE = "guess"
+CHARACTERS = "0123456789+-=?"
+_EXTRA_INFO = {"split": pa.string(), "index": pa.int64()}
+
+
+@dataclass(frozen=True)
+class GuessOptions:
+    """Options of the task (`data.prepare.options`).
+
+    Attributes:
+        largest: the numbers are 0 to this one.
+        num_train, num_test: prompts.
+        num_sft: games of a player who guesses at random, cut after a random guess, for a warm start; 0 writes none.
+        max_guesses: of these games.
+        seed: draws everything.
+    """
+
+    largest: int = 9
+    num_train: int = 2000
+    num_test: int = 200
+    num_sft: int = 0
+    max_guesses: int = 4
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option that is out of range."""
+        require(1 <= self.largest < 10**6, "largest", self.largest, "1 to 999999")
+        require(self.num_train >= 1, "num_train", self.num_train, "at least 1")
+        require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
+        require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
+        require(self.max_guesses >= 1, "max_guesses", self.max_guesses, "at least 1")
+        require(self.seed >= 0, "seed", self.seed, "at least 0")
+
+
+def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, int]:
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows per file."""
+    del source  # made from nothing
+    rng = np.random.default_rng(options.seed)
+    rows = {}
+    for split, count in (("train", options.num_train), ("test", options.num_test)):
+        numbers = rng.integers(options.largest + 1, size=count).tolist()
+        prompts = [
+            prompt_row(DATA_SOURCE, _question(options), str(number), {"split": split, "index": index})
+            for index, number in enumerate(numbers)
+        ]
+        rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
+    if options.num_sft:
+        games = [_game(options, rng) for _ in range(options.num_sft)]
+        rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", games)
+    write_character_tokenizer(out / "tokenizer", CHARACTERS)
+    return rows
+
+
+def _question(options: GuessOptions) -> str:
+    return f"0-{options.largest}"
+
+
+def _game(options: GuessOptions, rng: np.random.Generator) -> dict[str, Any]:
+    """A game as messages, and the guess that comes next."""
+    number = int(rng.integers(options.largest + 1))
+    messages = [{"role": "user", "content": _question(options)}]
+    for _ in range(int(rng.integers(options.max_guesses))):
+        guess = int(rng.integers(options.largest + 1))
+        if guess == number:
+            break
+        messages.append({"role": "assistant", "content": str(guess)})
+        messages.append({"role": "tool", "content": "+" if guess < number else "-"})
+    return {"prompt": messages, "response": str(rng.integers(options.largest + 1))}
+
+
+TASKS.register("guess", Task(GuessOptions, write))

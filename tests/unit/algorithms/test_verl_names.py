@@ -1,0 +1,56 @@
+"""Every name that verl 0.9.1 gives to an estimator, a loss, a KL estimate, an aggregation or a reward manager is read
+as ours, or refused with what to set instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.config.check_entries import problems
+from hybridflow.config.keys import value_at
+from hybridflow.config.load import load_config
+from hybridflow.errors import ConfigError
+
+SAME = {
+    "algorithm.adv_estimator": (
+        *("gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk"),
+        *("gpg", "optimal_token_baseline", "gdpo"),
+    ),
+    "actor.policy_loss": ("dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "dro", "cispo"),
+    "actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "actor.kl_loss_type": ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"),
+    "algorithm.kl_penalty": ("k1", "abs", "k2", "k3"),
+}
+OTHER = {
+    "algorithm.adv_estimator": {
+        "grpo_vectorized": "grpo",
+        "rloo_vectorized": "rloo",
+        "tir_optimal_token_baseline": "optimal_token_baseline",
+    },
+    "actor.policy_loss": {"vanilla": "ppo", "geo_mean": "gmpo"},
+    "actor.kl_loss_type": {
+        "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+",
+    },
+    "algorithm.kl_penalty": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+}  # fmt: skip
+REFUSED = {
+    "actor.policy_loss=bypass_mode": r"verl's bypass_mode is actor\.old_log_probs=engine",
+    "actor.loss_agg_mode=token-sum": "choose one of: token-mean",
+    "actor.kl_loss_type=full": "choose one of: k1",
+    # its reward managers: naive, prime, dapo, batch, remote, rate_limited, gdpo
+    "reward_model.reward_manager=dapo": r"dapo is reward\.overlong_tokens",
+    "reward.reward_manager.name=prime": "in a pool of processes",
+}
+NAMES = [(key, name, name) for key, names in SAME.items() for name in names]
+NAMES += [(key, name, ours) for key, names in OTHER.items() for name, ours in names.items()]
+
+
+@pytest.mark.parametrize(("key", "name", "ours"), NAMES)
+def test_a_name_of_verl_is_read_as_ours(key: str, name: str, ours: str) -> None:
+    config = load_config("e2e", [f"{key}={name}"])
+    assert value_at(config, key) == ours and not list(problems(config))
+
+
+@pytest.mark.parametrize(("word", "said"), REFUSED.items())
+def test_a_name_without_a_counterpart_is_refused_with_what_to_set(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("e2e", [word])
