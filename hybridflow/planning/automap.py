@@ -8,9 +8,11 @@ are left out, and so are branches that are slower than the best step so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 Seconds = tuple[float, ...]  # of each stage of a step
 
@@ -85,11 +87,15 @@ def step_seconds(pools: Sequence[Seconds], overlaps: bool) -> float:
     return max(apart, *(sum(pool) for pool in pools))
 
 
-def search(problem: Problem) -> Mapped | None:
-    """The shortest step; None where nothing fits."""
+def search(problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | None = None) -> Mapped | None:
+    """The shortest step; None where nothing fits.
+
+    Args:
+        placements: set partitions of the models to choose from; None: all there are.
+    """
     best: Mapped | None = None
     known: dict[tuple[tuple[str, ...], int], list[tuple[Seconds, tuple[tuple[str, Option], ...]]]] = {}
-    for partition in partitions(problem.models):
+    for partition in partitions(problem.models) if placements is None else placements:
         pools = [tuple(sorted(pool)) for pool in partition]
         for pool in pools:
             for size in problem.sizes:
@@ -103,7 +109,8 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
     """Choices of layouts for the models of a pool that fit together, without those that are slower in every stage."""
     found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [(0.0, 0.0, (), ())]
     for model in pool:
-        options = [option for option in problem.options(model, size) if option.devices <= size]
+        fitting = [option for option in problem.options(model, size) if option.devices <= size]
+        options = _undominated(fitting, lambda one: (one.held, one.working, *one.seconds))
         grown = [
             (
                 held + option.held,
@@ -121,10 +128,15 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:
+    """The elements that no other equals or betters in every entry of its key, in the order of their keys."""
+    if not found:
+        return []
+    ordered = sorted(((key(one), one) for one in found), key=lambda pair: pair[0])
     kept: list[Any] = []
-    for one in sorted(found, key=key):
-        mine = key(one)
-        if not any(all(a <= b for a, b in zip(key(other), mine, strict=True)) for other in kept):
+    keys = np.empty((len(ordered), len(ordered[0][0])))
+    for mine, one in ordered:
+        if not (keys[: len(kept)] <= mine).all(axis=1).any():
+            keys[len(kept)] = mine
             kept.append(one)
     return kept
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridflow.algorithms import vocab_parallel
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig
 from tests.dist.harness.policies import batch_of, policy_of, share_of
@@ -59,6 +60,7 @@ CUTS = [
 
 MASKED = {f"{name}, masked": config for name, config in LOSSES.items() if config}
 MASKED_CUTS = ("one micro-batch", "CP2 DP2", "PP2 VPP2 DP2")
+INTO_MAIN_GRAD = "token-mean, into main_grad"
 
 
 def gradients(worlds: Any, folder: Path) -> dict[str, dict[str, float]]:
@@ -90,6 +92,7 @@ def _measure(cut: Cut, path: Path) -> dict[str, float]:
         found |= {name: _gradient(policy, masked, config, cut.max_tokens) for name, config in MASKED.items()}
         again = _gradient(policy, plain, LOSSES["token-mean"], cut.max_tokens)
         assert all(torch.equal(found["token-mean"][name], tensor) for name, tensor in again.items())
+    found[INTO_MAIN_GRAD] = _gradient_into_main_grad(policy, share_of(batch), cut.max_tokens)
     if cut is CUTS[0]:
         _check_by_hand(policy, batch, found)
         torch.save(found, path.with_suffix(".partial"))
@@ -98,11 +101,27 @@ def _measure(cut: Cut, path: Path) -> dict[str, float]:
     one = torch.load(path, weights_only=True)
     differences = {}
     for name, tensors in found.items():
-        scale = max(float(tensor.abs().max()) for tensor in one[name].values())
-        worst = torch.tensor(max((float((tensors[key] - one[name][key]).abs().max()) for key in tensors), default=0.0))
+        expected = one["token-mean" if name == INTO_MAIN_GRAD else name]
+        scale = max(float(tensor.abs().max()) for tensor in expected.values())
+        worst = torch.tensor(max((float((tensors[key] - expected[key]).abs().max()) for key in tensors), default=0.0))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         differences[name] = float(worst) / scale
     return differences
+
+
+def _gradient_into_main_grad(policy: Any, batch: DataProto, max_tokens: int) -> dict[str, torch.Tensor]:
+    """The reduced gradient where the output layer's is added to the buffer of Megatron's DDP by the backward of the
+    log-probs, as on a GPU, and not by DDP's hook."""
+    kept = vocab_parallel.uses_triton
+    vocab_parallel.uses_triton = lambda tensor: True
+    try:
+        found = _gradient(policy, batch, LOSSES["token-mean"], max_tokens)
+    finally:
+        vocab_parallel.uses_triton = kept
+    weights = policy.weights()
+    added = {name for name, parameter in weights.items() if getattr(parameter, "grad_added_to_main_grad", False)}
+    assert added == {name for name in weights if name.endswith("output_layer.weight")}, added
+    return found
 
 
 def batch_with_columns(policy: Any, rows: int = ROWS) -> DataProto:

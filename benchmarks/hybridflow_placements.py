@@ -1,0 +1,152 @@
+"""The placements that the HybridFlow paper compares (arXiv 2409.19256, section 8.3, figures 12 and 13), as the planner
+predicts them: which is fastest for which models on how many A100.
+
+`make bench NAME=hybridflow_placements` prints the table of docs/planning.md. Predictions, not times: the table is the
+same on any machine. The settings are the paper's: PPO, 1,024 prompts and as many responses of 1,024 tokens each, 8
+updates, nothing offloaded, the actor generating on its own devices with the memory that is left for the KV cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybridflow.config.schema import OffloadConfig
+from hybridflow.planning.automap import Mapped, Option, Problem, partitions, search
+from hybridflow.planning.autoplan import Search
+from hybridflow.planning.constants import FITTED
+from hybridflow.planning.devices import DEVICES, Machines
+from hybridflow.planning.generation import Engine, Lengths
+from hybridflow.planning.job import Job, RolePlan
+from hybridflow.planning.sizes import decoder_of
+from hybridflow.planning.table import markdown
+from hybridflow.planning.training import Cut, Training
+from hybridflow.reshard.engine_layouts import EngineShape
+
+TOKENS, PROMPTS, UPDATES, MICRO_TOKENS = 1024, 1024, 8, 4096
+MEMORY_FRACTIONS = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)  # what may be left for an engine
+MODELS = ("actor", "rollout", "reference", "critic", "reward_model")
+PLACEMENTS: Mapping[str, Sequence[Sequence[str]]] = {
+    "colocate": (MODELS,),
+    "split": (("actor", "rollout", "reference"), ("critic", "reward_model")),
+    "standalone": (("actor", "rollout"), ("reference",), ("critic",), ("reward_model",)),
+}
+# hidden size, width of the MLP, layers, heads, key-value heads of Llama (34B: Code Llama, 70B: Llama 2)
+LLAMA = {
+    "7B": (4096, 11008, 32, 32, 32),
+    "13B": (5120, 13824, 40, 40, 40),
+    "34B": (8192, 22016, 48, 64, 8),
+    "70B": (8192, 28672, 80, 64, 8),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Models and devices, and which placement the paper's text calls the fastest; None: it says nothing."""
+
+    actor: str
+    critic: str
+    devices: int
+    paper: str | None
+
+
+SETTINGS = (
+    *(Setting("7B", "7B", devices, None) for devices in (16, 32, 64, 96, 128)),
+    *(Setting("13B", "13B", devices, "colocate") for devices in (16, 32, 64)),
+    *(Setting("13B", "13B", 96, "split"), Setting("13B", "13B", 128, "standalone")),
+    *(Setting("34B", "34B", devices, "colocate") for devices in (32, 64)),
+    *(Setting("34B", "34B", devices, "split") for devices in (96, 128)),
+    *(Setting("70B", "70B", devices, None) for devices in (64, 96, 128)),
+    *(Setting("13B", "70B", devices, "colocate") for devices in (32, 64)),
+    # on 128 everything but the critic is together
+    *(Setting("13B", "70B", 96, "split"), Setting("13B", "70B", 128, "critic apart")),
+)
+
+
+class EnginesInWhatIsLeft(Search):
+    """Engines that take a larger or a smaller share of a device."""
+
+    def _engine_options(self, size: int) -> Iterator[Option]:
+        for fraction in MEMORY_FRACTIONS:
+            engine = replace(self.job.engine, memory_fraction=fraction)
+            yield from Search(replace(self.job, engine=engine), self.memory, self.engine_ranks)._engine_options(size)
+
+
+def job_of(setting: Setting) -> Job:
+    """The paper's run of this size."""
+    device, offload = DEVICES["A100"], OffloadConfig(weights=False, gradients=False, optimizer=False)
+
+    def role(name: str, size: str) -> RolePlan:
+        training = Training(
+            decoder_of(sizes_of(size)), Cut(setting.devices), device, scalar_head=name in ("critic", "reward_model")
+        )
+        updates = UPDATES if name in ("actor", "critic") else 0
+        return RolePlan(name, training, MICRO_TOKENS, updates, 1, offload, False)
+
+    actors, critics = (("actor", "reference"), ("critic", "reward_model"))
+    return Job(
+        roles=(*(role(name, setting.actor) for name in actors), *(role(name, setting.critic) for name in critics)),
+        engine=Engine(decoder_of(sizes_of(setting.actor)), EngineShape(1), device),
+        engines=setting.devices,
+        shares=True,
+        sleeps=True,
+        prompts=PROMPTS,
+        samples=PROMPTS,
+        prompt_tokens=TOKENS,
+        lengths=Lengths(TOKENS, TOKENS),
+        machines=Machines("A100", device, setting.devices // 8, 8),
+        staging_bytes=1 << 30,
+        is_staged=False,
+        save_every=0,
+    )
+
+
+def sizes_of(size: str) -> dict[str, object]:
+    """The config of a Llama."""
+    hidden, width, layers, heads, groups = LLAMA[size]
+    return {
+        "model_type": "llama",
+        **{"vocab_size": 32000, "hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": groups},
+    }
+
+
+@functools.cache
+def mapped(setting: Setting) -> dict[str, Mapped | None]:
+    """The best mapping of each placement, and of all placements in which the actor generates."""
+    job = job_of(setting)
+    reserve = (2 * FITTED.process_gb + 5 * FITTED.group_gb) * 1e9
+    memory = (job.machines.device.memory_gb * 1e9 - reserve) / FITTED.fragmentation
+    found = EnginesInWhatIsLeft(job, memory, 8)
+    problem = Problem(MODELS, setting.devices, found.sizes, memory, lambda model, size: found.options(1.0, model, size))
+    every = [
+        [[*pool, *(["rollout"] if "actor" in pool else [])] for pool in partition]
+        for partition in partitions([name for name in MODELS if name != "rollout"])
+    ]
+    return {name: search(problem, [pools]) for name, pools in PLACEMENTS.items()} | {"any": search(problem, every)}
+
+
+def fastest(found: Mapping[str, Mapped | None]) -> str:
+    """Which of the paper's three placements has the shortest step."""
+    return min((one.seconds, name) for name, one in found.items() if one is not None and name in PLACEMENTS)[1]
+
+
+def table(settings: Sequence[Setting] = SETTINGS) -> str:
+    """The settings as Markdown: seconds of a step, the fastest placement and the paper's."""
+    head = ("actor, critic", "A100", *PLACEMENTS, "fastest of all", "fastest of three", "paper")
+    rows = []
+    for setting in settings:
+        found = mapped(setting)
+        seconds = ["does not fit" if one is None else f"{one.seconds:.0f} s" for one in found.values()]
+        best = fastest(found)
+        said = setting.paper or "-"
+        rows.append((
+            f"{setting.actor}, {setting.critic}", str(setting.devices), *seconds, best,
+            said if said in ("-", best) else f"{said} (differs)",
+        ))  # fmt: skip
+    return markdown(head, rows)
+
+
+if __name__ == "__main__":
+    print(table())
