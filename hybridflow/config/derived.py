@@ -136,7 +136,7 @@ def scores_before_update(config: RunConfig) -> bool:
     """
     actor, algorithm = config.actor, config.algorithm
     reads = {*ESTIMATORS.get(algorithm.adv_estimator).reads, *POLICY_LOSSES.get(actor.policy_loss).reads}
-    if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads:
+    if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads or actor.entropy_target is not None:
         return True
     if "old_log_probs" in ESTIMATORS.get(algorithm.adv_estimator).reads:
         return True

@@ -213,7 +213,11 @@ class ActorConfig:
     # what seq-mean-token-sum-norm divides a sequence's sum by (Dr.GRPO; verl: data.max_response_length)
     loss_norm_tokens: PositiveInt = 1024
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the entropy bonus
+    # the bonus counts while the mean entropy of a step's sampled tokens (nats) is below this; entropy_coef is where its
+    # coefficient starts, which each step moves up by entropy_coef_step below it and down beyond; null: it is fixed
+    entropy_target: Positive | None = None
+    entropy_coef_step: Positive = 0.005
     # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
     expert_bias_update_rate: NonNegative = 0.0
     kl_loss_coef: NonNegative = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all

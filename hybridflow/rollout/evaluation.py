@@ -26,6 +26,7 @@ from hybridflow.rollout.sampling_control import without_rows
 
 # large, and not read here
 _NOT_DUMPED = (
+    "entropy_coefs",
     "entropys",
     "ref_log_probs",
     "response_ids",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from hybridflow.algorithms.entropy_control import EntropyControl
 from hybridflow.algorithms.estimators.base import Samples
 from hybridflow.algorithms.kl_control import KlControl
 from hybridflow.algorithms.losses import kl_penalty
@@ -33,8 +34,11 @@ def advantages_step(config: RunConfig) -> DataflowStep:
     penalty = ("old_log_probs", "ref_log_probs") if config.algorithm.kl_coef else ()
     model = ("rm_scores",) if derived.has_reward_model(config) else ()
     returns = ("returns",) if estimator.needs_critic else ()
-    reads = dict.fromkeys(("response_ids", RESPONSE_MASK, "scores", "uid", *model, *penalty, *estimator.reads))
-    return DataflowStep("advantages", tuple(reads), ("rewards", "advantages", *returns))
+    steered = config.actor.entropy_target is not None
+    entropy, coefficients = (("entropys",), ("entropy_coefs",)) if steered else ((), ())
+    always = ("response_ids", RESPONSE_MASK, "scores", "uid")
+    reads = dict.fromkeys((*always, *model, *penalty, *entropy, *estimator.reads))
+    return DataflowStep("advantages", tuple(reads), ("rewards", "advantages", *returns, *coefficients))
 
 
 class Advantages:
@@ -44,12 +48,15 @@ class Advantages:
         self.config, self.algorithm = config, config.algorithm
         self.estimator, self.options = ESTIMATORS.get(self.algorithm.adv_estimator), estimator_options(self.algorithm)
         self.control = KlControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
-        self.model_scores = ModelScores(config.reward_model)
+        self.model_scores, actor = ModelScores(config.reward_model), config.actor
+        self.entropy: EntropyControl | None = None
+        if actor.entropy_target is not None:
+            self.entropy = EntropyControl(actor.entropy_coef, actor.entropy_target, actor.entropy_coef_step)
         self.metrics: dict[str, float] = {}
 
     def add(self, batch: DataProto) -> DataProto:
         """Adds rewards [B] (the weighted scores less the KL penalties of the row) and advantages (jagged); with a
-        critic, returns too."""
+        critic, returns too; with a target of the entropy, entropy_coefs, the coefficient at each token."""
         self.metrics = {}
         lengths, scores = torch.tensor(batch.lengths("response_ids")), torch.from_numpy(self._scores(batch))
         penalties = self._penalties(batch, lengths)
@@ -67,15 +74,20 @@ class Advantages:
                 returns[tokens] = values.float()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         columns = {"advantages": (advantages, offsets)} | ({} if returns is None else {"returns": (returns, offsets)})
+        if self.entropy is not None:
+            columns["entropy_coefs"] = (torch.full((len(tokens),), self._entropy_coefficient(batch)), offsets)
         return batch.with_torch(rewards=scores - sums_of_rows(penalties, lengths), **columns)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
-        return {"kl_coef": self.control.value, **self.model_scores.state()}
+        steered = {} if self.entropy is None else {"entropy_coef": self.entropy.value}
+        return {"kl_coef": self.control.value, **steered, **self.model_scores.state()}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on with it."""
         self.control.value = float(state["kl_coef"])
+        if self.entropy is not None:  # a run that went on without a target has none
+            self.entropy.value = float(state.get("entropy_coef", self.entropy.value))
         self.model_scores.restore(state)
 
     def _scores(self, batch: DataProto) -> np.ndarray:
@@ -113,6 +125,16 @@ class Advantages:
             part_rewards=None if given is None else self.config.reward.weight * given - penalties,
             part_ends=ends,
         )
+
+    def _entropy_coefficient(self, batch: DataProto) -> float:
+        """The coefficient of this step's entropy bonus; moves it on."""
+        assert self.entropy is not None
+        mask = batch.torch(RESPONSE_MASK)[0]
+        if not mask.any():
+            return 0.0
+        coefficient = self.entropy.update(float(batch.torch("entropys")[0][mask].double().mean()))
+        self.metrics["actor/entropy_coef"] = coefficient
+        return coefficient
 
     def _penalties(self, batch: DataProto, lengths_B: torch.Tensor) -> torch.Tensor:
         """[T] what each token's divergence from the reference takes off its reward; moves the KL coefficient on."""

@@ -33,7 +33,7 @@ class PolicyLoss:
         self.config, self.options, self.old = config, policy_loss_options(config), old
         self.function = POLICY_LOSSES.get(config.policy_loss).function
         self.columns = policy_loss_columns(config, old)
-        self.with_entropy = config.entropy_coef != 0
+        self.with_entropy = config.entropy_coef != 0 or config.entropy_target is not None
 
     def __call__(
         self, log_probs: torch.Tensor, entropy: torch.Tensor | None, micro: ResponseTokens
@@ -51,8 +51,9 @@ class PolicyLoss:
         if weights is not None:
             loss = loss * weights
         metrics["actor/pg_loss"] = self._aggregate(loss.detach(), tokens)
-        if config.entropy_coef and entropy is not None:
-            loss = loss - config.entropy_coef * entropy
+        if entropy is not None and self.with_entropy:
+            steered = config.entropy_target is not None
+            loss = loss - (tokens.columns["entropy_coefs"] if steered else config.entropy_coef) * entropy
         if config.kl_loss_coef:
             penalty = kl_penalty(tokens.log_probs, tokens.columns["ref_log_probs"], config.kl_loss_type)
             metrics["actor/kl_loss"] = self._aggregate(penalty.detach(), tokens)
@@ -95,7 +96,8 @@ def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") 
     """Columns over response tokens that an update of the policy reads; `old` as for `PolicyLoss`."""
     reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
     engine = ("rollout_log_probs", old) if corrects(config) else ()
-    wanted = (RESPONSE_MASK, *reads, *engine, *(("ref_log_probs",) if config.kl_loss_coef else ()))
+    steered = ("entropy_coefs",) if config.entropy_target is not None else ()
+    wanted = (RESPONSE_MASK, *reads, *engine, *steered, *(("ref_log_probs",) if config.kl_loss_coef else ()))
     return tuple(dict.fromkeys(name for name in wanted if name is not None))
 
 

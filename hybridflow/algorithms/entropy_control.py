@@ -1,0 +1,17 @@
+"""The coefficient of the entropy bonus: steered, so that the policy's entropy does not fall below a target."""
+
+from __future__ import annotations
+
+
+class EntropyControl:
+    """Holds a coefficient that rises by `step` where the entropy is below `target` and falls by it, down to 0, where it
+    is not; the bonus counts only where the entropy is below (Skywork-OR1, arXiv 2505.22312, section 4)."""
+
+    def __init__(self, coefficient: float, target: float, step: float) -> None:
+        self.value, self.target, self.step = coefficient, target, step
+
+    def update(self, entropy: float) -> float:
+        """The coefficient for a step whose sampled tokens have this mean entropy, in nats; moves it on."""
+        below, now = entropy < self.target, self.value
+        self.value = max(0.0, now + (self.step if below else -self.step))
+        return now if below else 0.0
