@@ -12,6 +12,7 @@ from hybridflow.observe import scale
 from hybridflow.observe.charts import Drawn
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 560, 104, 62, 22, 26, 16
+_CHARACTER = 7.5  # width of one in the figure behind a bar
 _GB = 1e9
 _COLORS = 8  # parts that get a colour of their own; the rest is grey
 
@@ -72,20 +73,24 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
 
 def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
     ends = (sum(phase["seconds"] for phase in phases), sum(measured.get(phase["name"], 0.0) for phase in phases))
-    x = _axis(ends)
+    texts = [
+        " | ".join(_seconds(value) for value in (phase["seconds"], measured.get(phase["name"])) if value is not None)
+        for phase in phases
+    ]
+    x = _axis(ends, max(map(len, texts), default=0))
     body = [_frame([phase["name"] for phase in phases], x)]
     planned = taken = 0.0
     for row, phase in enumerate(phases):
         seconds, real = phase["seconds"], measured.get(phase["name"])
         parts = 1 if not measured else 2
         body.append(_bar(x, row, planned, planned + seconds, "var(--c0)", 0, parts))
-        text, end = _seconds(seconds), planned + seconds
+        end = planned + seconds
         if real is not None:
             body.append(_bar(x, row, taken, taken + real, "var(--c1)", 1, parts))
-            text, end = f"{text} | {_seconds(real)}", max(end, taken + real)
+            end = max(end, taken + real)
             taken += real
         planned += seconds
-        body.append(_value(x(end), row, text))
+        body.append(_value(x(end), row, texts[row]))
     legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
     return _drawn("Schedule of a step", "phases one after another, seconds", body, len(phases), legend)
 
@@ -94,8 +99,10 @@ def _seconds(value: float) -> str:
     return f"{value:,.1f} s" if value >= 0.95 else f"{value:.2g} s"
 
 
-def _axis(values: Sequence[float]) -> scale.Scale:
-    return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - RIGHT, (0.0,))
+def _axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
+    """An axis from 0 to the largest value, with room for so many characters behind the longest bar."""
+    right = max(RIGHT, 5 + _CHARACTER * characters)
+    return scale.linear([max([*values, 1e-9])], LEFT, WIDTH - right, (0.0,))
 
 
 def _frame(names: Sequence[str], x: scale.Scale) -> Markup:

@@ -46,6 +46,15 @@ def test_measured_phases_stand_below_the_planned_ones() -> None:
     assert [label for label, _, _ in schedule.legend] == ["planned", "measured"]
 
 
+@pytest.mark.parametrize("seconds", [0.25, 50.0, 12499.0])
+def test_the_figures_behind_the_bars_end_within_the_picture(seconds: float) -> None:
+    measured = {"generation": 2 * seconds, "update actor": 2 * seconds}
+    schedule = pictures([{**phase, "seconds": seconds} for phase in PHASES], 80e9, measured)[1]
+    found = re.findall(r'class="value" x="([\d.]+)" y="[\d.]+">([^<]+)<', schedule.svg)
+    assert len(found) == 3 and sum(" | " in text for _, text in found) == 2
+    assert all(float(left) + 7.5 * len(text) <= 560 for left, text in found)
+
+
 def test_a_device_far_larger_than_the_job_does_not_hide_it() -> None:
     assert "a device" not in pictures(PHASES, 8e12, {})[0].svg
 
