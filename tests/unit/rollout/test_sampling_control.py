@@ -111,6 +111,9 @@ NAMES = sorted(
 def test_advantages_are_those_of_the_batch_without_the_samples_that_are_left_out(name: str) -> None:
     scores, lengths = [1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75], [3, 2, 1, 4, 2, 2, 3]
     batch = batch_of(scores, [0, 0, 0, 0, 1, 1, 1], lengths)
+    if ESTIMATORS.get(name).takes_parts:
+        extras = [{"turn_rewards": [score]} for score in scores]
+        batch = batch.with_columns(reward_extra=np.array(extras, dtype=object))
     left_out = np.array([False, True, False, False, False, False, True])
     made = Advantages(RunConfig(algorithm=AlgorithmConfig(adv_estimator=name)))
     found, wanted = made.add(without_rows(batch, left_out)), made.add(batch.rows(~left_out))
