@@ -355,6 +355,10 @@ class Prefixed:
         """Wait until all keys have a value."""
         self.client.wait([self._key(key) for key in keys], timeout)
 
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        return self.client.delete_key(self._key(key))
+
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 

@@ -136,9 +136,6 @@ class PeerWatch:
                 self._fd = os.pidfd_open(peer["process"])
             except ProcessLookupError:
                 self._ended = True
-        self._poll = select.poll()
-        if self._fd >= 0:
-            self._poll.register(self._fd, select.POLLIN)
 
     @property
     def fd(self) -> int:
@@ -146,15 +143,17 @@ class PeerWatch:
         return self._fd
 
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended."""
-        return self._ended or (self._fd >= 0 and bool(self._poll.poll(0)))
+        """Whether the process is known to have ended. Any thread may ask, also while another closes this."""
+        poll, fd = select.poll(), self._fd  # an object of this call's: two threads cannot wait with one
+        if fd >= 0:
+            poll.register(fd, select.POLLIN)
+        return self._ended or any(event & select.POLLIN for _, event in poll.poll(0))
 
     def close(self) -> None:
         """Let go of the process."""
-        if self._fd >= 0:
-            self._poll.unregister(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class Peers:

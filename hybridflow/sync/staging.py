@@ -87,6 +87,10 @@ class Copies:
         """Copy the slices of a message from `payload` into the buffers."""
         torch._foreach_copy_(self._local[number], self._views(number, payload))
 
+    def forget_payloads(self) -> None:
+        """Forget the places of slices in payloads."""
+        self._packed = {}
+
     def _in_one_read(self, number: int) -> Slices:
         if number not in self._prepared:
             pieces = zip(self._slices[number], self._local[number], strict=True)
@@ -126,6 +130,11 @@ class MessageViews:
             self.clear()
             self._copies, self._messages, self._where = Copies(messages, buffers), messages, where
         return self._copies
+
+    def forget_payloads(self) -> None:
+        """Forget the views of messages, which keep the memory they lie in alive."""
+        if self._copies is not None:
+            self._copies.forget_payloads()
 
     def clear(self) -> None:
         """Forget all views."""
@@ -273,14 +282,14 @@ class _Staging:
         fits = len(self.slabs) == count and all(slab.numel() >= nbytes and slab.device == device for slab in self.slabs)
         if not fits:
             if self.slabs:
-                self.release()  # views of the old slabs would keep them alive
+                self.release()
             self.slabs = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
         return self.slabs
 
     def release(self) -> None:
-        """Give all memory back; the next sync makes it anew."""
-        self.slabs = []
-        self.forget()
+        """Give all memory back; the next sync makes it anew. Views of the rank's buffers stay."""
+        self.slabs, self._placed = [], None
+        self.views.forget_payloads()
 
     def forget(self) -> None:
         """Forget all views; the next sync makes them anew."""

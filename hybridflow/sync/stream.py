@@ -181,7 +181,8 @@ def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
 
 
 class Received:
-    """What has arrived. Staged: nothing is written to the engine's buffers before `commit`."""
+    """What has arrived. Staged: nothing is written to the engine's buffers before `commit`, and its memory is free
+    after it."""
 
     def __init__(self, stats: StreamStats, commit: Commit | None) -> None:
         self.stats = stats
@@ -194,7 +195,7 @@ class Received:
         start = time.perf_counter()
         if self._commit is not None:
             self._commit(buffers)
-            self._commit = None  # the memory belongs to the next sync
+            self._commit = None
         return time.perf_counter() - start
 
 
@@ -263,7 +264,8 @@ def _receive_in_place(sync: _RankSync, channel: ReceiveChannel) -> int:
 
 
 def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]:
-    """Into one slab, where everything stays until the commit."""
+    """Into one slab, where everything stays until the commit and which ends with it: between syncs the memory is the
+    engine's."""
     messages, staging, places = sync.messages, sync.staging, sync.places(keep=True)
     for number in _arrivals(sync, channel, places):
         sync.take(number, places[number])
@@ -272,6 +274,8 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
         copies = staging.views.prepare(messages, target)
         for number, payload in enumerate(places):
             copies.scatter(number, payload)
+        places.clear()
+        staging.release()
 
     return staging.nbytes, commit
 

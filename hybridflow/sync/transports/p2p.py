@@ -4,12 +4,21 @@ buffers.
 The group is a bare one, made from the session's store: nothing of `torch.distributed`'s global state is read or
 changed, so the same process may have Megatron's groups or SGLang's. NCCL pairs by order and ignores tags; both sides go
 through messages in one order anyway.
+
+**NCCL.** A kernel of NCCL's occupies its device until the other side's kernel runs, and kernels of one device may stand
+in one queue, whatever session they belong to. Two senders that start messages to two engines in different orders would
+then wait for each other for ever. So a receiver says in the store when it has begun to wait for a message and has
+received all before it, and a sender starts a message only then: what lies in a sender's queue ends without anything
+else being started, in whatever order engines are served. A session has one communicator, and all its pairs are
+connected before the first message, because NCCL connects a pair at its first message and blocks meanwhile.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import Counter, deque
 from datetime import timedelta
 from typing import Any
 
@@ -17,30 +26,41 @@ import torch
 
 from hybridflow.device.platform import Platform
 from hybridflow.errors import WeightSyncError
+from hybridflow.process.rendezvous import client_store
+from hybridflow.process.store import Prefixed, StoreError, StoreLate
 from hybridflow.process.torch_store import TorchStore
 from hybridflow.sync.meeting import Member, Peers, meet
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Sessions with several engines are opened by a thread each, and what a constructor reads belongs to the process.
+# Nothing that waits for another rank is done under this lock: ranks open their sessions in different orders
+_making = threading.Lock()
 _POLL_S = 0.001
+_LOOK_S = 0.2  # between two looks at the peers' processes, while the store is waited for
+_MOST_CTAS = 8  # of a communicator on its device, which has one for every engine
 
 
 def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
     """Open trainer rank `rank`'s end of the session."""
-    return PeerToPeer(Member(endpoint, "trainer", rank), device)
+    return _open(Member(endpoint, "trainer", rank), device)
 
 
 def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
     """Open engine rank `rank`'s end of the session."""
-    return PeerToPeer(Member(endpoint, "engine", rank), device)
+    return _open(Member(endpoint, "engine", rank), device)
+
+
+def _open(member: Member, device: torch.device) -> PeerToPeer:
+    return OverNccl(member, device) if _is_nccl(device) else OverGloo(member, device)
 
 
 class PeerToPeer:
     """Either end: trainer ranks come first in the group, engine ranks after them."""
 
     def __init__(self, member: Member, device: torch.device) -> None:
-        self.member = member
+        self.member, self.device = member, device
         meeting = meet(member)
         endpoint = member.endpoint
         self._place = {rank: number for number, rank in enumerate(endpoint.receivers, start=len(endpoint.senders))}
@@ -51,12 +71,16 @@ class PeerToPeer:
             if member.side == "trainer"
             else len(endpoint.senders) + endpoint.receivers.index(member.rank)
         )
-        self.peers, self.is_nccl = Peers(member, meeting), _is_nccl(device)
+        self.peers = Peers(member, meeting)
         self._store = TorchStore(meeting.store.client, f"group/{endpoint.session}/")
         try:
-            self._group = _group(endpoint, self._store, mine, device)
+            self._group = self._join(mine, len(endpoint.senders) + len(endpoint.receivers))
         except RuntimeError as error:
             raise self._unopened(error) from error
+
+    def _join(self, number: int, size: int) -> Any:
+        """The process group, in which this rank has that number."""
+        raise NotImplementedError
 
     @property
     def is_open(self) -> bool:
@@ -65,21 +89,13 @@ class PeerToPeer:
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """Start sending; the payload stays untouched until `wait`."""
-        return self._start("send", peer, tag, payload)
+        raise NotImplementedError
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """Start receiving into `into`."""
-        return self._start("recv", peer, tag, into)
+        raise NotImplementedError
 
-    def _start(self, method: str, peer: int, tag: int, payload: Payload) -> Work:
-        if self._group is None:
-            raise self.member.failure(peer, tag, "the session was given up before")
-        try:
-            return _Transfer(self, peer, tag, getattr(self._group, method)([payload.tensor], self._place[peer], tag))
-        except RuntimeError as error:
-            raise self.peers.lost(peer, tag, _first_line(error)) from error
-
-    def _unopened(self, error: RuntimeError) -> WeightSyncError:
+    def _unopened(self, error: Exception) -> WeightSyncError:
         """The error for a group that did not come about."""
         member, reason = self.member, _first_line(error)
         if ended := self.peers.ended():
@@ -107,29 +123,237 @@ class PeerToPeer:
         self.peers.forget()
 
 
-class _Transfer:
-    def __init__(self, channel: PeerToPeer, peer: int, tag: int, work: Any) -> None:
+class OverGloo(PeerToPeer):
+    """Carries CPU buffers."""
+
+    def _join(self, number: int, size: int) -> Any:
+        import torch.distributed as dist
+
+        endpoint = self.member.endpoint
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=endpoint.timeout_s)
+        # by default gloo listens at the address of the host's name
+        is_loopback = endpoint.host in ("localhost", "::1") or endpoint.host.startswith("127.")
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            if is_loopback
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
+        return dist.ProcessGroupGloo(self._store, number, size, options)
+
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """Start sending; the payload stays untouched until `wait`."""
+        return self._start("send", peer, tag, payload)
+
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """Start receiving into `into`."""
+        return self._start("recv", peer, tag, into)
+
+    def _start(self, method: str, peer: int, tag: int, payload: Payload) -> Work:
+        if self._group is None:
+            raise self.member.failure(peer, tag, "the session was given up before")
+        try:
+            return _GlooTransfer(
+                self, peer, tag, getattr(self._group, method)([payload.tensor], self._place[peer], tag)
+            )
+        except RuntimeError as error:
+            raise self.peers.lost(peer, tag, _first_line(error)) from error
+
+
+class _GlooTransfer:
+    def __init__(self, channel: OverGloo, peer: int, tag: int, work: Any) -> None:
         self._channel, self._peer, self._tag, self._work = channel, peer, tag, work
 
     def wait(self) -> None:
         member = self._channel.member
         try:
-            if self._channel.is_nccl:
-                self._wait_for_the_device()
-                self._work.wait()  # the current stream goes on after the transfer
-            else:
-                self._work.wait(timedelta(seconds=member.endpoint.timeout_s))
+            self._work.wait(timedelta(seconds=member.endpoint.timeout_s))
         except RuntimeError as error:
             reason = _first_line(error).lower()
             if "timed out" in reason or "timeout" in reason:
                 raise member.late(self._peer, self._tag) from error
             raise self._channel.peers.lost(self._peer, self._tag, _first_line(error)) from error
 
+
+class OverNccl(PeerToPeer):
+    """Carries GPU buffers, over one communicator."""
+
+    def __init__(self, member: Member, device: torch.device) -> None:
+        super().__init__(member, device)
+        endpoint = member.endpoint
+        # a connection of its own: the group's is asked by threads of NCCL's group
+        self._notes = Prefixed(
+            f"transport/{endpoint.session}/ready", client_store(endpoint.host, endpoint.port, endpoint.timeout_s)
+        )
+        self._counts: Counter[int] = Counter()  # messages with each peer that were announced, or seen to be
+        self._together = max(1, endpoint.slots // 2)  # half of what may be under way, while the rest is dealt with
+        self._next: _Batch | None = None  # of a receiver: not started
+        self._started: deque[_Batch] = deque()  # of a receiver, in order; the first has been announced
+        self._connect()
+
+    def _join(self, number: int, size: int) -> Any:
+        import torch.distributed as dist
+
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=30)  # a watchdog that finds a transfer overdue ends the process
+        options.config.max_ctas = _MOST_CTAS
+        with _making:
+            before = os.environ.get(_NCCL_ERRORS)
+            # read by the constructor: errors are reported to whoever waits, and end nothing
+            os.environ[_NCCL_ERRORS] = "0"
+            try:
+                return dist.ProcessGroupNCCL(self._store, number, size, options)
+            finally:
+                os.environ.pop(_NCCL_ERRORS)
+                os.environ |= {} if before is None else {_NCCL_ERRORS: before}
+
+    def _connect(self) -> None:
+        """Make the communicator, and connect all pairs by a byte each. NCCL has no deadline for either, so a thread
+        waits there and this one here."""
+        failed: list[BaseException] = []
+
+        def connect(group: Any) -> None:
+            try:
+                group.eager_connect_single_device(self.device)
+                byte = Payload(torch.zeros(1, dtype=torch.uint8, device=self.device))
+                start = self.send if self.member.side == "trainer" else self.receive
+                for peer in self.member.peers:
+                    start(peer, 0, byte).wait()
+            except BaseException as error:  # a thread's exception would be lost
+                failed.append(error)
+
+        deadline = time.monotonic() + self.member.endpoint.timeout_s
+        thread = threading.Thread(target=connect, args=(self._group,), name="connect-nccl", daemon=True)
+        thread.start()
+        while thread.is_alive() and time.monotonic() < deadline and not self.peers.ended_now():
+            thread.join(_POLL_S)
+        if thread.is_alive():
+            failed.append(TimeoutError("NCCL has not connected them"))
+        if failed:
+            error = failed[0] if isinstance(failed[0], WeightSyncError) else self._unopened(failed[0])  # type: ignore[arg-type]
+            self.abort()
+            raise error from failed[0]
+
+    def send(self, peer: int, tag: int, payload: Payload) -> Work:
+        """Return when the receiver waits for this message, and it is on its way."""
+        self._wait_for_receiver(peer, tag)
+        batch = _Batch([("send", payload, peer, tag)])
+        self.start(batch)
+        return _NcclTransfer(self, batch, peer, tag)
+
+    def receive(self, peer: int, tag: int, into: Payload) -> Work:
+        """Several messages are received by one kernel, which starts when they are enough, or the first is waited
+        for."""
+        self._next = batch = self._next or _Batch([])
+        batch.parts.append(("recv", into, peer, tag))
+        if len(batch.parts) == self._together:
+            self._start_next()
+        return _NcclTransfer(self, batch, peer, tag)
+
+    def start(self, batch: _Batch) -> None:
+        """Have NCCL carry out the messages of a batch, unless it does already."""
+        if batch is self._next:
+            return self._start_next()
+        group, (_, _, peer, tag) = self._group, batch.parts[0]
+        if batch.work is not None:
+            return None
+        if group is None:
+            raise self.member.failure(peer, tag, "the session was given up before")
+        try:
+            group._start_coalescing()
+            for method, payload, rank, number in batch.parts:
+                getattr(group, method)([payload.tensor], self._place[rank], number)
+            batch.work = group._end_coalescing()
+        except RuntimeError as error:
+            raise self.peers.lost(peer, tag, _first_line(error)) from error
+
+    def _start_next(self) -> None:
+        batch, self._next = self._next, None
+        assert batch is not None
+        self._started.append(batch)
+        if self._started[0] is batch:
+            self._announce(batch)  # first: as long as a pair is not connected NCCL blocks here until the sender comes
+        self.start(batch)
+
+    def _announce(self, batch: _Batch) -> None:
+        """Tell the senders that this rank waits for these messages alone."""
+        for _, _, peer, tag in batch.parts:
+            self._counts[peer] += 1
+            try:
+                self._notes.set(f"{self.member.rank}/{peer}/{self._counts[peer]}", "")
+            except StoreError as error:
+                raise self._without_store(peer, tag, error) from error
+
+    def ended(self, batch: _Batch) -> None:
+        """A receiver's batch has arrived, and all before it: the senders of the next may start."""
+        if batch not in self._started:
+            return
+        while self._started.popleft() is not batch:
+            pass
+        if self._started:
+            self._announce(self._started[0])
+
+    def _wait_for_receiver(self, peer: int, tag: int) -> None:
+        """Until the peer waits for the next message from this rank."""
+        key, deadline = f"{peer}/{self.member.rank}/{self._counts[peer] + 1}", time.monotonic()
+        deadline += self.member.endpoint.timeout_s
+        while True:
+            if not self.is_open:
+                raise self.member.failure(peer, tag, "the session was given up before")
+            try:
+                self._notes.wait([key], timedelta(seconds=max(0.0, min(_LOOK_S, deadline - time.monotonic()))))
+                self._notes.delete_key(key)
+                break
+            except StoreLate:
+                if ended := self.peers.ended_now():
+                    raise self.member.lost(ended[0], tag) from None
+                if time.monotonic() > deadline:
+                    raise self.member.late(peer, tag) from None
+            except StoreError as error:
+                raise self._without_store(peer, tag, error) from error
+        self._counts[peer] += 1
+
+    def _without_store(self, peer: int, tag: int, error: StoreError) -> WeightSyncError:
+        return self.member.failure(peer, tag, str(error) if self.is_open else "the session was given up before")
+
+    def close(self) -> None:
+        """End the session in good order."""
+        super().close()
+        self._notes.client.close()
+
+    def abort(self) -> None:
+        """Give the session up at once."""
+        super().abort()
+        self._notes.client.close()
+
+
+class _Batch:
+    """Messages that one kernel of NCCL's carries out: method, payload, peer and tag of each."""
+
+    def __init__(self, parts: list[tuple[str, Payload, int, int]]) -> None:
+        self.parts = parts
+        self.work: Any = None
+
+
+class _NcclTransfer:
+    def __init__(self, channel: OverNccl, batch: _Batch, peer: int, tag: int) -> None:
+        self._channel, self._batch, self._peer, self._tag = channel, batch, peer, tag
+
+    def wait(self) -> None:
+        channel = self._channel
+        channel.start(self._batch)
+        self._wait_for_the_device()
+        channel.ended(self._batch)
+        try:
+            self._batch.work.wait()  # the current stream goes on after the transfer
+        except RuntimeError as error:
+            raise channel.peers.lost(self._peer, self._tag, _first_line(error)) from error
+
     def _wait_for_the_device(self) -> None:
         """Poll: NCCL's own deadline would end this process, a dead peer leaves its kernels spinning, and a transfer
         that `abort` ended looks like one that went well."""
         channel, deadline = self._channel, time.monotonic() + self._channel.member.endpoint.timeout_s
-        while not (done := self._work.is_completed()) and channel.is_open and time.monotonic() < deadline:
+        while not (done := self._batch.work.is_completed()) and channel.is_open and time.monotonic() < deadline:
             if ended := channel.peers.ended_now():
                 raise channel.member.lost(ended[0], self._tag)
             time.sleep(_POLL_S)
@@ -137,32 +361,6 @@ class _Transfer:
             raise channel.member.failure(self._peer, self._tag, "the session was given up before")
         if not done:
             raise channel.member.late(self._peer, self._tag)
-
-
-def _group(endpoint: Endpoint, store: TorchStore, rank: int, device: torch.device) -> Any:
-    import torch.distributed as dist
-
-    size, timeout = len(endpoint.senders) + len(endpoint.receivers), timedelta(seconds=endpoint.timeout_s)
-    if _is_nccl(device):
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=30)  # a watchdog that finds a transfer overdue ends the process
-        before = os.environ.get(_NCCL_ERRORS)
-        os.environ[_NCCL_ERRORS] = "0"  # read by the constructor: errors are reported to whoever waits, and end nothing
-        try:
-            return dist.ProcessGroupNCCL(store, rank, size, options)
-        finally:
-            os.environ.pop(_NCCL_ERRORS)
-            os.environ |= {} if before is None else {_NCCL_ERRORS: before}
-    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
-    # by default gloo listens at the address of the host's name
-    is_loopback = endpoint.host in ("localhost", "::1") or endpoint.host.startswith("127.")
-    gloo._devices = [
-        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if is_loopback
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
 
 
 def _is_nccl(device: torch.device) -> bool:

@@ -110,7 +110,11 @@ def test_fsdp_refuses_what_is_megatrons(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("recompute", "full"), ("router_replay", "r3"), ("expert_bias_update_rate", 0.001)]
+    ("key", "value"),
+    [
+        *(("recompute", "full"), ("router_replay", "r3"), ("expert_bias_update_rate", 0.001)),
+        *(("router_aux_loss_coef", 0.01), ("router_z_loss_coef", 0.001)),
+    ],
 )
 def test_fsdp_refuses_settings_that_it_would_ignore(key: str, value: object) -> None:
     [line] = problems(replace(FSDP, actor=replace(FSDP.actor, **{key: value})))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridflow.device.platform import Platform
 from hybridflow.errors import WeightSyncError
@@ -71,6 +72,23 @@ def test_messages_of_mixed_dtypes_are_cast_and_arrive(name: str) -> None:
 
 def _padding(target: Any, catalog: Catalog, rank: int, buffer: str) -> np.ndarray:
     return ~np.isnan(cases.engine_buffers(target, catalog, None)[rank][buffer])
+
+
+def test_what_is_staged_is_freed_by_the_commit() -> None:
+    """Else a second shard would stay beside the engine's weights until the next sync, and through training."""
+    columns = ((0, 0, 1), (1, 4, 3))  # packed: views of the slab are prepared
+    message = Message(0, 0, 0, 48, (Item("a", *columns, "float32"),))
+    sent, live, mail = {"a": torch.arange(24.0).view(4, 6)}, {"a": torch.zeros(4, 6)}, dict[Any, Any]()
+    staging, sending = ReceiveStaging(0), SendStaging(0)
+    for version in (1, 2):
+        sent["a"] += version
+        send_stream([message], sent, cases.Post(mail, 0), sending)
+        received = receive_stream([message], cases.Post(mail, 0), staging, True, live)
+        slab = StorageWeakRef(staging.slabs[0].untyped_storage())
+        assert received.stats.peak_staging_bytes >= 48 and live["a"].count_nonzero() == 12 * (version - 1)
+        received.commit(live)
+        assert slab.expired() and staging.nbytes == 0
+        assert torch.equal(live["a"][:, 1:4], sent["a"][:, 1:4])
 
 
 def test_neighbouring_slices_are_copied_as_one_and_others_are_not() -> None:
