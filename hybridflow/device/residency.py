@@ -156,7 +156,7 @@ class _FileStore:
                 self._file = tempfile.TemporaryFile(prefix="hybridflow-offload-")  # noqa: SIM115  (open as long as this object exists)
             self._file.seek(0)
             for storage in storages:
-                self._file.write(_memory(storage))
+                self._file.write(memory_of(_bytes(storage)))
             self._file.flush()
         except OSError as error:
             size = sum(storage.nbytes() for storage in storages)
@@ -169,7 +169,7 @@ class _FileStore:
         assert self._file is not None
         self._file.seek(0)
         for storage in storages:
-            got = self._file.readinto(_memory(storage))  # type: ignore[attr-defined]
+            got = self._file.readinto(memory_of(_bytes(storage)))  # type: ignore[attr-defined]
             if got != storage.nbytes():
                 raise ResourceError(f"the file with offloaded memory ended after {got} of {storage.nbytes()} bytes")
 
@@ -203,9 +203,10 @@ class _PinnedStore:
         torch.cuda.synchronize()  # the next offload may overwrite the blocks
 
 
-def _memory(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage in this process. `Tensor.numpy()` would make the storage unresizable for good."""
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, as long as the tensor lives. `Tensor.numpy()` would make its
+    storage unresizable for good."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
+from hybridflow.device.residency import memory_of
 from hybridflow.errors import CheckpointError
 from hybridflow.saving.manifest import FileRecord
 
@@ -76,10 +77,11 @@ def write_tensors(folder: Path, rank: int, tensors: Iterable[Any]) -> tuple[list
     chunks: list[Chunk] = []
     with (folder / name).open("xb", buffering=1 << 20) as stream:
         for tensor in tensors:
-            data = tensor.data.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            data = tensor.data.detach().cpu().contiguous()
             if data.nbytes:
-                stream.write(data.data)
-                hasher.update(data.data)
+                memory = memory_of(data)
+                stream.write(memory)
+                hasher.update(memory)
             chunks.append(_describe(tensor, name, offset, data.nbytes))
             offset += data.nbytes
         stream.flush()

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from hybridflow.errors import ModelError
+from hybridflow.device.residency import memory_of
+from hybridflow.errors import ModelError, naming
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.sha256"
@@ -76,24 +77,23 @@ class ShardWriter:
             raise ModelError(
                 f"{self.path}: {entry.name} {entry.shape} was announced, {name} {tuple(tensor.shape)} was added"
             )
-        data = tensor.detach().to("cpu", entry.dtype).contiguous().view(-1)
+        data = tensor.detach().to("cpu", entry.dtype).contiguous()
         if data.numel():
-            self._write(data.view(torch.uint8).numpy().data)
+            self._write(memory_of(data))
 
     def close(self) -> str:
         """The file is on the disk; its SHA-256."""
         if self._left:
             raise ModelError(f"{self.path}: {self._left[-1].name} was announced and never added")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with naming(self.path):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
         return self._hash.hexdigest()
 
     def _write(self, data: bytes | memoryview) -> None:
-        try:
+        with naming(self.path):
             self._stream.write(data)
-        except OSError as error:  # of a full disk, for one; the kernel names no file
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._hash.update(data)
 
 
@@ -110,9 +110,15 @@ def write_surroundings(
     """
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     precision = str(dtype).removeprefix("torch.")
     config = {**hf_config, "dtype": precision, "torch_dtype": precision}
     config.pop("quantization_config", None)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    (folder / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())))
+    texts = {
+        INDEX: json.dumps(index, indent=2),
+        "config.json": json.dumps(config, indent=2),
+        CHECKSUMS: "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())),
+    }
+    for name, text in texts.items():
+        with naming(folder / name):
+            (folder / name).write_text(text)

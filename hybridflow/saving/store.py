@@ -1,9 +1,9 @@
 """Checkpoints on the driver's side: names, what belongs to one, which is the last whole one, retention.
 
 `checkpoints/global_step_N/` (and `sft_step_N/` of the warm start) holds `policy/` (what the ranks wrote), with a critic
-`critic/`, and `driver.json` (step, sampler, totals, as they were when the ranks copied their state). The folder gets
-its name when all of it is on the disk, then `latest.json` points to it. A crash at any moment leaves the previous one
-in force.
+`critic/`, and `driver.json` (step, sampler, totals, as they were when the ranks copied their state), with prompts under
+way also `rollouts.parquet` (what engines had made of them). The folder gets its name when all of it is on the disk,
+then `latest.json` points to it. A crash at any moment leaves the previous one in force.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridflow.batch import DataProto, read_parquet, write_parquet
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.jsonl import finite
 from hybridflow.saving.manifest import (
@@ -31,7 +32,7 @@ from hybridflow.saving.manifest import (
     write_sealed,
 )
 
-DRIVER, LATEST = "driver.json", "latest.json"
+DRIVER, LATEST, ROLLOUTS = "driver.json", "latest.json", "rollouts.parquet"
 
 _PREFIX = {"sft": "sft_step_", "rl": "global_step_", "reward": "reward_step_"}
 _DROPPED = ".dropped"
@@ -69,6 +70,11 @@ class Checkpoint:
         """What the critic's ranks wrote, in a run that has one."""
         return self.folder / "critic"
 
+    def rollouts(self) -> DataProto | None:
+        """What engines had begun of the prompts in `state`; None where that was nothing. DataError: it is damaged."""
+        path = self.folder / ROLLOUTS
+        return read_parquet(path) if path.exists() else None
+
     def changed_settings(self, role: str, optim: Any, key: str) -> list[str]:
         """Which optimizer settings of a role (`policy`, `critic`) are configured otherwise than when it was saved.
         Empty where the checkpoint has no such role."""
@@ -105,12 +111,21 @@ class CheckpointStore:
         self.folder, self.retention, self.background, self.timeout_s = folder, retention, background, timeout_s
         self._pending: _Pending | None = None
 
-    def save(self, phase: str, step: int, state: Mapping[str, Any], policy: Saves, **others: Saves) -> Path:
+    def save(
+        self,
+        phase: str,
+        step: int,
+        state: Mapping[str, Any],
+        policy: Saves,
+        *,
+        rollouts: DataProto | None = None,
+        **others: Saves,
+    ) -> Path:
         """Write a checkpoint, or begin to in the background: it counts when it is whole then, and `check` reports a
         failure.
 
-        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`. A number in `state` that
-        is not finite is None when it is read again.
+        `critic=...` is another role whose ranks fill a folder of that name next to `policy/`; `rollouts` are answers
+        that belong to `state`. A number in `state` that is not finite is None when it is read again.
 
         Raises:
             CheckpointError: it (or the one before, in the background) could not be written; the previous one is in
@@ -123,6 +138,10 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state)})
+            if rollouts is not None:
+                write_parquet(partial / ROLLOUTS, rollouts)
+                with (partial / ROLLOUTS).open("rb") as file:
+                    os.fsync(file.fileno())
             roles = {"policy": policy, **others}
             for name, role in roles.items():
                 role.save(partial / name, phase=phase, step=step, background=self.background)
@@ -185,6 +204,10 @@ class CheckpointStore:
                         f"{self.folder / LATEST} does not lead to a whole checkpoint ({error}). Let it name another "
                         "folder of the same place, or start anew with trainer.resume=disable"
                     ) from error
+
+    def of_loop(self) -> dict[int, Checkpoint]:
+        """The whole checkpoints of the loop by step. CheckpointError when one cannot be read."""
+        return {one.step: one for one in self._whole() if one.phase == "rl"}
 
     # ---- inside
     # --------------------------------------------------------------------------------------------------------

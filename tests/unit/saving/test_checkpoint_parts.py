@@ -29,6 +29,7 @@ from hybridflow.saving.manifest import (
     digest_of,
     problems_of,
 )
+from hybridflow.saving.rectangles import Rectangle, write_tensors
 from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of
 
 MODEL = {"model_type": "qwen3", "hidden_size": 32, "architectures": ["A"], "torch_dtype": "float32"}
@@ -117,6 +118,23 @@ def test_shards_hold_what_fits_and_are_read_back(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", entries)
     with pytest.raises(ModelError, match=r"t0 .* was announced, t1"):
         writer.add("t1", values["t1"])
+
+
+def test_what_was_written_where_it_lies_can_be_offloaded_later(tmp_path: Path) -> None:
+    """`Tensor.numpy()` would pin the storage for good."""
+    live = {"a": torch.randn(7, 3), "b": torch.randn(4, 5).bfloat16(), "empty": torch.randn(0, 3)}
+    rows = [Rectangle(name, tensor, tuple(tensor.shape), (0, 0)) for name, tensor in live.items()]
+    chunks, files = write_tensors(tmp_path, 0, rows)
+    written = (tmp_path / "rank_0.bin").read_bytes()
+    for chunk in chunks:
+        tensor, own = live[chunk["key"]], written[chunk["offset"] : chunk["offset"] + chunk["length"]]
+        assert own == tensor.clone().view(torch.uint8).numpy().tobytes() and tensor.untyped_storage().resizable()
+    assert files == {"rank_0.bin": digest_of(tmp_path / "rank_0.bin")}
+    writer = ShardWriter(tmp_path / "model.safetensors", [Entry("a", (7, 3), torch.float32)])
+    writer.add("a", live["a"])
+    writer.close()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], live["a"])
+    assert live["a"].untyped_storage().resizable()
 
 
 def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
