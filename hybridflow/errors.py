@@ -9,6 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -61,6 +64,18 @@ class StorageError(HybridFlowError):
         number = error.errno or 0
         remedy = _REMEDIES.get(number)
         return cls(f"{where or error.filename or 'a file'}: {os.strerror(number)}; {remedy}") if remedy else None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError without a file the name of this one: the system names a file when it opens it, and not when it
+    writes to it or closes it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 _MAKE_WRITABLE = "make it writable, or choose another place"

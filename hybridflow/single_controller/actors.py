@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import ResourceError
 from hybridflow.process import fork_client, secret
-from hybridflow.process.children import state_of
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, HostInfo, Identity
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 
 NAMESPACE = "hybridflow"  # detached groups share it; otherwise every driver has a namespace of its own
-_KILL_WAIT_S = 5.0
 
 
 def start_actors(
@@ -34,15 +30,15 @@ def start_actors(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     share = round(1.0 / pool.max_colocate, 4)
-    remote = ray.remote(Host)
-    here = ray.util.get_node_ip_address()
+    host = ray.remote(Host)
     # how a process of Ray's is started is a supported setting of its runtime environments
     python = shlex.join([sys.executable, "-I", "-S", fork_client.__file__, fork_server])
     environment = {"runtime_env": {"py_executable": python}} if fork_server else {}
+    nodes = {node: cluster.processes_of(node) for node in {slot.node for slot in pool.slots}}
     ranks = []
     for r, slot in enumerate(pool.slots):
         known = {"name": f"{name}:{r}", "namespace": NAMESPACE, "lifetime": "detached"} if name else {}
-        options = remote.options(
+        options = host.options(
             **known,
             **environment,
             num_cpus=share,  # and no GPU: the bundle has them, and each process gets a list of its own
@@ -58,8 +54,7 @@ def start_actors(
                 f"a detached group named {name!r} exists already: join it, or choose another name"
             ) from error
         log = log_dir / f"{role}-rank{r}.log"
-        is_local = cluster.is_local or slot.node == here
-        ranks.append(Rank(actor, slot.node, log, is_local, log_from=log.stat().st_size if log.exists() else 0))
+        ranks.append(Rank(actor, slot.node, log, nodes[slot.node], log_from=log.stat().st_size if log.exists() else 0))
     return ranks
 
 
@@ -78,10 +73,9 @@ def join_actors(cluster: Cluster, name: str) -> tuple[list[Rank], str]:
         raise ResourceError(
             f"there is no detached group named {name!r} to join: {str(error).strip().splitlines()[0]}"
         ) from error
-    here = ray.util.get_node_ip_address()
+    nodes = {node: cluster.processes_of(node) for node in {one.node for one in found}}
     ranks = [
-        Rank(actor, one.node, one.log_path, cluster.is_local or one.node == here, one.pid)
-        for actor, one in zip(actors, found, strict=True)
+        Rank(actor, one.node, one.log_path, nodes[one.node], one.pid) for actor, one in zip(actors, found, strict=True)
     ]
     return ranks, known.role
 
@@ -111,20 +105,3 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
     if context.master_addr in ("127.0.0.1", "::1"):
         env["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the interface of the host name
     return {**env, **extra}
-
-
-def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None:
-    """Wait until the processes have ended; after `patience_s` those that are left get SIGKILL."""
-    deadline = time.monotonic() + patience_s
-    left = list(pids)
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if is_running(pid)]
-        time.sleep(0.05)
-    for pid in left:
-        if is_running(pid):
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    return state_of(pid) not in ("", "Z")

@@ -29,6 +29,7 @@ from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
 from hybridflow.process.secret import without_credentials
 from hybridflow.single_controller import guard, watch
+from hybridflow.single_controller.remote_node import RemoteNode
 
 LOOPBACK = "127.0.0.1"
 SYSTEM_CONFIG = {  # of every cluster that this project starts
@@ -105,6 +106,7 @@ class Cluster:
         self.temp_dir = local.temp_dir if local else None
         self._local = local
         self._open = True
+        self._remote: dict[str, RemoteNode] = {}
         if local:
             self._watch = watch.Watch(watch.Processes(_ray_processes()), local.keep_guarded)
         else:
@@ -162,7 +164,8 @@ class Cluster:
             if not isinstance(error, Exception):
                 raise
             raise ResourceError(
-                f"a local Ray cluster could not be started: {error} (its logs are in {run_dir / 'logs' / 'ray'})"
+                f"a local Ray cluster could not be started: {error}; its logs are in {run_dir / 'logs' / 'ray'}; on a "
+                "busy machine the same command may succeed later"
             ) from error
         finally:
             _restore_sigterm(before)
@@ -228,6 +231,24 @@ class Cluster:
             if node["Alive"]
         ]
         return sorted(states, key=lambda state: (_ip_key(state.address), state.node_id))
+
+    def processes_of(self, address: str) -> RemoteNode | None:
+        """Where the processes of the node at this address are looked at; None for those of this machine.
+
+        Raises:
+            ResourceError: the node has left the cluster.
+        """
+        import ray
+
+        if self.is_local or address == ray.util.get_node_ip_address():
+            return None
+        alive = {state.address: state.node_id for state in self.nodes()}
+        if address not in alive:
+            raise ResourceError(f"the node {address} has left the Ray cluster; nodes that are left: {', '.join(alive)}")
+        known = self._remote.get(address)
+        if known is None or known.node_id != alive[address]:  # another Ray node may come back at its address
+            known = self._remote[address] = RemoteNode(alive[address])
+        return known
 
     def lost(self) -> str:
         """What of Ray itself is lost, in words; empty when all is well."""
@@ -319,6 +340,8 @@ def _set_environment() -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Without it a thread that calls Ray after its shutdown would start another cluster, of which nobody knows.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     # Without it Ray replaces 127.0.0.1 by the machine's external address and listens on all interfaces:
     # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
     # disabled.

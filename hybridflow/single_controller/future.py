@@ -15,6 +15,7 @@ from hybridflow.errors import HybridFlowError, WorkerError, from_json
 from hybridflow.process.children import ENDED, STOPPED, state_of
 from hybridflow.single_controller.host import Failure
 from hybridflow.single_controller.pieces import Header
+from hybridflow.single_controller.remote_node import RemoteNode
 from hybridflow.single_controller.stored import stored_results
 
 _GRACE_S = 2.0  # a dead rank makes its peers raise; how long to look for it before blaming one of them
@@ -52,13 +53,15 @@ class Rank:
     actor: Any
     node: str
     log_path: Path
-    is_local: bool  # on this machine: its process can be signalled from here
+    remote: RemoteNode | None  # where its process is looked at; None: on this machine
     pid: int = 0
     log_from: int = 0  # where its part of the log begins: those of earlier processes in its place come before
 
     def is_in(self, *states: str) -> bool:
-        """Whether its process is seen from here, and in one of these states of `process.children.state_of`."""
-        return self.is_local and self.pid > 0 and state_of(self.pid) in states
+        """Whether its process is known to be in one of these states of `process.children.state_of`."""
+        if not self.pid:
+            return False
+        return (self.remote.state(self.pid) if self.remote else state_of(self.pid)) in states
 
     def log_tail(self) -> str:
         """The last lines of its log, empty where the file cannot be seen from here."""
@@ -85,6 +88,7 @@ class Future:
         default_timeout_s: float,
         on_lost: Callable[[HybridFlowError], None] | None = None,
         stored: Mapping[int, Mapping[str, Any]] | None = None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Args:
         role, method, ranks: what was called, for errors.
@@ -93,11 +97,12 @@ class Future:
         default_timeout_s: seconds that `result` waits.
         on_lost: called when a rank died or hangs: its group cannot go on.
         stored: for each rank whose columns stay in the object store, the object that holds each column.
+        check: called about every second while `result` waits; raises when no answer can come any more.
         """
         self._role, self._method, self._ranks, self._collect = role, method, ranks, collect
         self._pending = {ref: rank for rank, ref in refs.items()}
         self._results: dict[int, Any] = {}
-        self._default_timeout_s = default_timeout_s
+        self._default_timeout_s, self._check = default_timeout_s, check
         self._submitted = time.monotonic()
         self._on_lost = on_lost
         self._lost = False
@@ -157,11 +162,13 @@ class Future:
                 raise self._first_cause(failed)
             if not ready and left <= 0:
                 raise self._hung()
+            if not ready:
+                self._check()
             if not ready and (rank := self._stopped(stopped)) is not None:
                 raise self._stands_still(rank)
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
-        """A rank of this machine that still owes an answer and has been stopped for some time; `looks` counts how often
+        """A rank that still owes an answer and has been stopped for some time; `looks` counts how often
         each was seen so. A call may take long: what tells is the state of the process, not its silence."""
         for rank in self._pending.values():
             looks[rank] = looks.get(rank, 0) + 1 if self._ranks[rank].is_in(STOPPED) else 0
@@ -226,7 +233,7 @@ class Future:
         return self._error_of(rank, failed[rank], also)
 
     def _has_ended(self) -> bool:
-        """Whether the process of a rank of this machine that still owes an answer is gone."""
+        """Whether the process of a rank that still owes an answer is gone."""
         return any(self._ranks[rank].is_in("", ENDED) for rank in self._pending.values())
 
     def _error_of(self, rank: int, cause: Failure | Exception, also: str) -> HybridFlowError:
@@ -287,7 +294,10 @@ def _how_it_died(error: Exception) -> str:
 
 def _dump_stack(rank: Rank) -> None:
     """Ask the rank's faulthandler for the stacks of all threads; they go to its log."""
-    if not rank.is_local or not rank.pid:
+    if not rank.pid:
+        return
+    if rank.remote is not None:
+        rank.remote.dump_stacks([rank.pid])
         return
     try:
         os.kill(rank.pid, signal.SIGUSR1)

@@ -21,10 +21,9 @@ from hybridflow.dispatch import (
     plan_call,
 )
 from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
+from hybridflow.process.children import end_processes, is_running
 from hybridflow.single_controller.actors import (
-    end_processes,
     environment,
-    is_running,
     join_actors,
     placed_environment,
     start_actors,
@@ -132,11 +131,10 @@ class WorkerGroup:
         """Whether every rank's process runs and no call has found the group broken. A rank that is busy is alive."""
         import ray
 
-        if self._broken is not None or any(
-            rank.is_local and rank.pid and not is_running(rank.pid) for rank in self._ranks
-        ):
+        here = [rank for rank in self._ranks if rank.remote is None]
+        if self._broken is not None or any(rank.pid and not is_running(rank.pid) for rank in here):
             return False
-        asked = [rank.actor.identity.remote() for rank in self._ranks if not rank.is_local]
+        asked = [rank.actor.identity.remote() for rank in self._ranks if rank.remote is not None]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_ALIVE_S) if asked else ([], [])
         try:
             ray.get(ready)
@@ -221,7 +219,10 @@ class WorkerGroup:
             for rank in ranks:
                 ray.kill(rank.actor, no_restart=True)
         self._broken = self._broken or WorkerError("the group was killed", role=self.role)
-        end_processes([rank.pid for rank in ranks if rank.is_local and rank.pid], *([0.0] if lost else []))
+        end_processes([rank.pid for rank in ranks if rank.remote is None and rank.pid], *([0.0] if lost else []))
+        if not lost:
+            for node in {rank.remote for rank in ranks if rank.remote is not None}:
+                node.end([rank.pid for rank in ranks if rank.remote is node and rank.pid])
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -267,7 +268,15 @@ class WorkerGroup:
         refs = {r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)}
         name = "start-up" if step != "construct" else f"{self.worker_class.__name__}.__init__"
         left = max(0.0, deadline - time.monotonic())
-        future = Future(self.role, name, ranks=self._ranks, refs=refs, collect=_in_rank_order, default_timeout_s=left)
+        future = Future(
+            self.role,
+            name,
+            ranks=self._ranks,
+            refs=refs,
+            collect=_in_rank_order,
+            default_timeout_s=left,
+            check=self._cluster.require_open,
+        )
         return future.result()
 
     def _launch(
@@ -310,6 +319,7 @@ class WorkerGroup:
             default_timeout_s=wait,
             on_lost=self._note_loss,
             stored=stored,
+            check=self._cluster.require_open,
         )
 
     def _find_mesh(self) -> Mesh | None:

@@ -42,7 +42,9 @@ from tests.dist.harness.threads import Threads
 
 HOST = "127.0.0.1"
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60)), [9] * 25]
-SYNC = SyncConfig(transport="tcp", staging_bytes=512 << 10, timeout_s=4.0, max_retries=0)
+# for tests of faults, where deadlines pass; a busy machine must not let one pass by itself
+SYNC = SyncConfig(transport="tcp", staging_bytes=512 << 10, timeout_s=8.0, max_retries=0)
+PATIENT = replace(SYNC, timeout_s=60.0)  # for tests of what arrives
 
 
 class Senders:
@@ -173,8 +175,10 @@ class SyncWorld:
         folder: Path,
         quantisation: BlockQuantisation | None = None,
         kind: str = "held",
+        sync: SyncConfig = PATIENT,
     ) -> None:
         self.model, self.folder, self.quantisation = dict(model), folder, quantisation
+        self.usual = sync
         engine_folder = folder / "model"
         engine_folder.mkdir(parents=True)
         (engine_folder / "config.json").write_text(json.dumps(self.hf_config))
@@ -182,7 +186,7 @@ class SyncWorld:
         dtype = "bfloat16" if quantisation else "float32"
         shapes = [{"tensor": engine} if isinstance(engine, int) else engine for engine in engines]
         self.configs = [
-            RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=SYNC) for sizes in shapes
+            RolloutConfig(num_engines=len(shapes), **sizes, request_timeout_s=60.0, sync=sync) for sizes in shapes
         ]
         contexts = [
             WorkerContext(r, len(shapes), r, HOST, 0, HOST, folder / f"rollout-{r}.log") for r in range(len(shapes))
@@ -214,7 +218,7 @@ class SyncWorld:
 
     def configure(self, **sync: Any) -> None:
         """A new `SliceSync` with these settings, described and planned anew."""
-        self.settings = settings = replace(SYNC, **sync)
+        self.settings = settings = replace(self.usual, **sync)
         config = RunConfig(output_dir=str(self.folder), rollout=replace(self.configs[0], sync=settings))
         senders: Any = self.senders
         for worker in self.workers:

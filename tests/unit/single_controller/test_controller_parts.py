@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
-from hybridflow.errors import WorkerError
+from hybridflow.errors import ClusterLostError, WorkerError
 from hybridflow.process.children import state_of
 from hybridflow.single_controller import colocated, future
 from hybridflow.single_controller.cluster import _ip_key
@@ -196,7 +196,7 @@ def one_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], future.Future
 
     def made(pid: int) -> future.Future:
         process[0] = pid
-        ranks = [future.Rank(None, "here", Path("log"), True, one) for one in (os.getpid(), pid)]
+        ranks = [future.Rank(None, "here", Path("log"), None, one) for one in (os.getpid(), pid)]
         refs = {0: "lives", 1: "silent"}
         return future.Future("actor", "work", ranks=ranks, refs=refs, collect=dict, default_timeout_s=60.0)
 
@@ -232,3 +232,18 @@ def test_what_a_rank_raises_is_the_cause_while_the_others_work(one_answer: Calla
     with pytest.raises(WorkerError, match="Connection closed by peer") as caught:
         one_answer(os.getpid()).result()
     assert caught.value.rank == 0
+
+
+def test_a_call_ends_as_soon_as_no_answer_can_come(one_answer: Callable[[int], future.Future]) -> None:
+    """It may be made by a thread that nobody interrupts, while its cluster is given up."""
+
+    def lost() -> None:
+        raise ClusterLostError("Ray's raylet has ended")
+
+    one_answer(os.getpid())  # a rank that lives
+    ranks = [future.Rank(None, "here", Path("log"), None, os.getpid())]
+    waiting = future.Future(
+        "rollout", "start-up", ranks=ranks, refs={0: "silent"}, collect=dict, default_timeout_s=600.0, check=lost
+    )
+    with pytest.raises(ClusterLostError, match="raylet has ended"):
+        waiting.result()

@@ -88,7 +88,7 @@ def test_a_guard_that_was_killed_is_replaced(sleeper: subprocess.Popen[bytes]) -
 
 
 def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(sleeper: subprocess.Popen[bytes]) -> None:
-    ranks = [Rank(None, "here", Path("log"), True, pid) for pid in (os.getpid(), sleeper.pid)]
+    ranks = [Rank(None, "here", Path("log"), None, pid) for pid in (os.getpid(), sleeper.pid)]
     waiting = Future("actor", "nap", ranks=ranks, refs={0: "a", 1: "b"}, collect=dict, default_timeout_s=1.0)
     looks: dict[int, int] = {}
     assert [waiting._stopped(looks) for _ in range(20)] == [None] * 20  # busy, but not stopped
