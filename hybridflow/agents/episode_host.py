@@ -20,7 +20,7 @@ from typing import Any
 
 from hybridflow.agents.environments.base import ENVIRONMENTS, Environment, Step
 from hybridflow.config.registry import describe_error
-from hybridflow.process.children import die_with_parent
+from hybridflow.process.children import die_with_parent, print_whole_lines
 from hybridflow.rewards.lines import Lines
 
 _MOST_CHARACTERS = 1 << 16  # of an observation, before it is cut to tokens
@@ -68,6 +68,7 @@ def _plain(step: Any) -> list[Any]:
 def main(argv: Sequence[str]) -> None:
     """Hold environments for the connection with this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    print_whole_lines()
     serve(Lines(socket.socket(fileno=int(argv[0]))))
 
 

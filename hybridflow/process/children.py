@@ -11,11 +11,15 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 STOPPED = "T"  # by SIGSTOP or a terminal; a debugger's halt is another state
 ENDED = "Z"  # and its parent has not asked how
 _PR_SET_PDEATHSIG = 1
+_KILL_WAIT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that nothing is loaded between a fork and an exec
 
 
@@ -44,8 +48,34 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    return state_of(pid) not in ("", ENDED)
+
+
+def end_processes(pids: Sequence[int], patience_s: float = _KILL_WAIT_S) -> None:
+    """Wait until the processes have ended; after `patience_s` those that are left get SIGKILL."""
+    deadline = time.monotonic() + patience_s
+    left = list(pids)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if is_running(pid)]
+        time.sleep(0.05)
+    for pid in left:
+        if is_running(pid):
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+
+
 def use_threads_of_environment() -> None:
     """Compute with OMP_NUM_THREADS threads (default: the number of cores) in a process that had loaded torch before the
     variable was set; a later import of torch reads it itself."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def print_whole_lines() -> None:
+    """Write each printed line at once and in one piece, for a process that shares its log file with others or may be
+    killed: by default what was printed last is lost with a killed process, and with PYTHONUNBUFFERED the parts of two
+    processes' lines mix."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]

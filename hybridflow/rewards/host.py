@@ -23,7 +23,7 @@ from typing import Any
 
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import HybridFlowError
-from hybridflow.process.children import die_with_parent
+from hybridflow.process.children import die_with_parent, print_whole_lines
 from hybridflow.rewards.functions import Outcome, Scoring
 from hybridflow.rewards.lines import Lines, decoded, encoded
 
@@ -210,6 +210,7 @@ async def _score(connection: socket.socket, scoring: Scoring, timeout_s: float) 
 def main(argv: Sequence[str]) -> None:
     """Be the host for the connection with this descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    print_whole_lines()
     driver = Lines(socket.socket(fileno=int(argv[0])))
     orders = driver.received()
     while orders == []:
@@ -222,7 +223,8 @@ def main(argv: Sequence[str]) -> None:
     except HybridFlowError as error:
         driver.send({"refused": str(error)})
         return
-    driver.send({"ready": scoring.sources, "by_group": scoring.by_group})
+    facts = {"by_group": scoring.by_group, "reads_prompt": scoring.reads_prompt}
+    driver.send({"ready": scoring.sources, **facts})
     Host(driver, scoring, orders[0]["processes"], config.timeout_s).serve()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from hybridflow.batch import DataProto
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import HybridFlowError, StorageError, to_json
-from hybridflow.process.children import die_with_parent, use_threads_of_environment
+from hybridflow.process.children import die_with_parent, print_whole_lines, use_threads_of_environment
 from hybridflow.single_controller.pieces import Header, Request
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -91,8 +91,7 @@ class Host:
         self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115  stays open as long as the process
         os.dup2(self._log.fileno(), 1)
         os.dup2(self._log.fileno(), 2)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        print_whole_lines()
         faulthandler.enable(self._log, all_threads=True)
         faulthandler.register(signal.SIGUSR1, self._log, all_threads=True)  # how the driver asks where a rank hangs
 

@@ -72,6 +72,27 @@ def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_p
     assert "scoring hang" in (tmp_path / "logs" / "rewards.log").read_text()
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_functions_print_is_in_the_log_in_whole_lines(tmp_path, monkeypatch, unbuffered):
+    """Also what a process printed before it was killed, and whether or not Python writes each part of a line apart."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    code = f"""
+        import os, signal
+
+        def compute_score({ROW}):
+            for at in range(500):
+                print(solution_str, "line", at)
+            if solution_str == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1.0
+    """
+    with _manager(tmp_path, code) as manager:
+        _score(manager, "ok", "killed", "ok")
+    lines = (tmp_path / "logs" / "rewards.log").read_text().splitlines()
+    expected = [f"{text} line {at}" for text in ("ok", "killed", "ok") for at in range(500)]
+    assert sorted(lines) == sorted(expected)
+
+
 @pytest.mark.parametrize("policy", ["zero", "drop", "stop"])
 def test_a_reward_that_fails_everywhere_stops_the_run_whatever_the_policy(tmp_path, policy):
     code = f"def compute_score({ROW}): return 1 / int(solution_str)"
