@@ -16,8 +16,14 @@ locks=("requirements/build.txt" "requirements/$lane.txt")
 wanted="$lane $(cat "${locks[@]}" setup.py "$0" | sha256sum | cut -c1-64)"
 wanted_dev="$lane $(cat "${locks[@]}" requirements/dev.txt setup.py "$0" | sha256sum | cut -c1-64)"
 
+# Transformer Engine is compiled against the installed torch, where there is a compiler. Its wheels are kept in wheels/.
+engine=requirements/transformer-engine.txt
+wanted_engine="$wanted $(sha256sum < "$engine")"
+compiler() { [[ -x ${CUDA_HOME:-/nowhere}/bin/nvcc ]] || command -v nvcc >/dev/null; }
+lacks_engine() { [[ $lane == gpu ]] && compiler && ! holds "$stamp-engine" "$wanted_engine"; }
+
 holds() { [[ -x $venv/bin/python && -f $1 && $(<"$1") == "$2" ]]; }
-if holds "$stamp" "$wanted" && { [[ -z $dev ]] || holds "$stamp-dev" "$wanted_dev"; }; then exit 0; fi
+if holds "$stamp" "$wanted" && { [[ -z $dev ]] || holds "$stamp-dev" "$wanted_dev"; } && ! lacks_engine; then exit 0; fi
 
 # Exactly 3.11: the locks were resolved for it.
 find_python() {
@@ -61,6 +67,17 @@ if ! holds "$stamp" "$wanted"; then
   step "verifying"
   "$venv/bin/python" requirements/verify.py "$lane" "${locks[@]}"
   echo "$wanted" > "$stamp"
+fi
+if lacks_engine; then
+  step "Transformer Engine, compiled against this torch (10 minutes, once)"
+  wheels=wheels/$(cat "$engine" "requirements/$lane.txt" | sha256sum | cut -c1-12)  # of this torch
+  if { compgen -G "$wheels/transformer_engine_torch-*.whl" >/dev/null || "$venv/bin/python" -m pip wheel -qq --no-input \
+      --disable-pip-version-check --no-deps --no-build-isolation -w "$wheels" -r "$engine"; } && install "$wheels"/*.whl; then
+    echo "$wanted_engine" > "$stamp-engine"
+  else
+    echo "setup: Transformer Engine could not be built; a run on GPUs works without it, slower, and says so at its start." \
+      "The next setup tries again." >&2
+  fi
 fi
 if [[ -n $dev ]] && ! holds "$stamp-dev" "$wanted_dev"; then
   step "development tools"

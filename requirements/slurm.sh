@@ -4,7 +4,9 @@
 # last line of a test run says so. No daemon of the system is configured or started: the tests start their own.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
-if [[ ${SLURM:-} == no ]] || command -v slurmctld slurmd munged > /dev/null; then exit 0; fi
+installed=yes
+for program in slurmctld slurmd munged; do command -v "$program" > /dev/null || installed=no; done
+if [[ ${SLURM:-} == no || $installed == yes ]]; then exit 0; fi
 if [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null; then
   echo "setup: Slurm is not installed, and only root can install it with apt-get: tests/slurm is left out"
   exit 0

@@ -1,4 +1,7 @@
-"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` runs."""
+"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` runs.
+
+Each step imports what it needs itself: all nodes start at once, from one shared filesystem as a rule.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from hybridflow.errors import HybridFlowError
-from hybridflow.launch import driver, node, preflight, records, verdict
+from hybridflow.launch import records
 
 
 def main(words: list[str]) -> int:
@@ -80,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _preflight(args: argparse.Namespace) -> int:
+    from hybridflow.launch import preflight
+
     wanted = preflight.Wanted(args.gpus, args.min_free_gib, args.min_shm_gib, args.min_open_files, args.interface)
     record = preflight.check_node(_node_name(), args.hosts.split(), args.dir, wanted, args.timeout)
     preflight.print_record(record)
@@ -87,6 +92,8 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def _health(args: argparse.Namespace) -> int:
+    from hybridflow.launch import preflight
+
     wanted = preflight.Wanted(args.gpus, args.min_free_gib, args.min_shm_gib)
     problems = preflight.problems_here(Path(tempfile.gettempdir()), wanted)
     print("; ".join(problems) or "in order", flush=True)
@@ -94,6 +101,8 @@ def _health(args: argparse.Namespace) -> int:
 
 
 def _judge(args: argparse.Namespace) -> int:
+    from hybridflow.launch import preflight
+
     said, errors = (records.tail(args.dir / f"preflight.{kind}", 100_000) for kind in ("out", "err"))
     found = preflight.parse(said)
     chosen, bad = preflight.choose(args.hosts.split(), found, args.nodes, args.max_clock_skew, errors)
@@ -111,15 +120,21 @@ def _node(args: argparse.Namespace) -> int:
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    from hybridflow.launch import node
+
     options = node.RayOptions(args.gpus, args.object_store_gib, args.start_timeout)
     return node.run(_node_name(), args.dir, options, int(os.environ["SLURM_JOB_ID"]))
 
 
 def _driver(args: argparse.Namespace) -> int:
+    from hybridflow.launch import driver
+
     return driver.run(args.dir, args.nodes, args.words, args.start_timeout, args.grace)
 
 
 def _verdict(args: argparse.Namespace) -> int:
+    from hybridflow.launch import verdict
+
     status = None if args.driver_status == "none" else int(args.driver_status)
     folder = args.job_dir / f"restart-{args.restart}"
     why = args.why

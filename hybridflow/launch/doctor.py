@@ -21,7 +21,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch.node import FIRST_PORT
-from hybridflow.launch.preflight import list_gpus
+from hybridflow.launch.preflight import query_gpus
 
 Level = Literal["ok", "unused", "warning", "error"]
 _GIB = 2**30
@@ -48,8 +48,8 @@ class Finding:
 
 def examine(config: RunConfig | None = None) -> list[Finding]:
     """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory, folders."""
-    gpus = list_gpus()
-    findings = [*_versions(), *_devices(gpus, config), *_faster(bool(gpus)), *_network(bool(gpus)), *_limits()]
+    gpus, trouble = query_gpus()
+    findings = [*_versions(), *_devices(gpus, trouble, config), *_faster(bool(gpus)), *_network(bool(gpus)), *_limits()]
     return [*findings, *_disk(config), *_cluster(config)]
 
 
@@ -83,10 +83,14 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, "ok", found)
 
 
-def _devices(gpus: Sequence[str], config: RunConfig | None) -> Iterator[Finding]:
+def _devices(gpus: Sequence[str], trouble: str, config: RunConfig | None) -> Iterator[Finding]:
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     yield Finding("cpu", "ok", f"{cores} cores usable, {memory.total / _GIB:.0f} GiB of memory")
     wanted = config.cluster.procs_per_node if config is not None else 0
+    if trouble:
+        remedy = "mend the driver: load its module, or reboot after an update; without it the GPUs stay unused"
+        yield Finding("gpu", "error", trouble, remedy)
+        return
     if not gpus:
         where = "no GPU: nvidia-smi is absent or shows none; runs use CPUs and gloo"
         yield Finding("gpu", "unused", where, "on a GPU machine: install the driver, ask Slurm for --gpus-per-node")

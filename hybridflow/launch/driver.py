@@ -17,9 +17,9 @@ from pathlib import Path
 from hybridflow.errors import ResourceError, RunStopped
 from hybridflow.launch import records
 from hybridflow.launch.node import clean_environment
+from hybridflow.launch.verdict import STOPPED
 from hybridflow.single_controller.cluster import wait_for_nodes
 
-STOPPED = RunStopped.exit_code
 _END_S = 20.0  # the driver takes a few seconds to end its workers
 _POLL_S = 0.2
 
@@ -30,8 +30,6 @@ class Driver:
     def __init__(self, folder: Path, grace_s: float) -> None:
         """`grace_s`: seconds that a checkpoint may take once it was asked for."""
         self.folder, self.grace_s = folder, grace_s
-        restart = int(folder.name.rpartition("-")[2])
-        self.next_start = folder.with_name(f"restart-{restart + 1}")
         self.process: subprocess.Popen[bytes] | None = None
         self.asked_at: float | None = None
         self.ended_at: float | None = None
@@ -86,7 +84,7 @@ class Driver:
     def _hurry(self) -> None:
         """Go from asking to ending, and from ending to killing, when time is up; end for a later start of the job."""
         now = time.monotonic()
-        if self.next_start.exists():  # Slurm has lost this node and started the job on others
+        if records.has_later_start(self.folder):  # Slurm has lost this node and started the job on others
             self.end()
         if self.asked_at is not None and now > self.asked_at + self.grace_s:
             self.end()

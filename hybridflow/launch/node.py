@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,17 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
         head = _publish_head(folder, address, ports) if position == 0 else _await_head(folder, options.start_timeout_s)
         command = ray_command(head if position else None, address, ports, temporary, options)
         for start in range(1, _STARTS + 1):
-            status, log_tail = _run_ray(node, folder, command, temporary, asked)
-            if asked:
-                return 0
-            # Ray gives its own parts fixed times to start, which a busy node may exceed (ray-project/ray#65983).
-            if start == _STARTS or (folder / records.DRIVER_LOG).exists():
-                break
+            with _ray(node, folder, command, temporary) as ray:
+                status = _wait(ray, folder, asked)
+                if status is None:
+                    return 0
+                # Ray gives its own parts fixed times to start, which a busy node may exceed (ray-project/ray#65983).
+                if start == _STARTS or (folder / records.DRIVER_LOG).exists():
+                    # Told before the rest of Ray is cleared up, a driver on this node too: that would seem the cause.
+                    log_tail = _ray_log(temporary) or records.tail(folder / records.NODE_LOG.format(node))
+                    _report(folder, node, f"Ray ended with status {status}", log_tail)
+                    return 1
             print(f"{node}: Ray ended with status {status} before all nodes had joined; starting it again", flush=True)
-        _report(folder, node, f"Ray ended with status {status}", log_tail)
         return 1
     except ResourceError as error:
         _report(folder, node, str(error), "")
@@ -133,19 +136,26 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
         watching.wait()
 
 
-def _run_ray(node: str, folder: Path, command: list[str], temporary: Path, asked: list[int]) -> tuple[int | None, str]:
-    """Start Ray, stay until it ends or something is in `asked`, clear up; returns its status and the end of its log."""
+@contextmanager
+def _ray(node: str, folder: Path, command: list[str], temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start Ray; at the end keep its logs and clear up."""
     temporary.mkdir(mode=0o700, exist_ok=True)  # an earlier start's was cleared up
     print(f"{node}: {' '.join(command[3:])}", flush=True)
     ray = subprocess.Popen(command, env=clean_environment(os.environ), start_new_session=True)
     try:
-        while ray.poll() is None and not asked:
-            time.sleep(_POLL_S)
-        return ray.returncode, _ray_log(temporary) or records.tail(folder / records.NODE_LOG.format(node))
+        yield ray
     finally:
         _stop(ray)
         _keep_logs(temporary, folder / "ray" / node)
         guard.clear_up(temporary)
+
+
+def _wait(ray: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> int | None:
+    """Ray's exit status when it has ended by itself; None when something is in `asked`, or the job has a later start
+    elsewhere since Slurm has lost this node."""
+    while (status := ray.poll()) is None and not asked and not records.has_later_start(folder):
+        time.sleep(_POLL_S)
+    return status
 
 
 def ray_command(

@@ -232,7 +232,7 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
     free = {str(path): _free_gib(path) for path in (temporary, folder)}
     shm = _free_gib(Path("/dev/shm"))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    gpus = list_gpus()
+    gpus, trouble = query_gpus()
     problems = [
         f"{path} has {gib:.1f} GiB free, {wanted.min_free_gib:g} are needed; clear it, or lower limits.min_free_gib"
         for path, gib in free.items()
@@ -246,7 +246,8 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
         )
     if len(gpus) < wanted.gpus:
         problems.append(
-            f"{len(gpus)} of {wanted.gpus} GPUs are visible; look at nvidia-smi and at the job's --gpus-per-node"
+            f"{len(gpus)} of {wanted.gpus} GPUs are visible{f' ({trouble})' if trouble else ''}; look at nvidia-smi "
+            "and at the job's --gpus-per-node"
         )
     facts = {
         "cpus": len(os.sched_getaffinity(0)),
@@ -259,16 +260,20 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
     return facts, problems
 
 
-def list_gpus() -> list[str]:
-    """`name, memory, driver` of each GPU that nvidia-smi shows; empty without a driver."""
+def query_gpus() -> tuple[list[str], str]:
+    """`name, memory, driver` of each GPU that nvidia-smi shows, and why it shows none: the driver's own words where it
+    fails; empty where there is no nvidia-smi, or nothing is wrong."""
     if shutil.which("nvidia-smi") is None:
-        return []
+        return [], ""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in asked.stdout.splitlines() if line.strip()] if asked.returncode == 0 else []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi: {error}"
+    if asked.returncode:
+        said = " ".join(f"{asked.stdout} {asked.stderr}".split())
+        return [], f"nvidia-smi: {said or f'ended with status {asked.returncode}'}"
+    return [line.strip() for line in asked.stdout.splitlines() if line.strip()], ""
 
 
 def _free_gib(path: Path) -> float:

@@ -39,6 +39,12 @@ def failures(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda value: float(value.get("time", 0.0)))
 
 
+def has_later_start(folder: Path) -> bool:
+    """Whether the job has been started again since the start that this folder is of."""
+    restart = int(folder.name.rpartition("-")[2])
+    return folder.with_name(f"restart-{restart + 1}").exists()
+
+
 def tail(path: Path, lines: int = 20) -> str:
     """The last lines of a text file; empty where it cannot be read."""
     try:

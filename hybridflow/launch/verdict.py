@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RunStopped
 from hybridflow.launch import records
-from hybridflow.launch.driver import STOPPED
 
+STOPPED = RunStopped.exit_code
 SAME_STEP = 3  # so many starts in a row that end at the same checkpoint end the job
 _TAIL = "--- last lines of its log ---"
 

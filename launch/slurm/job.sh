@@ -16,6 +16,10 @@ RESTART=${SLURM_RESTART_COUNT:-0}
 DIR=$JOB_DIR/restart-$RESTART
 umask 077 # only the user reads tokens and logs
 mkdir -p -- "$DIR"
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # `hybridflow slurm logs 12_3` finds a task by its name
+  ln -sfn -- "$SLURM_JOB_ID" "$OUT/${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+  ln -sfn -- "$SLURM_JOB_ID.out" "$OUT/${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.out"
+fi
 head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > "$DIR/token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$DIR/token RAY_USAGE_STATS_ENABLED=0
 unset RAY_AUTH_TOKEN RAY_ADDRESS SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE
@@ -68,6 +72,15 @@ run() {
   return "$status"
 }
 
+# A busy slurmctld drops a question now and then: ask three times.
+again() {
+  local tries=3
+  until "$@"; do
+    ((--tries > 0)) || return 1
+    sleep 2
+  done
+}
+
 finish() {
   local status=0
   if [[ -n $driver ]] && kill -0 "$driver" 2> /dev/null; then
@@ -78,14 +91,14 @@ finish() {
   [[ -z $ray ]] || ended "$ray" || true
   # Where Slurm lost this node for a while, the job may have a later start elsewhere: only the present start is requeued.
   local state='' start=''
-  read -r state start < <(squeue --noheader --Format=State,RestartCnt --jobs "$SLURM_JOB_ID" 2> /dev/null) || true
+  read -r state start < <(again squeue --noheader --Format=State,RestartCnt --jobs "$SLURM_JOB_ID" 2> /dev/null) || true
   [[ ${start:-$RESTART} == "$RESTART" ]] || state=REQUEUED
   "${HERE[@]}" "$PYTHON" -m hybridflow.launch verdict --job-dir "$JOB_DIR" --restart "$RESTART" \
     --max-restarts "$MAX_RESTARTS" --run-dir "$RUN_DIR" --state "${state:-UNKNOWN}" --asked "$asked" \
     --driver-status "$driver_status" --why "$why" || status=$?
   rm -f -- "$DIR/token"
   if ((status == 75)); then
-    scontrol requeue "$SLURM_JOB_ID" || echo "hybridflow: Slurm does not requeue this job; submit it again to go on"
+    again scontrol requeue "$SLURM_JOB_ID" || echo "hybridflow: Slurm does not requeue this job; submit it again to go on"
   fi
   exit "$status"
 }

@@ -67,6 +67,7 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
+_TRIES = 5  # to start the daemons with other ports
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -83,16 +84,31 @@ class SlurmCluster:
 
     def __enter__(self) -> SlurmCluster:
         try:
-            self._configure()
             self._munge()
-            self.start("slurmctld", ["slurmctld", "-D", "-f", str(self.state / "slurm.conf")])
-            for name in self.names:
-                self.start_node(name)
-            self.wait_until_idle()
+            if not any(self._came_up() for _ in range(_TRIES)):
+                raise AssertionError(f"Slurm's daemons ended as soon as they started, {_TRIES} times\n{self._logs()}")
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _came_up(self) -> bool:
+        """Whether slurmctld and the nodes run. A daemon whose port another program has taken meanwhile ends."""
+        self._configure()
+        self.start("slurmctld", ["slurmctld", "-D", "-f", str(self.state / "slurm.conf")])
+        for name in self.names:
+            self.start_node(name)
+        own = ["slurmctld", *self.names]
+        self.wait_for(
+            lambda: any(self.daemons[name].poll() is not None for name in own) or self.idle() == len(self.names),
+            240,
+            "all nodes are idle",
+        )
+        if all(self.daemons[name].poll() is None for name in own):
+            return True
+        for name in own:
+            _end(self.daemons.pop(name))
+        return False
 
     def __exit__(self, *details: object) -> None:
         if set(self.names) <= set(self.daemons):  # else it has not come up
@@ -106,11 +122,7 @@ class SlurmCluster:
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
         for daemon in self.daemons.values():
-            try:
-                daemon.wait(60)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            _end(daemon)
         shutil.rmtree(self.state, ignore_errors=True)
 
     def start(self, name: str, command: list[str]) -> None:
@@ -140,6 +152,15 @@ class SlurmCluster:
             words, env=self.environment, capture_output=True, text=True, check=True, timeout=180
         ).stdout.strip()
 
+    def look(self, *words: str) -> str:
+        """What a command prints that changes nothing. It is asked again when a busy slurmctld has dropped it."""
+        for _ in range(9):
+            try:
+                return self.ask(*words)
+            except subprocess.CalledProcessError:
+                time.sleep(1.0)
+        return self.ask(*words)
+
     def idle(self) -> int:
         """How many nodes are idle."""
         try:
@@ -150,15 +171,20 @@ class SlurmCluster:
     def cancel_all(self) -> None:
         """Cancel every job, and wait until none is left."""
         self.ask("scancel", "--user", getpass.getuser())
-        self.wait_for(lambda: not self.ask("squeue", "--noheader"), 180, "no job is left")
+        self.wait_for(lambda: not self.look("squeue", "--noheader"), 180, "no job is left")
 
     def wait_until_idle(self) -> None:
-        """Until every node takes jobs."""
+        """Until no node has a job, and every one takes jobs."""
         self.wait_for(lambda: self.idle() == len(self.names), 240, "all nodes are idle")
+
+    def wait_until_up(self, name: str) -> None:
+        """Until a node takes jobs, after its slurmd was started again."""
+        words = ("sinfo", "--noheader", "--partition=debug", f"--nodes={name}", "--format=%T")
+        self.wait_for(lambda: self.look(*words) == "idle", 240, f"{name} is idle")
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`."""
-        words = self.ask("scontrol", "show", "job", job, "--oneliner").split()
+        words = self.look("scontrol", "show", "job", job, "--oneliner").split()
         return next(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
 
     def wait_for(self, what: Callable[[], object], timeout_s: float, text: str) -> None:
@@ -166,12 +192,13 @@ class SlurmCluster:
         deadline = time.monotonic() + timeout_s
         while not what():
             if time.monotonic() > deadline:
-                logs = "\n".join(
-                    f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
-                    for path in sorted([*self.state.glob("*.log"), *self.state.glob("*.print")])
-                )
-                raise AssertionError(f"not within {timeout_s:g} s: {text}\n{logs}")
+                raise AssertionError(f"not within {timeout_s:g} s: {text}\n{self._logs()}")
             time.sleep(0.2)
+
+    def _logs(self) -> str:
+        """The daemons' last words."""
+        paths = sorted([*self.state.glob("*.log"), *self.state.glob("*.print")])
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
 
     def _configure(self) -> None:
         port = _free_ports(1 + len(self.names))
@@ -182,6 +209,7 @@ class SlurmCluster:
         )
         text = CONFIGURATION.format(state=self.state, user=getpass.getuser(), port=port, nodes=nodes)
         (self.state / "slurm.conf").write_text(text)
+        shutil.rmtree(self.state / "state", ignore_errors=True)
         (self.state / "state").mkdir()
 
     def _munge(self) -> None:
@@ -193,10 +221,21 @@ class SlurmCluster:
         self.wait_for((self.state / "munge.socket").exists, 120, "munged is up")
 
 
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    """End a daemon, with SIGKILL after a minute."""
+    daemon.terminate()
+    try:
+        daemon.wait(60)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
 def _free_ports(count: int) -> int:
-    """The first of `count` free ports in a row, below those of Ray and of outgoing connections."""
+    """The first of `count` ports in a row that are free now, above those of outgoing connections where these end at
+    60999 as they do by default, so that only another Slurm of ours may take them before the daemons do."""
     while True:
-        first = random.SystemRandom().randrange(11000, 19000)
+        first = random.SystemRandom().randrange(61000, 65000)
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +23,13 @@ from tests.slurm.cluster import SlurmCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRIDFLOW = (sys.executable, "-m", "hybridflow.cli.main")
+# Long deadlines: several jobs and their daemons share this machine.
+PATIENT = ("cluster.start_timeout_s=600", "rollout.start_timeout_s=600")
 # The smallest run over two nodes: two pipeline stages, one on each, and one engine.
 TWO_NODES = (
     *("actor=tiny", "cluster.nodes=2", "cluster.procs_per_node=1", "actor.parallel.pipeline=2", "rollout=tiny"),
-    *("rollout.n=2", "trainer.val_before_train=false", "data.val_files=[]", "trainer.export=false"),
+    *("rollout.n=2", "trainer.val_before_train=false", "data.val_files=[]", "trainer.export=false", *PATIENT),
 )
-# Long deadlines: several jobs and their daemons share this machine.
 SITE: dict[str, Any] = {
     "exclusive": False,
     "object_store_gib": 0.1,
@@ -34,6 +38,13 @@ SITE: dict[str, Any] = {
         **{"preflight_timeout_s": 240, "start_timeout_s": 600},
     },
 }
+# Shell lines before a Python of node n2 that does STEP.
+ON_N2 = "if [[ ${{SLURMD_NODENAME:-}} == n2 && ${{3:-}} == {step} ]]; then {lines}; fi"
+CLOCK = """
+import time
+_time = time.time
+time.time = lambda: _time() + 60.0
+"""
 ENDLESS = 100_000  # steps: such a run ends only when something ends it
 
 
@@ -80,6 +91,19 @@ class Jobs:
         path.write_text(json.dumps(values))
         return path
 
+    def site_with_archive(self, name: str) -> Path:
+        """A site file whose jobs unpack their environment onto the node's own disk: a program that runs this Python."""
+        archive, local = self.folder / f"{name}.tar", self.folder / f"{name} on a node"
+        python = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n'.encode()
+        with tarfile.open(archive, "w") as file:
+            entry = tarfile.TarInfo("bin/python")
+            entry.size, entry.mode = len(python), 0o755
+            file.addfile(entry, io.BytesIO(python))
+        environment = {"archive": str(archive), "local": str(local), "python": str(local / "bin" / "python")}
+        path = self.folder / f"site-{name}.yaml"
+        path.write_text(json.dumps({**SITE, "environment": environment}))
+        return path
+
     def gate(self, name: str) -> tuple[Path, Path]:
         """A site file whose jobs wait, before anything else, for a file; and that file."""
         file = self.folder / f"go-{name}"
@@ -97,9 +121,21 @@ class Jobs:
         words = tuple(map(str, words))
         chosen = () if "--config-name" in words else ("--config-name", "e2e", f"trainer.total_steps={ENDLESS}")
         said = self.run("submit", *chosen, *self.settings, *TWO_NODES, f"name={name}", *words)
-        found = re.search(r"submitted job (\d+)", said)
-        assert found, said
-        return found[1]
+        return _number(said)
+
+    def submit_sft(self, name: str, nodes: int, *words: str | Path) -> str:
+        """The number of a new job of supervised fine-tuning, a rank on each node, without engines: it starts sooner.
+        Endless unless `words` have `sft.steps`; each step is saved."""
+        chosen = ["--job", "sft", "--config-name", "e2e", f"name={name}"]
+        chosen += [] if any(str(word).startswith("sft.steps=") for word in words) else [f"sft.steps={ENDLESS}"]
+        shape = ("actor=tiny", f"cluster.nodes={nodes}", "cluster.procs_per_node=1", f"actor.parallel.pipeline={nodes}")
+        settings = [word for word in self.settings if word.startswith("data.")]
+        said = self.run(
+            *("submit", *chosen, *settings, *shape, *PATIENT, "trainer.save_every_steps=1", "trainer.export=false"),
+            "trainer.max_restarts=0",
+            *map(str, words),
+        )
+        return _number(said)
 
     def output(self, job: str) -> str:
         """The job's own output."""
@@ -120,9 +156,10 @@ class Jobs:
         return int(self.cluster.field(job, "Restarts"))
 
     def steps(self, name: str) -> list[int]:
-        """The steps that the run has recorded, in the file's order."""
+        """The steps that the run has recorded, in the file's order, of either kind of job."""
         path = self.folder / "runs" / name / "metrics.jsonl"
-        return [record["step"] for record in read_jsonl(path) if record["phase"] == "train"] if path.exists() else []
+        phases = ("train", "sft")
+        return [record["step"] for record in read_jsonl(path) if record["phase"] in phases] if path.exists() else []
 
     def end(self, job: str, timeout_s: float = 600.0) -> str:
         """Wait until Slurm is done with the job; returns the state that it ended in."""
@@ -131,11 +168,15 @@ class Jobs:
         return self.cluster.field(job, "JobState")
 
     def wait_for(self, job: str, what: Callable[[], object], timeout_s: float = 600.0) -> None:
-        """Until `what()` holds; shows the job's output when it does not within `timeout_s`."""
+        """Until `what()` holds; shows the job's output when it does not within `timeout_s`, or the job has ended."""
         deadline = time.monotonic() + timeout_s
-        while not what():
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s\n{self.logs(job)}"
+        ended = False
+        for look in itertools.count(1):
+            if what():
+                return
+            assert not ended and time.monotonic() < deadline, f"not within {timeout_s:g} s\n{self.logs(job)}"
             time.sleep(0.2)
+            ended = look % 10 == 0 and self.cluster.field(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED")
 
     def last_line(self, job: str) -> str:
         """The last line of the job's own output."""
@@ -148,6 +189,21 @@ class Jobs:
     def logs(self, job: str) -> str:
         """Everything that the job wrote."""
         return self.run("logs", job)
+
+
+def _number(said: str) -> str:
+    """The number of the job in what `submit` printed."""
+    found = re.search(r"submitted job (\d+)", said)
+    assert found, said
+    return found[1]
+
+
+def wrong_clock(jobs: Jobs) -> str:
+    """Lines by which preflight on n2 reads a clock that is a minute ahead."""
+    folder = jobs.folder / "clock"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(CLOCK)
+    return ON_N2.format(step="preflight", lines=f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH")
 
 
 def processes_of(job: str) -> list[str]:
@@ -164,6 +220,20 @@ def processes_of(job: str) -> list[str]:
         if ours and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
             found.append(f"{process.pid} {words[:100]}")
     return found
+
+
+def find(job: str, *texts: str) -> psutil.Process:
+    """A process of the job with all of these texts in its command line: the oldest of them."""
+    found = [psutil.Process(int(line.split()[0])) for line in processes_of(job)]
+    fitting = [process for process in found if all(text in " ".join(process.cmdline()) for text in texts)]
+    assert fitting, f"no process of job {job} with {texts}: {processes_of(job)}"
+    return min(fitting, key=psutil.Process.create_time)
+
+
+def rank_on(job: str, address: str) -> psutil.Process:
+    """The child that holds the most memory of the raylet at `address`: a rank of the run."""
+    children = find(job, "raylet/raylet", address).children()
+    return max(children, key=lambda child: child.memory_info().rss)
 
 
 def left_behind(job: str, within_s: float = 120.0) -> list[str]:

@@ -1,4 +1,4 @@
-"""A node that is not in order ends the job with one message, which names it and a remedy; a spare takes its place."""
+"""A node that is not in order ends the job with one message, which names it and a remedy."""
 
 from __future__ import annotations
 
@@ -10,25 +10,9 @@ import pytest
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch.node import choose_ports
-from tests.slurm.jobs import Jobs, left_behind
+from tests.slurm.jobs import ON_N2, Jobs, left_behind, wrong_clock
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-
-# Shell lines before a Python of node n2 that does STEP.
-ON_N2 = "if [[ ${{SLURMD_NODENAME:-}} == n2 && ${{3:-}} == {step} ]]; then {lines}; fi"
-CLOCK = """
-import time
-_time = time.time
-time.time = lambda: _time() + 60.0
-"""
-
-
-def wrong_clock(jobs: Jobs) -> str:
-    """Lines by which preflight on n2 reads a clock that is a minute ahead."""
-    folder = jobs.folder / "clock"
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(CLOCK)
-    return ON_N2.format(step="preflight", lines=f"export PYTHONPATH={shlex.quote(str(folder))}:$PYTHONPATH")
 
 
 def refused(jobs: Jobs, job: str) -> str:
@@ -45,15 +29,6 @@ def test_a_clock_that_is_off_ends_the_job(jobs: Jobs) -> None:
     line = refused(jobs, jobs.submit("clock", "--site", site, "--max-restarts", "0"))
     assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: between it and n1: the clock of n2 is +" in line
     assert line.endswith("start chrony or ntpd there")
-
-
-def test_a_spare_takes_the_place_of_a_bad_node(jobs: Jobs) -> None:
-    site = jobs.site("spare", python=wrong_clock(jobs))
-    job = jobs.submit("spare", "--site", site, "--spares", "1", *jobs.recipe("spare", 2))
-    assert jobs.end(job) == "COMPLETED", jobs.logs(job)
-    assert "n2 is left out: between it and n" in jobs.output(job) and jobs.steps("spare") == [1, 2]
-    assert (jobs.start_folder(job) / "nodes.txt").read_text().split() == ["n1", "n3"]
-    assert left_behind(job) == []
 
 
 def test_a_folder_that_the_nodes_do_not_share_ends_the_job(jobs: Jobs) -> None:
@@ -94,9 +69,10 @@ def test_a_node_that_never_comes_up_ends_the_job(jobs: Jobs) -> None:
     jobs.cluster.kill_node("n2")
     try:
         go.touch()
-        line = refused(jobs, job)
+        jobs.wait_for(job, lambda: f"hybridflow: job {job}, start 0, " in jobs.output(job))
     finally:
-        jobs.cluster.start_node("n2")
+        jobs.cluster.start_node("n2")  # without it Slurm would not call the job ended for SlurmdTimeout
         jobs.cluster.wait_until_idle()
+    line = refused(jobs, job)
     assert "preflight: 1 of 2 nodes are usable, 2 are needed n2: it did not answer (srun: error: Task launch" in line
     assert "sinfo -R" in line

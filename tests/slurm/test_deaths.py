@@ -9,23 +9,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.slurm.jobs import Jobs, left_behind, processes_of
+from tests.slurm.jobs import Jobs, find, left_behind, processes_of, rank_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-
-
-def find(job: str, *texts: str) -> psutil.Process:
-    """A process of the job with all of these texts in its command line: the oldest of them."""
-    found = [psutil.Process(int(line.split()[0])) for line in processes_of(job)]
-    fitting = [process for process in found if all(text in " ".join(process.cmdline()) for text in texts)]
-    assert fitting, f"no process of job {job} with {texts}: {processes_of(job)}"
-    return min(fitting, key=psutil.Process.create_time)
-
-
-def rank_on_second_node(job: str) -> psutil.Process:
-    """The child of n2's raylet that holds the most memory."""
-    children = find(job, "raylet/raylet", "127.0.0.12").children()
-    return max(children, key=lambda child: child.memory_info().rss)
 
 
 def agent_of_second_node(job: str) -> psutil.Process:
@@ -45,19 +31,23 @@ def engine(job: str) -> psutil.Process:
 
 # Who is killed, and what the last line says.
 VICTIMS: dict[str, tuple[Callable[[str], psutil.Process], str]] = {
-    "rank": (rank_on_second_node, "on n2"),
+    "rank": (lambda job: rank_on(job, "127.0.0.12"), "on n2"),
     "engine": (engine, "engine"),
     "raylet": (lambda job: find(job, "raylet/raylet", "127.0.0.12"), "node n2: Ray ended"),
     "head": (lambda job: find(job, "gcs_server"), "node n1: Ray ended"),
     "agent": (agent_of_second_node, "node n2: the process that watches Ray ended (Killed)"),
-    "driver": (lambda job: find(job, "hybridflow.cli.main train"), "the driver ended with status 137"),
+    "driver": (lambda job: find(job, "hybridflow.cli.main sft"), "the driver ended with status 137"),
 }
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_the_death_of_a_part_ends_the_job_with_its_cause_on_the_last_line(jobs: Jobs, victim: str) -> None:
     name = f"dead {victim}"
-    job = jobs.submit(name, "trainer.max_restarts=0", "rollout.max_restarts=0", "--max-restarts", "0")
+    once = ("--max-restarts", "0")
+    if victim == "engine":
+        job = jobs.submit(name, "trainer.max_restarts=0", "rollout.max_restarts=0", *once)
+    else:
+        job = jobs.submit_sft(name, 2, *once)
     jobs.in_loop(job, name)
     choose, cause = VICTIMS[victim]
     os.kill(choose(job).pid, signal.SIGKILL)

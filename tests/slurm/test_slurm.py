@@ -3,14 +3,17 @@ cancelled."""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.slurm.jobs import ENDLESS, TWO_NODES, Jobs, left_behind, processes_of
+from tests.slurm.jobs import ENDLESS, HYBRIDFLOW, TWO_NODES, Jobs, left_behind, processes_of, rank_on, wrong_clock
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +27,111 @@ def urgent_job(jobs: Jobs, released: Path) -> str:
     )
 
 
+def test_a_recipe_runs_over_two_nodes_and_a_spare_takes_the_place_of_a_bad_one(jobs: Jobs) -> None:
+    name, site = "two steps", jobs.site("spare", python=wrong_clock(jobs))
+    job = jobs.submit(name, "--site", site, "--spares", "1", *jobs.recipe("two", 2))
+    assert jobs.end(job) == "COMPLETED", jobs.logs(job)
+    assert "n2 is left out: between it and n" in jobs.output(job) and jobs.steps(name) == [1, 2]
+    last = jobs.attempts(job)[-1]["restart"]  # a start may have failed on a busy machine
+    assert (jobs.start_folder(job, last) / "nodes.txt").read_text().split() == ["n1", "n3"]
+    assert jobs.last_line(job) == f"hybridflow: job {job}, start {last}, finished: finished"
+    assert left_behind(job) == [] and not list(jobs.start_folder(job, last).rglob("token"))
+    shown = jobs.logs(job)
+    assert f"{last} node-n1 " in shown and f"{last} node-n3 " in shown and f"{last} driver " in shown
+
+
+def test_a_job_goes_on_whatever_takes_its_nodes_or_its_processes(jobs: Jobs, tmp_path: Path) -> None:
+    """Preempted with a time of grace and without, a node's slurmd killed, at last a process of the run."""
+    name, released = "taken", tmp_path / "released"
+    job = jobs.submit_sft(name, 2, "--partition", "low", "--time", "60")
+    jobs.in_loop(job, name)
+    folder = jobs.start_folder(job, jobs.restarts(job))
+    assert (folder / "token").stat().st_mode & 0o077 == 0 and folder.stat().st_mode & 0o077 == 0
+    assert not [line for pid in processes_of(job) for line in _leaks(int(pid.split()[0]))]
+
+    earlier = len(jobs.attempts(job))
+    urgent_job(jobs, released)
+    jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
+    stopped = jobs.attempts(job)[earlier]
+    assert stopped["outcome"] == "stopped" and stopped["next"] == "requeue", jobs.output(job)
+    jobs.wait_for(job, lambda: jobs.cluster.field(job, "JobState") == "PENDING")
+    assert left_behind(job) == []
+    jobs.cluster.ask("scontrol", "update", f"JobId={job}", "Partition=abrupt")
+    released.touch()
+    goes_on(jobs, job, name, stopped["checkpoint"])
+
+    released.unlink()
+    started = jobs.restarts(job)
+    urgent_job(jobs, released)
+    jobs.wait_for(job, lambda: jobs.restarts(job) > started)
+    jobs.wait_for(job, lambda: jobs.cluster.field(job, "JobState") == "PENDING")
+    assert left_behind(job) == []
+    jobs.cluster.ask("scontrol", "update", f"JobId={job}", "Partition=debug")
+    released.touch()
+    goes_on(jobs, job, name)
+
+    started = jobs.restarts(job)
+    jobs.cluster.lose_node("n2")
+    try:
+        jobs.wait_for(job, lambda: jobs.restarts(job) > started)
+        goes_on(jobs, job, name)
+        assert jobs.cluster.field(job, "NodeList") == "n[1,3]"
+    finally:
+        jobs.cluster.start_node("n2")
+        jobs.cluster.wait_until_up("n2")
+
+    earlier = len(jobs.attempts(job))
+    os.kill(rank_on(job, "127.0.0.13").pid, signal.SIGKILL)
+    jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
+    killed = jobs.attempts(job)[earlier]
+    assert killed["next"] == "requeue" and "(actor rank 1 on n3" in killed["why"], jobs.output(job)
+    jobs.run("cancel", job)
+    assert jobs.end(job) == "CANCELLED"
+    steps = jobs.steps(name)
+    assert steps == list(range(1, len(steps) + 1))
+    assert left_behind(job) == []
+
+
+def goes_on(jobs: Jobs, job: str, name: str, checkpoint: str = "") -> None:
+    """Wait until the job's present start has taken steps after the checkpoint that it resumed from."""
+    start = jobs.restarts(job)
+    log = jobs.start_folder(job, start) / "driver.log"
+    jobs.wait_for(job, lambda: log.exists() and "resuming from " in log.read_text())
+    resumed = re.search(rf"resuming from runs/{name}/checkpoints/(\w+)", log.read_text())
+    assert resumed and resumed[1] == (checkpoint or resumed[1]), log.read_text()
+    jobs.in_loop(job, name, int(resumed[1].rpartition("_")[2]) + 2)
+
+
+def test_two_jobs_share_a_node_and_one_goes_on_after_its_time_limit(jobs: Jobs) -> None:
+    """The other one is an array with a dependency, and its environment is unpacked onto the node's own disk."""
+    name = "time limit"
+    job = jobs.submit_sft(name, 1, "--time", "120", "--grace", "400")  # Slurm looks every 30 s
+    array = ("--array", "3-3", "sft.steps=%a", "--dependency", f"after:{job}")
+    other = jobs.submit_sft("task %a", 1, "--site", jobs.site_with_archive("unpacked"), *array)
+    jobs.in_loop(job, name)
+    folder = jobs.start_folder(job, jobs.restarts(job))
+    assert (folder / "token").stat().st_mode & 0o077 == 0 and folder.stat().st_mode & 0o077 == 0
+    assert not [line for pid in processes_of(job) for line in _leaks(int(pid.split()[0]))]
+    earlier = len(jobs.attempts(job))
+    hours, minutes, _ = map(int, jobs.cluster.field(job, "RunTime").split(":"))
+    jobs.cluster.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 6}")
+    jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
+    jobs.cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=120")
+    stopped = jobs.attempts(job)[earlier]
+    assert stopped["outcome"] == "stopped" and stopped["next"] == "requeue", jobs.output(job)
+    assert jobs.end(other) == "COMPLETED", jobs.logs(other)
+    assert jobs.steps("task 3") == [1, 2, 3]
+    assert "0 driver " in jobs.run("logs", f"{other}_3") and "finished" in jobs.run("status", f"{other}_3")
+    jobs.wait_for(job, lambda: jobs.restarts(job) > earlier)
+    goes_on(jobs, job, name, stopped["checkpoint"])
+    jobs.run("cancel", job)
+    assert jobs.end(job) == "CANCELLED"
+    steps = jobs.steps(name)
+    assert steps == list(range(1, len(steps) + 1))
+    assert left_behind(job) == left_behind(other) == []
+
+
+@pytest.mark.full
 def test_a_preempted_job_writes_a_checkpoint_is_requeued_and_goes_on(jobs: Jobs, tmp_path: Path) -> None:
     name, released = "a preempted run", tmp_path / "released"
     job = jobs.submit(name, "--partition", "low", *jobs.recipe("preempted", ENDLESS), "--time", "60")
@@ -102,6 +210,30 @@ def test_a_node_whose_slurmd_died_gets_the_job_requeued_without_it(jobs: Jobs) -
 
 
 @pytest.mark.full
+def test_a_start_on_a_node_that_slurm_has_lost_ends_when_the_job_starts_elsewhere(jobs: Jobs) -> None:
+    name = "lost start"
+    job = jobs.submit_sft(name, 1)
+    jobs.in_loop(job, name)
+    node, earlier, started = jobs.cluster.field(job, "NodeList"), len(jobs.attempts(job)), jobs.restarts(job)
+    jobs.cluster.lose_node(node)  # its processes run on
+    try:
+        jobs.wait_for(job, lambda: len(jobs.attempts(job)) > earlier)
+        lost = jobs.attempts(job)[earlier]
+        assert (lost["restart"], lost["next"]) == (started, "left to Slurm"), jobs.output(job)
+        jobs.wait_for(job, lambda: jobs.restarts(job) > started)
+        goes_on(jobs, job, name)
+        assert jobs.cluster.field(job, "NodeList") != node
+        jobs.run("cancel", job)
+        assert jobs.end(job) == "CANCELLED"
+        assert left_behind(job) == []
+    finally:
+        jobs.cluster.start_node(node)
+        jobs.cluster.wait_until_up(node)
+    steps = jobs.steps(name)
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.full
 def test_a_job_at_its_time_limit_goes_on_in_the_next_start(jobs: Jobs) -> None:
     name = "time limit"
     job = jobs.submit(name, "--time", "120", "--grace", "60")
@@ -137,15 +269,12 @@ def test_two_jobs_at_once_do_not_meet_and_one_is_cancelled(jobs: Jobs) -> None:
 
 @pytest.mark.full
 def test_a_job_that_fails_at_the_same_step_is_given_up(jobs: Jobs) -> None:
-    (jobs.folder / "fails.py").write_text("def compute_score(*args):\n    raise ValueError('no score today')\n")
-    words = ("--max-restarts", "9", f"reward.path={jobs.folder / 'fails.py'}")
-    recipe = ("--config-name", "e2e", "actor=tiny", "rollout=tiny", "cluster=one-process", "name=fails")
-    done = jobs.run("submit", *jobs.settings, *recipe, *words)
-    job = done.split()[2].rstrip(":")
+    """The first update of a run with such a rate is finite, the second one is not."""
+    job = jobs.submit_sft("fails", 1, "--max-restarts", "9", "sft.optim.lr=1e30", "actor.on_nonfinite=stop")
     assert jobs.end(job) == "FAILED"
     assert [attempt["next"] for attempt in jobs.attempts(job)] == ["requeue", "requeue", "give up"]
-    assert "given up: 3 starts in a row ended at no checkpoint" in jobs.last_line(job)
-    assert "no score today" in jobs.last_line(job)
+    assert "given up: 3 starts in a row ended at sft_step_1" in jobs.last_line(job)
+    assert "the loss is not finite" in jobs.last_line(job)
 
 
 def test_an_allocation_that_has_expired_ends_with_one_message(jobs: Jobs, tmp_path: Path) -> None:
@@ -158,6 +287,26 @@ def test_an_allocation_that_has_expired_ends_with_one_message(jobs: Jobs, tmp_pa
     line = done.stdout.rstrip().splitlines()[-1]
     assert "0 of 2 nodes are usable" in line and "srun: error: Unable to confirm allocation for job 424242" in line
     assert "UNKNOWN" in line
+
+
+def test_doctor_looks_at_every_node_of_an_allocation(jobs: Jobs) -> None:
+    command = ["salloc", "--nodes=2", "--ntasks-per-node=1", *HYBRIDFLOW, "doctor", "--nodes"]
+    done = subprocess.run(
+        command, cwd=jobs.folder, env=jobs.environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert "n1:" in done.stdout and "n2:" in done.stdout, done.stderr
+    assert done.stdout.count("error(s), ") == 2
+    assert done.returncode == (0 if done.stdout.count("0 error(s), ") == 2 else 1)
+
+
+@pytest.mark.full
+def test_a_heterogeneous_job_is_one_cluster(jobs: Jobs) -> None:
+    name = "two parts"
+    words = ("--nodes", "2", "--other-nodes", "1", "--other-sbatch=--comment=rollout", "sft.steps=2")
+    job = jobs.submit_sft(name, 2, *words)
+    assert jobs.end(job) == "COMPLETED", jobs.logs(job)
+    assert jobs.steps(name) == [1, 2] and left_behind(job) == []
+    assert len((jobs.start_folder(job) / "nodes.txt").read_text().split()) == 2
 
 
 @pytest.mark.parametrize("nodes", ["n[1-2,4]", "rack1-[01-02],gpu7", "n1"])

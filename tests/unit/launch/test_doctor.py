@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from hybridflow.config.load import load_config
 from hybridflow.errors import ResourceError
 from hybridflow.launch import doctor
 from hybridflow.launch.doctor import Finding, examine, exit_code, table
+from hybridflow.launch.preflight import Wanted, check_node
 
 
 def by_topic(findings: list[Finding]) -> dict[str, Finding]:
@@ -21,7 +24,7 @@ def by_topic(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "list_gpus", list)
+    monkeypatch.setattr(doctor, "query_gpus", lambda: ([], ""))
     found = examine(load_config("e2e"))
     assert [one for one in found if one.level == "error"] == [] and exit_code(found) == 0
     assert [one for one in found if one.level == "warning" and not one.remedy] == []
@@ -31,12 +34,27 @@ def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeyp
 
 
 def test_gpus_without_cuda_and_too_few_for_the_recipe_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "list_gpus", lambda: ["H200, 141 GiB, 580.1"] * 2)
+    monkeypatch.setattr(doctor, "query_gpus", lambda: (["H200, 141 GiB, 580.1"] * 2, ""))
     monkeypatch.setattr(doctor, "_torch_cuda", lambda: None)
     topics = by_topic(examine(load_config("e2e")))
     assert topics["torch.cuda"].remedy == "make setup LANE=gpu" and topics["torch.cuda"].level == "error"
     assert "wants 4 ranks on a node, which has 2 GPUs" in topics["recipe"].what
     assert topics["apex"].level == "warning" and topics["apex"].remedy
+
+
+def test_a_driver_that_does_not_answer_is_named_by_doctor_and_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/bash\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = by_topic(examine())["gpu"]
+    assert found.level == "error" and "Driver/library version mismatch" in found.what and "driver" in found.remedy
+    record = check_node(
+        "n1", ["n1"], tmp_path, Wanted(gpus=8, min_free_gib=0.0, min_shm_gib=0.0, min_open_files=1), 5.0
+    )
+    assert "0 of 8 GPUs are visible (nvidia-smi: Failed to initialize NVML: Driver/library" in record.problems[0]
 
 
 def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def test_the_dockerfile_is_pinned_copies_what_exists_and_does_not_run_as_root() 
     users = [rest for name, rest in found if name == "USER"]
     assert users and users[-1] not in ("root", "0")
     runs = " ".join(rest for name, rest in found if name == "RUN")
-    assert "sudo" not in runs and "dnf clean all" in runs and "LANE=gpu" in runs and "TransformerEngine" in runs
+    assert "sudo" not in runs and "dnf clean all" in runs and "LANE=gpu" in runs
+    assert "-devel-" in found[0][1] and ENGINE_BUILT in runs, "Transformer Engine needs nvcc"
 
 
 def sections() -> dict[str, str]:
@@ -71,9 +72,10 @@ def test_the_apptainer_definition_is_the_same_image() -> None:
     for text in (docker, found["post"].replace("\\\n", " ")):
         packages = text.split("setopt=install_weak_deps=False")[1].split("dnf clean")[0].split()
         assert [word for word in packages if word != "&&"] == PACKAGES
-    assert re.search(r"TRANSFORMER_ENGINE=(\S+)", docker)[1] in found["post"]  # type: ignore[index]
+        assert ENGINE_BUILT in text
 
 
+ENGINE_BUILT = "test -f .venv/.hybridflow-setup-engine"
 PACKAGES = shlex.split(
     "python3.11 python3.11-devel python3.11-pip gcc-c++ git make ninja-build numactl-libs libibverbs librdmacm iproute "
     "procps-ng"

@@ -90,6 +90,18 @@ def test_words_with_spaces_quotes_and_percent_arrive_as_they_are() -> None:
     assert shown.splitlines() == [*words, "/data/a project"]
 
 
+@pytest.mark.parametrize(("failures", "said"), [(0, "RUNNING 1"), (2, "RUNNING 1"), (3, "")])
+def test_a_question_that_slurm_has_dropped_is_asked_again(failures: int, said: str, tmp_path: Path) -> None:
+    """Without an answer the job would count as unknown to Slurm, and would not be requeued."""
+    body = (launch_dir() / "slurm" / "job.sh").read_text()
+    function = f"again() {{{body.split('again() {')[1].split('finish() {')[0]}"
+    asked = f'asked() {{ echo x >> "$1"; (($(wc -l < "$1") > {failures})) && echo RUNNING 1; }}; sleep() {{ :; }}'
+    lines = f'{asked}\n{function}\nread -r state < <(again asked "$0") || true\necho "${{state:-}}"'
+    done = subprocess.run(["bash", "-euc", lines, str(tmp_path / "count")], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == said
+    assert len((tmp_path / "count").read_text().split()) == min(failures + 1, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -51,16 +51,45 @@ def test_a_head_that_never_answers_is_said_within_the_deadline(tmp_path: Path) -
 def test_ray_is_started_again_until_all_nodes_have_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool, starts: int
 ) -> None:
-    records.write(tmp_path / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    folder = tmp_path / "restart-0"
+    records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
     if joined:
-        (tmp_path / records.DRIVER_LOG).touch()
-    log = tmp_path / records.NODE_LOG.format("n1")
+        (folder / records.DRIVER_LOG).touch()
+    log = folder / records.NODE_LOG.format("n1")
     command = ["bash", "-c", f"echo the agent is late >> '{log}'; exit 3"]
     monkeypatch.setattr(node, "ray_command", lambda *given: command)
-    assert run("n1", tmp_path, RayOptions(), 9) == 1
-    [failed] = records.failures(tmp_path)
+    assert run("n1", folder, RayOptions(), 9) == 1
+    [failed] = records.failures(folder)
     assert failed["what"] == "Ray ended with status 3"
     assert failed["tail"].splitlines() == ["the agent is late"] * starts
+
+
+def test_the_end_of_ray_is_told_before_the_rest_of_it_is_cleared_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver on the node of the head is cleared up too: its end would count as the cause of the job's."""
+    folder, told = tmp_path / "restart-0", []
+    records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    (folder / records.DRIVER_LOG).touch()
+    clear_up = node.guard.clear_up
+
+    def note(temporary: Path) -> None:
+        told.append(bool(records.failures(folder)))
+        clear_up(temporary)
+
+    monkeypatch.setattr(node.guard, "clear_up", note)
+    monkeypatch.setattr(node, "ray_command", lambda *given: ["false"])
+    assert run("n1", folder, RayOptions(), 9) == 1
+    assert told and all(told)
+
+
+def test_ray_ends_when_the_job_has_a_later_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm has lost this node: no signal of the job's script reaches it any more."""
+    records.write(tmp_path / "restart-0" / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    (tmp_path / "restart-1").mkdir()
+    monkeypatch.setattr(node, "ray_command", lambda *given: ["sleep", "600"])
+    assert run("n1", tmp_path / "restart-0", RayOptions(), 9) == 0
+    assert records.failures(tmp_path / "restart-0") == []
 
 
 def test_slurm_and_pmi_variables_and_a_token_of_the_user_do_not_reach_ray() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from hybridflow.errors import WorkerError
 from hybridflow.launch import records
-from hybridflow.launch.driver import STOPPED
-from hybridflow.launch.verdict import judge, read_attempts
+from hybridflow.launch.verdict import STOPPED, judge, read_attempts
 
 
 @pytest.fixture
