@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +38,11 @@ class Combination(Verifier):
             check_installed(entry, f"reward.combine.{name}")
             parts[str(name).rpartition(":")[2]] = (entry, float(weight))
 
-        def combined(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
+        async def combined(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
             score, extra = 0.0, dict[str, Any]()
             for name, (one, weight) in parts.items():
-                given = {key: value for key, value in options.items() if key in one.options}
-                found = result_of(one.function(response, ground_truth, **given))
+                answer = one.function(response, ground_truth, **one.given(options))
+                found = result_of(await answer if inspect.isawaitable(answer) else answer)
                 score += weight * found.score
                 extra |= {**found.extra, name: found.score}
             return ScoreResult(score, extra)
@@ -53,3 +54,18 @@ class Combination(Verifier):
     def options(self) -> set[str]:
         """The options of all parts."""
         return {option for one, _ in self.parts.values() for option in one.options}
+
+    @property
+    def needed(self) -> set[str]:
+        """The options that a part cannot do without."""
+        return {option for one, _ in self.parts.values() for option in one.needed}
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether a part wants the text of the row's prompt."""
+        return any(one.reads_prompt for one, _ in self.parts.values())
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a part waits for something. The parts of one row are asked one after another."""
+        return any(one.is_async for one, _ in self.parts.values())

@@ -17,7 +17,7 @@ from hybridflow.config.registry import attribute_of, describe_error, import_file
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.combination import Combination
-from hybridflow.rewards.verifiers.base import Verifier, by_data_source, check_installed, result_of
+from hybridflow.rewards.verifiers.base import PROMPT, Verifier, by_data_source, check_installed, result_of
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUP_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -50,13 +50,21 @@ class Scoring:
         elif self._function is None:
             self._verifiers = by_data_source(config.verifiers)
         self.by_group = self._function is not None and takes_groups(self._function)
-        self.is_async = inspect.iscoroutinefunction(self._function)
+        # the verifiers of data sources compute; one that waits for a server is named in reward.combine
+        self.is_async = inspect.iscoroutinefunction(self._function) or any(
+            verifier.is_async for verifier in self._verifiers.values()
+        )
+        self.reads_prompt = any(verifier.reads_prompt for verifier in self._verifiers.values())
         options = {name for verifier in self._verifiers.values() for name in verifier.options}
         for key in self._kwargs if self._function is None else ():
             if key not in options:
                 raise ConfigError(
                     f"reward.kwargs.{key} is taken by no verifier (they take: {', '.join(sorted(options))})"
                 )
+        missing = self._verifiers["*"].needed - self._kwargs.keys() if config.combine else set()
+        if missing:
+            keys = ", ".join(f"reward.kwargs.{name}" for name in sorted(missing))
+            raise ConfigError(f"reward.combine={dict(config.combine)} needs {keys}")
 
     @property
     def sources(self) -> list[str] | None:
@@ -80,7 +88,7 @@ class Scoring:
                 found = await found
         except (Exception, SystemExit) as error:
             file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)
-            how = "raised" if self._function else f"cannot use ground truth {rows[0][2]!r}:"
+            how = "raised" if self._function or self.is_async else f"cannot use ground truth {rows[0][2]!r}:"
             return [{"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"} for row in rows]
         if not self.by_group:
             found = [found]
@@ -92,8 +100,8 @@ class Scoring:
     def _call(self, rows: Sequence[Row]) -> Any:
         if self._function is None:
             verifier = self._verifier(rows[0][0])
-            given = {key: value for key, value in self._kwargs.items() if key in verifier.options}
-            return verifier.function(rows[0][1], rows[0][2], **given)
+            options = {**self._kwargs, PROMPT: rows[0][3].get(PROMPT, "")}
+            return verifier.function(rows[0][1], rows[0][2], **verifier.given(options))
         copies = [(source, text, truth, dict(info)) for source, text, truth, info in rows]
         if self.by_group:
             columns = [list(column) for column in zip(*copies, strict=True)]

@@ -146,6 +146,13 @@ class RewardManager:
             more = f" ({len(failed)} of {len(results)} rows failed)" if len(results) > 1 else ""
             raise DataError(f"row {number}: {text}{more}")
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether extra_info is to have the text of the row's prompt under "prompt". Waits until what scores is
+        loaded."""
+        self._loaded()
+        return (self._scoring or self._started_pool()).reads_prompt
+
     def _loaded(self) -> tuple[list[str] | None, bool]:
         """The data sources with a verifier (None: a function scores all), and whether calls are by group."""
         if self._scoring is not None:

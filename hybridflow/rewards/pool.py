@@ -41,7 +41,7 @@ class RewardPool:
         self._outcomes: dict[int, list[Outcome]] = {}
         self._submitted, self._is_ready = 0, False
         self.sources: list[str] | None = None
-        self.by_group = False
+        self.by_group = self.reads_prompt = False
         self._launch()
 
     def _launch(self) -> None:
@@ -88,7 +88,8 @@ class RewardPool:
             raise ConfigError(f"the process that loads {self._what()} ended with code {code}{self._look_at_log()}")
         if "refused" in messages[0]:
             raise ConfigError(messages[0]["refused"])
-        self.sources, self.by_group, self._is_ready = messages[0]["ready"], messages[0]["by_group"], True
+        self.sources, self.by_group = messages[0]["ready"], messages[0]["by_group"]
+        self.reads_prompt, self._is_ready = messages[0]["reads_prompt"], True
 
     def submit(self, rows: list[Row]) -> int:
         """Begin a call with these rows; returns its number. ValueError names a type that no JSON holds."""

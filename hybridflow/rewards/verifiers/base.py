@@ -17,6 +17,8 @@ from hybridflow.config.keys import VERIFIER
 from hybridflow.config.registry import Registry
 from hybridflow.errors import ConfigError
 
+PROMPT = "prompt"  # the argument of a verifier, and the entry of extra_info, that is the text of the row's prompt
+
 
 @dataclass(frozen=True)
 class ScoreResult:
@@ -39,7 +41,8 @@ class Verifier:
     """Compares the text of a response with the ground truth of its row.
 
     Attributes:
-        function: (response, ground_truth, *, options) -> a score, a dict with one under "score", or a `ScoreResult`.
+        function: (response, ground_truth, *, options) -> a score, a dict with one under "score", or a `ScoreResult`. It
+            may be async, and an argument named `prompt` is the text of the row's prompt.
         data_sources: the values of the column data_source whose rows it scores.
         runs_in_driver: whether it takes microseconds and cannot hang, so that rows need no process and no deadline.
         requires: a package that it imports, and that an installation may lack; None: none.
@@ -53,6 +56,30 @@ class Verifier:
     @property
     def options(self) -> set[str]:
         """Names of the function's keyword-only arguments, which `reward.kwargs` may give."""
+        return self._keywords() - {PROMPT}
+
+    @property
+    def needed(self) -> set[str]:
+        """Names of the options that have no default."""
+        parameters = inspect.signature(self.function).parameters
+        return {name for name in self.options if parameters[name].default is inspect.Parameter.empty}
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the function wants the text of the row's prompt."""
+        return PROMPT in self._keywords()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function waits for something, so that a process may have many calls in flight."""
+        return inspect.iscoroutinefunction(self.function)
+
+    def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Pick what the function takes from these options, among which the prompt may be."""
+        taken = self.options | ({PROMPT} if self.reads_prompt else set())
+        return {name: value for name, value in options.items() if name in taken}
+
+    def _keywords(self) -> set[str]:
         parameters = inspect.signature(self.function).parameters.values()
         return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 

@@ -22,7 +22,7 @@ print("\\n" + _json.dumps(_function(*_arguments)))
 """
 
 
-@verifier("code", data_sources=["codecontests", "apps", "codeforces", "taco"])
+@verifier("code", data_sources=["codecontests", "apps", "codeforces", "taco", "programs"])
 def code(
     response: str, ground_truth: str | Mapping[str, Any], *, partial_credit: bool = True, test_timeout_s: float = 6.0
 ) -> ScoreResult:

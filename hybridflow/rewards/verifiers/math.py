@@ -14,6 +14,8 @@ _SOURCES = (
     *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
 )
 
+_TRUTHS = 4096  # ground truths that a process keeps as it has read them
+
 
 @verifier("math", data_sources=_SOURCES, requires="math_verify")
 def math(response: str, ground_truth: str) -> ScoreResult:
@@ -40,12 +42,12 @@ def math(response: str, ground_truth: str) -> ScoreResult:
 @functools.cache
 def _functions() -> tuple[Callable[[str], Any], Callable[[str], Any], Callable[[Any, Any], bool]]:
     """How a ground truth and an answer are read, and compared. Calls have the deadline of the pool in place of
-    math-verify's, which needs the main thread."""
+    math-verify's, which needs the main thread. The samples of a prompt have one ground truth, which is read once."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     latex, both = [LatexExtractionConfig()], [ExprExtractionConfig(), LatexExtractionConfig()]
     return (
-        functools.partial(parse, extraction_config=latex, parsing_timeout=None),
+        functools.lru_cache(_TRUTHS)(functools.partial(parse, extraction_config=latex, parsing_timeout=None)),
         functools.partial(parse, extraction_config=both, parsing_timeout=None),
         functools.partial(verify, timeout_seconds=None),
     )
