@@ -16,6 +16,10 @@ from hybridflow.algorithms.rewards import sums_of_rows
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
+# columns [T, k] of the teacher's most likely tokens; the last, with gradient, is what a backend adds to a micro-batch
+# that has the ids: the policy's log-probs of these tokens
+TEACHER_LOG_PROBS, TEACHER_IDS, OF_TEACHER = "teacher_top_log_probs", "teacher_top_ids", "policy_of_teacher_top"
+
 
 class ResponseTokens(Protocol):
     """What a loss sees of a micro-batch besides the model's results."""
@@ -27,7 +31,7 @@ class ResponseTokens(Protocol):
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
-        """Per-response-token columns [T]."""
+        """Per-response-token columns [T, ...]."""
         ...
 
 
@@ -83,3 +87,15 @@ def kl_penalty(log_probs_T: torch.Tensor, ref_log_probs_T: torch.Tensor, kind: s
         clamped = difference.clamp(-20.0, 20.0)
         return ((-clamped).exp() + clamped - 1).clamp(-10.0, 10.0)
     raise ValueError(f"kl_loss_type {kind!r}")
+
+
+def forward_kl_topk(teacher_log_probs_TK: torch.Tensor, log_probs_TK: torch.Tensor) -> torch.Tensor:
+    """[T] sum over the teacher's k most likely tokens of p_T (log p_T - log p_S): the forward divergence KL(teacher,
+    policy) in states that the policy has sampled (GKD, arXiv 2306.13649, eq. 2), cut off behind the first k tokens.
+
+    Both arguments are log-probs over the whole vocabulary, not normalised over the k. The tail, what the teacher gives
+    to all other tokens, takes no part: where the k tokens have a mass m < 1, the sum is least, m log m and so below 0,
+    at a policy that gives them p_T / m and all others nothing. With k = size of the vocabulary it is the whole
+    divergence.
+    """
+    return (teacher_log_probs_TK.exp() * (teacher_log_probs_TK - log_probs_TK)).sum(-1)

@@ -78,6 +78,23 @@ def log_probs_and_entropy(
     return log_probs, entropy if scoring.with_entropy else None
 
 
+def log_probs_of_tokens(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    tokens_NK: torch.Tensor,
+    targets_N: torch.Tensor,
+    log_probs_N: torch.Tensor,
+    scoring: Scoring,
+    group: Any,
+) -> torch.Tensor:
+    """[n, k] log-probs of k more tokens of each row, with gradient, from those of its target, which
+    `log_probs_and_entropy` has found: they differ by the difference of the logits, so that no second pass over the
+    vocabulary is needed. Arguments and gradients as there; `tokens_NK` int64 in any order.
+    """
+    logits = _Logits.apply(hidden_NH, weight_VH, torch.cat([targets_N[:, None], tokens_NK], 1), scoring, group)
+    return log_probs_N[:, None] + logits[:, 1:] - logits[:, :1]
+
+
 @torch.no_grad()
 def top_log_probs(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, k: int, scoring: Scoring, group: Any
@@ -224,6 +241,53 @@ class _Scores(torch.autograd.Function):
             ctx.parameter.grad_added_to_main_grad = True
             return grad_hidden, torch.empty_like(weight), None, None, None
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+class _Logits(torch.autograd.Function):
+    """Logits of a few tokens of each row; the rows of the weight are gathered again in the backward, a chunk at a
+    time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, scoring: Scoring, group: Any
+    ) -> torch.Tensor:
+        """[n, k], in fp32 or what `hidden` has if that is more; equal on all ranks of the group."""
+        local = _Shard(weight, scoring, group).local(tokens)
+        logits = hidden.new_zeros(tokens.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for rows in _chunks(len(hidden), scoring):
+            gathered = weight[local[rows].clamp(min=0)].to(logits.dtype)
+            logits[rows] = torch.einsum("nkh,nh->nk", gathered, hidden[rows].to(logits.dtype))
+        logits.div_(scoring.temperature).masked_fill_(local < 0, 0.0)
+        dist.all_reduce(logits, group=group)
+        ctx.save_for_backward(hidden, weight, local)
+        ctx.scoring, ctx.parameter = scoring, weight
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad_logits: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """This rank's share of the hidden states' gradient, and its rows of the weight's."""
+        hidden, weight, local = ctx.saved_tensors
+        grad_logits = (grad_logits / ctx.scoring.temperature).masked_fill(local < 0, 0.0)
+        main_grad = _main_grad(ctx.parameter) if ctx.needs_input_grad[1] else None
+        grad_hidden = hidden.new_zeros(hidden.shape, dtype=grad_logits.dtype)
+        grad_weight = main_grad
+        if ctx.needs_input_grad[1] and main_grad is None:
+            grad_weight = weight.new_zeros(weight.shape, dtype=grad_logits.dtype)
+        for rows in _chunks(len(hidden), ctx.scoring):
+            index, grad = local[rows].clamp(min=0), grad_logits[rows]
+            grad_hidden[rows] = torch.einsum("nkh,nk->nh", weight[index].to(grad.dtype), grad)
+            if grad_weight is not None:
+                of_rows = torch.einsum("nk,nh->nkh", grad, hidden[rows].to(grad.dtype))
+                grad_weight.index_add_(0, index.reshape(-1), of_rows.reshape(-1, hidden.shape[1]))
+        if main_grad is not None:
+            ctx.parameter.grad_added_to_main_grad = True  # as for `_Scores`
+            return grad_hidden.to(hidden.dtype), torch.empty_like(weight), None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+
+
+def _chunks(rows: int, scoring: Scoring) -> list[slice]:
+    return [slice(start, min(start + scoring.chunk, rows)) for start in range(0, rows, scoring.chunk)]
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy
+from hybridflow.algorithms.losses import TEACHER_IDS
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, log_probs_of_tokens
 from hybridflow.errors import ModelError
 from hybridflow.fsdp.packed import MicroBatch
 from hybridflow.models import Family
@@ -31,13 +32,21 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.causal, self.alone = causal, alone
 
-    def forward(self, micro: MicroBatch, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[n] log-probs and, where asked for, entropies of the response tokens."""
+    def forward(
+        self, micro: MicroBatch, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """[n] log-probs and, where asked for, entropies of the response tokens; where the micro-batch has tokens of a
+        teacher, [n, k] their log-probs."""
         hidden = self.causal.model(
             input_ids=micro.tokens, position_ids=micro.positions, attention_mask=micro.mask(), use_cache=False
         ).last_hidden_state
         rows = hidden[0].index_select(0, micro.predict_rows)
-        return log_probs_and_entropy(rows, self.causal.lm_head.weight, micro.targets, scoring, self.alone)
+        weight, tokens = self.causal.lm_head.weight, micro.columns.get(TEACHER_IDS)
+        log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, self.alone)
+        if tokens is None:
+            return log_probs, entropy, None
+        found = log_probs_of_tokens(rows, weight, tokens, micro.targets, log_probs, scoring, self.alone)
+        return log_probs, entropy, found
 
 
 def build_model(family: Family, dtype: torch.dtype, source: WeightSource, device: torch.device) -> ScoringModel:

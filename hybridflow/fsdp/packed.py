@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths
+from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths, values_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class MicroBatch:
         segments: [t] which sample a token belongs to, counted in the micro-batch.
         predict_rows: [n] the row whose output predicts a response token. targets: [n] those tokens.
         lengths: [s] how many of the n each sample has.
-        columns: per-response-token columns [n] (old_log_probs, advantages, ...).
+        columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
     """
 
     samples: np.ndarray
@@ -77,7 +77,5 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
         predict_rows=there(response_rows[keep] - 1),
         targets=there(responses.values[keep]).long(),
         lengths=there(counts),
-        columns={
-            name: there(batch.jagged(name).take(rows).values[keep]).float() for name in columns if name != RESPONSE_MASK
-        },
+        columns={name: there(values_of(batch, name, rows, keep)) for name in columns if name != RESPONSE_MASK},
     )

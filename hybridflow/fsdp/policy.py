@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.algorithms.losses import LossFunction, Metrics
+from hybridflow.algorithms.losses import OF_TEACHER, LossFunction, Metrics
 from hybridflow.algorithms.nonfinite import Watch, not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
@@ -144,9 +145,10 @@ class FsdpPolicy(HoldsReference):
         counts = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, micro in enumerate(micro_batches):
             with self._watched(watch, number):
-                log_probs, entropy = self.model(micro, scoring)
+                log_probs, entropy, of_teacher = self.model(micro, scoring)
+            seen = micro if of_teacher is None else replace(micro, columns={**micro.columns, OF_TEACHER: of_teacher})
             watch.gradient_of(log_probs, number)
-            total, count, metrics = loss(log_probs, entropy, micro)
+            total, count, metrics = loss(log_probs, entropy, seen)
             watch.loss(number, total.detach())
             total.backward()
             counts += count
@@ -172,8 +174,8 @@ class FsdpPolicy(HoldsReference):
         self, micro_batches: Sequence[MicroBatch], scoring: Scoring
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         found = [self.model(micro, scoring) for micro in micro_batches]
-        return [values.cpu().numpy() for values, _ in found], [
-            spread.cpu().numpy() for _, spread in found if spread is not None
+        return [values.cpu().numpy() for values, _, _ in found], [
+            spread.cpu().numpy() for _, spread, _ in found if spread is not None
         ]
 
     @contextmanager

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths
+from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths, values_of
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.parallel import device
 
@@ -58,7 +58,7 @@ class MicroBatch:
         targets: [n'] those tokens.
         places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
         lengths: [s] how many of the n each sample has.
-        columns: per-response-token columns [n] (old_log_probs, advantages, ...).
+        columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
     """
 
     samples: np.ndarray
@@ -126,7 +126,7 @@ def _pack(
         places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
         lengths=torch.from_numpy(np.array(counts)).to(here),
         columns={
-            name: torch.from_numpy(np.array(batch.jagged(name).take(rows).values[keep], dtype=np.float32)).to(here)
+            name: torch.from_numpy(values_of(batch, name, rows, keep)).to(here)
             for name in columns
             if name != RESPONSE_MASK
         },

@@ -25,12 +25,14 @@ from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weigh
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
+from hybridflow.mcore.router_losses import RouterLosses
 from hybridflow.mcore.router_replay import RouterReplay
 from hybridflow.mcore.step import (
     LossFunction,
     Metrics,
     all_ranks_max,
     backward,
+    counted,
     forward,
     forward_top,
     metrics_to_floats,
@@ -54,6 +56,7 @@ class Policy(HoldsReference):
         source: WeightSource,
         *,
         expert_bias_update_rate: float = 0.0,
+        router_losses: tuple[float, float] = (0.0, 0.0),
         recompute: str = "none",
         logits_chunk_tokens: int = 1024,
         on_nonfinite: str = "stop",
@@ -65,6 +68,7 @@ class Policy(HoldsReference):
         Args:
             expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0:
                 not at all.
+            router_losses: coefficients of load balancing and of the z-loss.
             recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train in place of the weights.
             trains: without, there are no gradient buffers, and no optimizer can be set.
@@ -77,6 +81,7 @@ class Policy(HoldsReference):
         self.replay = RouterReplay(self.stages)
         self.adapters = Adapters(lora, self.stages, family) if lora is not None else None
         self.expert_load = ExpertLoad(self.stages)
+        self.router_losses = RouterLosses(self.stages, *router_losses)
         self.trains = trains
         self.chunks: Sequence[Any] = wrap_for_training(self.stages, parallel_config) if trains else self.stages
         self.optimizer: Optimizer | None = None
@@ -137,9 +142,11 @@ class Policy(HoldsReference):
             self._micro_batches(batch, max_tokens, columns),
             self._scoring(temperature, with_entropy),
         )
-        return self._update(
+        self.router_losses.begin(micro_batches, sum((counted(loss, micro) for micro in micro_batches), torch.zeros(())))
+        metrics, facts = self._update(
             len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch)
         )
+        return metrics | self.router_losses.end(), facts
 
     def _update(self, num_micro_batches: int, accumulate: Callable[[Watch], Metrics]) -> tuple[Sums, dict[str, float]]:
         """One optimizer update on the gradients that `accumulate` leaves in the buffers; returns and raises what

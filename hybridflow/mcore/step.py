@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
+from hybridflow.algorithms.losses import OF_TEACHER, TEACHER_IDS
+from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, log_probs_of_tokens, top_log_probs
 from hybridflow.mcore.context_parallel import counts_tokens, gather_tokens
 from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.nonfinite import Watch
@@ -34,7 +36,7 @@ def forward(
     """Log-probs (and entropies) of every response token, without gradient. On the last stage; empty lists elsewhere."""
 
     def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        log_probs, entropy = response_log_probs(chunks, hidden, micro, scoring)
+        log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
         return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
 
     with torch.no_grad():
@@ -74,7 +76,7 @@ def backward(
     """
 
     def loss(micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        log_probs, entropy = response_log_probs(chunks, hidden, micro, scoring)
+        log_probs, entropy, micro = response_log_probs(chunks, hidden, micro, scoring)
         return loss_function(log_probs, entropy, micro)
 
     return backward_outputs(chunks, micro_batches, loss, watch)
@@ -113,18 +115,23 @@ def backward_outputs(
 
 def response_log_probs(
     chunks: Sequence[Any], hidden: torch.Tensor, micro: MicroBatch, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, MicroBatch]:
     """[n] log-probs and entropies of all response tokens of the micro-batch, on every tensor and context rank of the
-    last stage.
+    last stage; and the micro-batch, with the policy's log-probs of the teacher's tokens where it has such tokens.
 
     `hidden` [1, t', h] is what the last chunk returned.
     """
     rows, weight, group = _predicting(chunks, hidden, micro)
     log_probs, entropy = log_probs_and_entropy(rows, weight, micro.targets, scoring, group)
+    if (tokens := micro.columns.get(TEACHER_IDS)) is not None:
+        tokens = tokens if micro.places is None else tokens[micro.places]
+        found = log_probs_of_tokens(rows, weight, tokens, micro.targets, log_probs, scoring, group)
+        found = gather_tokens(found.t(), micro.places, micro.num_targets).t()
+        micro = replace(micro, columns={**micro.columns, OF_TEACHER: found})
     if micro.places is None or entropy is None:
-        return gather_tokens(log_probs, micro.places, micro.num_targets), entropy
+        return gather_tokens(log_probs, micro.places, micro.num_targets), entropy, micro
     both = gather_tokens(torch.stack([log_probs, entropy]), micro.places, micro.num_targets)
-    return both[0], both[1]
+    return both[0], both[1], micro
 
 
 def _predicting(
@@ -177,6 +184,12 @@ def all_ranks_max(value: int) -> int:
     tensor = torch.tensor([value], dtype=torch.int64, device=device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)
+
+
+def counted(loss_function: LossFunction, micro: MicroBatch) -> torch.Tensor:
+    """What the loss counts in a micro-batch, before any forward pass: tokens, unless the loss says otherwise."""
+    count = getattr(loss_function, "count", None)
+    return torch.as_tensor(count(micro.lengths) if count else micro.lengths.sum()).cpu()
 
 
 def metrics_to_floats(metrics: Metrics) -> dict[str, tuple[float, float]]:

@@ -171,7 +171,7 @@ class Experts:
     Routed experts are cut by expert parallelism and the experts' own tensor parallelism, shared experts by plain tensor
     parallelism (`moe/shared_experts.py`). `expert_bias` is the correction that loss-free balancing adds to the scores:
     a fp32 buffer in Megatron. `grouped` chooses Megatron's names: grouped GEMM (`experts.linear_fc1.weight3`) or one
-    module an expert (`experts.local_experts.3`).
+    module an expert (`experts.local_experts.3`). `keys` are the family's keys of `ffn` and `num_experts`, for messages.
     """
 
     hidden: int
@@ -182,6 +182,7 @@ class Experts:
     prefix: str = "mlp."
     names: MlpNames = MlpNames()
     grouped: bool = True
+    keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
 
     def tensors(self, source: str) -> Shapes:
         """The norm, the router with its bias, routed and shared experts."""
@@ -221,9 +222,10 @@ class Experts:
 
     def divisions(self, at: Coordinates) -> list[Division]:
         """Experts and their intermediate sizes over the three kinds of parallelism."""
+        ffn, experts = self.keys
         divisions: list[Division] = [
-            ("moe_intermediate_size", self.ffn, "the expert tensor parallel size", at.etp_size),
-            ("num_experts", self.num_experts, EXPERT, at.ep_size),
+            (ffn, self.ffn, "the expert tensor parallel size", at.etp_size),
+            (experts, self.num_experts, EXPERT, at.ep_size),
         ]
         if self.shared_ffn:
             divisions.append(("the shared experts' intermediate size", self.shared_ffn, TENSOR, at.tp_size))

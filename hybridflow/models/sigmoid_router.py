@@ -16,10 +16,10 @@ ROUTER_UNUSED = frozenset({"output_router_logits", "num_mtp_layers", "num_nextn_
 
 def sigmoid_experts(values: Mapping[str, Any]) -> Experts:
     """The block of a sparse layer; `values` are the family's (`Fields.read`)."""
-    ffn = int(values["moe_intermediate_size"])
+    keys = ("moe_intermediate_size", "n_routed_experts")
+    ffn, experts = (int(values[key]) for key in keys)
     shared_ffn = int(values["n_shared_experts"]) * ffn
-    experts = int(values["n_routed_experts"])
-    return Experts(int(values["hidden_size"]), ffn, experts, shared_ffn=shared_ffn, expert_bias=True)
+    return Experts(int(values["hidden_size"]), ffn, experts, shared_ffn=shared_ffn, expert_bias=True, keys=keys)
 
 
 def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:

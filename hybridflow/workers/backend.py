@@ -158,6 +158,7 @@ def _megatron(config: RunConfig, family: Family, source: WeightSource, platform:
         config.model.dtype,
         source,
         expert_bias_update_rate=actor.expert_bias_update_rate,
+        router_losses=(actor.router_aux_loss_coef, actor.router_z_loss_coef),
         recompute=actor.recompute,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,

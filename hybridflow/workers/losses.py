@@ -7,14 +7,24 @@ from typing import cast
 import numpy as np
 import torch
 
-from hybridflow.algorithms.losses import LossFunction, Metrics, ResponseTokens, aggregate, kl_penalty
+from hybridflow.algorithms.losses import (
+    OF_TEACHER,
+    TEACHER_IDS,
+    TEACHER_LOG_PROBS,
+    LossFunction,
+    Metrics,
+    ResponseTokens,
+    aggregate,
+    forward_kl_topk,
+    kl_penalty,
+)
 from hybridflow.algorithms.policy_losses.base import Tokens
 from hybridflow.algorithms.rewards import sums_of_rows
 from hybridflow.algorithms.rollout_correction import importance_weights, kept_tokens
 from hybridflow.algorithms.value_losses import preference_loss, value_token_loss
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.entries import POLICY_LOSSES, policy_loss_options
-from hybridflow.config.schema import ActorConfig, CriticConfig
+from hybridflow.config.schema import ActorConfig, CriticConfig, DistillationConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK, Packed, unpack
 
 
@@ -26,7 +36,8 @@ def sft_loss(
 
 
 class PolicyLoss:
-    """The configured policy loss, minus an entropy bonus, plus a KL penalty to the reference."""
+    """The configured policy loss, minus an entropy bonus, plus a KL penalty to the reference and a distance to the
+    teacher."""
 
     def __init__(self, config: ActorConfig, old: str | None = "old_log_probs") -> None:
         """`old`: the column that the loss gets as old_log_probs; None: its own log-probs, without their gradient."""
@@ -50,6 +61,8 @@ class PolicyLoss:
         metrics |= {name: (values.detach().sum(), tokens.lengths.sum()) for name, values in reported.items()}
         if weights is not None:
             loss = loss * weights
+        if not config.distillation.task_rewards:
+            loss = torch.zeros_like(loss)
         metrics["actor/pg_loss"] = self._aggregate(loss.detach(), tokens)
         if entropy is not None and self.with_entropy:
             steered = config.entropy_target is not None
@@ -58,10 +71,26 @@ class PolicyLoss:
             penalty = kl_penalty(tokens.log_probs, tokens.columns["ref_log_probs"], config.kl_loss_type)
             metrics["actor/kl_loss"] = self._aggregate(penalty.detach(), tokens)
             loss = loss + config.kl_loss_coef * penalty
+        if config.distillation.coef:
+            distilled = self._distilled(tokens)
+            metrics["actor/distillation_loss"] = self._aggregate(distilled.detach(), tokens)
+            loss = loss + config.distillation.coef * distilled
         return *self._aggregate(loss, tokens), metrics
 
     def _aggregate(self, values: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         return aggregate(values, tokens.lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)
+
+    def count(self, lengths: torch.Tensor) -> torch.Tensor:
+        """What samples of these lengths [s] count, where no token is rejected."""
+        zeros = torch.zeros(int(lengths.sum()), device=lengths.device)
+        return aggregate(zeros, lengths, self.config.loss_agg_mode, self.config.loss_norm_tokens)[1]
+
+    def _distilled(self, tokens: Tokens) -> torch.Tensor:
+        """[T] how far the policy is from the teacher."""
+        kind, columns = self.config.distillation.loss, tokens.columns
+        if kind == "forward_kl_topk":
+            return forward_kl_topk(columns[TEACHER_LOG_PROBS], columns[OF_TEACHER])
+        return kl_penalty(tokens.log_probs, columns["teacher_log_probs"], kind)
 
     def _corrected(
         self, tokens: Tokens, entropy: torch.Tensor | None
@@ -97,8 +126,15 @@ def policy_loss_columns(config: ActorConfig, old: str | None = "old_log_probs") 
     reads = [old if name == "old_log_probs" else name for name in POLICY_LOSSES.get(config.policy_loss).reads]
     engine = ("rollout_log_probs", old) if corrects(config) else ()
     steered = ("entropy_coefs",) if config.entropy_target is not None else ()
-    wanted = (RESPONSE_MASK, *reads, *engine, *steered, *(("ref_log_probs",) if config.kl_loss_coef else ()))
+    reference = ("ref_log_probs",) if config.kl_loss_coef else ()
+    wanted = (RESPONSE_MASK, *reads, *engine, *steered, *reference, *_teacher_columns(config.distillation))
     return tuple(dict.fromkeys(name for name in wanted if name is not None))
+
+
+def _teacher_columns(config: DistillationConfig) -> tuple[str, ...]:
+    if not config.coef:
+        return ()
+    return (TEACHER_LOG_PROBS, TEACHER_IDS) if config.loss == "forward_kl_topk" else ("teacher_log_probs",)
 
 
 def corrects(config: ActorConfig) -> bool:
@@ -122,6 +158,11 @@ class Noted:
         assert entropy is not None
         self._seen.append((cast(Packed, micro), log_probs.detach(), entropy.detach()))
         return self.loss(log_probs, entropy, micro)
+
+    def count(self, lengths: torch.Tensor) -> torch.Tensor:
+        """What `loss` counts."""
+        count = getattr(self.loss, "count", None)
+        return count(lengths) if count else lengths.sum()
 
     def take(self, batch: DataProto) -> DataProto | None:
         """old_log_probs and entropys of the rows of `batch`, which the loss has seen: 0 at tokens that the policy did

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
+from hybridflow.config.schema import DistillationConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, WorkerContext, register
 from hybridflow.models import Family, family_of, use_family
@@ -73,13 +74,22 @@ class ModelWorker(RoleWorker):
     @needs("weights")
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Reference: log-probs of the response tokens."""
+        return self._log_probs(batch, "ref_log_probs")
+
+    @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_log_probs",))
+    @needs("weights")
+    def compute_teacher_log_probs(self, batch: DataProto) -> DataProto | None:
+        """Teacher: log-probs of the response tokens at the policy's sampling temperature."""
+        return self._log_probs(batch, "teacher_log_probs")
+
+    def _log_probs(self, batch: DataProto, name: str) -> DataProto | None:
         found = self.model.log_probs(
             batch,
             max_tokens=self.config.max_tokens_per_micro_batch,
             temperature=self.spec.config.rollout.sampling.temperature,
             with_entropy=False,
         )
-        return None if found is None else DataProto.from_columns({"ref_log_probs": found[0]})
+        return None if found is None else DataProto.from_columns({name: found[0]})
 
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
     @needs("weights")
@@ -117,6 +127,13 @@ class ModelWorker(RoleWorker):
         rows = interleave_pairs(own_rows(batch))
         sums, info = self.model.train_pairs(rows, PairLoss(), max_tokens=self.config.max_tokens_per_micro_batch)
         return [{"sums": sums, "info": info}]
+
+
+def teacher_method(config: DistillationConfig) -> Callable[..., DataProto | None]:
+    """What a teacher computes: its most likely tokens, or its log-probs of the sampled ones where the loss reads
+    these."""
+    sampled = config.coef and config.loss != "forward_kl_topk"
+    return ModelWorker.compute_teacher_log_probs if sampled else ModelWorker.compute_teacher_top
 
 
 def interleave_pairs(batch: DataProto) -> DataProto:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybridflow.engines.asking import Asking, TokenRequests, ask
@@ -33,6 +33,7 @@ class _Part:
     start: int = -1
     given_up: bool = False
     aborted: dict[int, Completion] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)  # `EngineRequests.abort` has been called for these
     asking: Asking | None = None
 
 
@@ -91,6 +92,21 @@ class EngineRequests:
             for part in [part for part in self._parts if _is_done(part) and part.start == start]:
                 self._cut_short(part)
 
+    def abort(self, tickets: Collection[int]) -> None:
+        """Have the engine end these requests, and return when it has been told. They end with what has come of them,
+        `abort` unless they end by themselves first."""
+        wanted: list[tuple[Asking, list[int]]] = []
+        with self._changed:
+            for part in self._parts:
+                numbers = [number for number in sorted(part.open) if part.tickets[number] in tickets]
+                part.unwanted |= set(numbers)
+                for number in [number for number in numbers if number in part.aborted]:
+                    self._end(part, number, part.aborted.pop(number))
+                if part.asking is not None and part.open & part.unwanted:
+                    wanted.append((part.asking, [number for number in numbers if number in part.open]))
+        for asking, numbers in wanted:  # without the lock, which `_told` takes
+            asking.abort(numbers)
+
     def give_up(self) -> None:
         """Have the engine end everything under way; what has not ended is cut short."""
         with self._changed:
@@ -113,13 +129,30 @@ class EngineRequests:
             self._ended = [one for one in self._ended if one.with_routes != with_routes]
         return taken
 
+    def so_far(self, with_routes: bool) -> list[Ended]:
+        """What has come of the requests with or without routes that have not been taken; `CUT_SHORT` while one goes
+        on. They go on."""
+        with self._changed:
+            found = [one for one in self._ended if one.with_routes == with_routes]
+            parts = [part for part in self._parts if part.requests.with_routes == with_routes]
+            for part in [part for part in parts if part.asking is not None]:
+                assert part.asking is not None
+                for number in sorted(part.open):
+                    answer = part.asking.so_far(number)
+                    if answer.finish_reason == "abort":
+                        answer = replace(answer, finish_reason=CUT_SHORT)
+                    elif with_routes:
+                        continue  # it ends at this moment, and its experts are not known yet
+                    found.append(Ended(part.tickets[number], len(part.requests.prompts[number]), with_routes, answer))
+        return [one for one in found if len(one.completion.token_ids) or one.completion.finish_reason != CUT_SHORT]
+
     # ---- with the lock, or in the engine's thread
 
     def _told(self, part: _Part, number: int, completion: Completion) -> None:
         with self._changed:
             if part not in self._parts:
                 return  # forgotten
-            if completion.finish_reason == "abort":
+            if completion.finish_reason == "abort" and number not in part.unwanted:
                 part.aborted[number] = completion
             else:
                 self._end(part, number, completion)
@@ -133,7 +166,8 @@ class EngineRequests:
         assert part.asking is not None
         for number in sorted(part.open):
             so_far = part.aborted.get(number) or part.asking.so_far(number)
-            reason = CUT_SHORT if so_far.finish_reason == "abort" else so_far.finish_reason
+            is_cut = so_far.finish_reason == "abort" and number not in part.unwanted
+            reason = CUT_SHORT if is_cut else so_far.finish_reason
             self._end(part, number, replace(so_far, finish_reason=reason))
         self._parts.remove(part)
 

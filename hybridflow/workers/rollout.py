@@ -187,9 +187,24 @@ class RolloutWorker:
     def collect_with_routes(self, wait_s: float) -> DataProto:
         """As `collect`, of requests with the experts that each token of prompt and response went through
         (`batch.routes`)."""
-        ended = self._ended(wait_s, with_routes=True)
-        rows = [self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids)) for one in ended]
-        return _answers(ended).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+        return self._with_routes(self._ended(wait_s, with_routes=True))
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES))
+    def so_far(self) -> DataProto:
+        """What has come of the requests that have not been collected, which go on: with the finish reason `CUT_SHORT`
+        where one has not ended. Those without a token are left out."""
+        return _answers(self.requests.so_far(with_routes=False))
+
+    @register(Dispatch.ONE_TO_ALL, writes=("ticket", *WRITES, ROUTES))
+    def so_far_with_routes(self) -> DataProto:
+        """As `so_far`, of requests with experts; those of an answer that has not ended are not known yet."""
+        return self._with_routes(self.requests.so_far(with_routes=True))
+
+    @register(Dispatch.ALL_TO_ALL)
+    def abort_requests(self, tickets: Sequence[int]) -> None:
+        """Have the engine end these requests. `collect` brings what has come of them, with the finish reason
+        `abort`."""
+        self.requests.abort(frozenset(tickets))
 
     @register(Dispatch.ONE_TO_ALL)
     def forget_requests(self) -> None:
@@ -223,6 +238,10 @@ class RolloutWorker:
                 return True
             time.sleep(_SETTLE_POLL_S)
         return True
+
+    def _with_routes(self, ended: Sequence[Ended]) -> DataProto:
+        rows = [self._routes(one.completion, one.prompt_tokens + len(one.completion.token_ids)) for one in ended]
+        return _answers(ended).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
 
     def _routes(self, completion: Completion, tokens: int) -> np.ndarray:
         layers = int(self._hf_config["num_hidden_layers"])

@@ -17,7 +17,10 @@ from hybridflow.reshard.engine_layouts import EngineShape, engine_layout
 from hybridflow.reshard.fsdp_layout import fsdp_layout, fsdp_tensors
 from hybridflow.reshard.layout import Catalog, Layout, ParallelShape, megatron_layout, rank_tensors
 from hybridflow.sync.schedule import plan_and_prove
+from tests.dist.cases.backend import teacher_of
+from tests.dist.cases.gradient import with_mask
 from tests.dist.harness.oracle import oracle
+from tests.dist.harness.policies import batch_of
 from tests.dist.harness.ranks import FSDP, MEGATRON, run_ranks
 from tests.models import DENSE, LLAMA
 from tests.unit.reshard.reshard_cases import engine_buffers, execute
@@ -102,6 +105,32 @@ def test_three_updates_equal_those_of_megatron_on_one_process(
     assert worst < TOLERANCE
     # all of them were trained
     assert min(float((mine[name] - before[name]).abs().max()) for name in mine) > 100 * TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "tensor"), [("fsdp", 1), ("megatron", 1), ("megatron", 2)])
+def test_an_update_by_distillation_is_that_of_whole_distributions(tmp_path: Path, backend: str, tensor: int) -> None:
+    """Loss and gradient norm on two ranks, which share the rows or the vocabulary, against transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
+    results = run_backend(backend, RANKS, "distilled", hf=DENSE, folder=str(tmp_path), tensor=tensor)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    batch = with_mask(teacher_of(batch_of(12, 3), DENSE["vocab_size"], 5))
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in range(len(batch)):
+        prompt, response = batch["prompt_ids"].row(row), batch["response_ids"].row(row)
+        logits = model(torch.from_numpy(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 : -1]
+        mask = batch["response_mask"].row(row)
+        best, ids = (torch.tensor(batch[name].row(row)[mask]) for name in ("teacher_top_log_probs", "teacher_top_ids"))
+        log_probs = (logits[torch.tensor(mask)] / 0.7).log_softmax(-1).gather(-1, ids)
+        total = total + (best.double().exp() * (best.double() - log_probs)).sum()
+        count += len(ids)
+    (total / count).backward()
+    norm = float(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]).norm())
+    groups = results if tensor == 1 else results[:1]
+    assert sum(result["sums"][1] for result in groups) == count < batch.lengths("response_ids").sum()
+    assert sum(result["sums"][0] for result in groups) == pytest.approx(float(total.detach()), rel=1e-5)
+    assert [result["norm"] for result in results] == pytest.approx([norm] * RANKS, rel=1e-5)
 
 
 def test_both_write_the_same_folder(contracts: Any) -> None:

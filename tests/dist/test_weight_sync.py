@@ -38,7 +38,7 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncWorld]:
-    built = SyncWorld(SYNC_MOE, SHAPE, TENSORS, tmp_path_factory.mktemp("sync"))
+    built = SyncWorld(SYNC_MOE, SHAPE, TENSORS, tmp_path_factory.mktemp("sync"), sync=SYNC)
     try:
         yield built
     finally:

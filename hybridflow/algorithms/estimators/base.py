@@ -61,12 +61,13 @@ def estimator(
     options: type = NoOptions,
     aggregations: tuple[str, ...] = (),
     takes_parts: bool = False,
+    preferences: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for the arguments."""
 
     def registered(function: Function) -> Function:
-        entry = Estimator(function, reads, needs_critic, compares_samples, options, aggregations, takes_parts)
-        ESTIMATORS.register(name, entry)
+        flags = (aggregations, takes_parts, preferences)
+        ESTIMATORS.register(name, Estimator(function, reads, needs_critic, compares_samples, options, *flags))
         return function
 
     return registered

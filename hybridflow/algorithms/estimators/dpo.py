@@ -1,4 +1,4 @@
-"""DPO on the best and the worst answer to each prompt, sampled from the policy (online DPO)."""
+"""DPO on the best and the worst answer to each prompt, sampled from the policy (online DPO) or recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@estimator("dpo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS)
+@estimator("dpo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS, preferences=True)
 def dpo(samples: Samples, options: Beta) -> tuple[torch.Tensor, None]:
     """beta sigmoid(-beta margin) for the chosen answer, minus that for the rejected one: the gradient of -log
     sigmoid(beta margin), where margin is the difference of their log-ratios (arXiv 2305.18290, section 4; pairs sampled

@@ -1,4 +1,4 @@
-"""IPO on the best and the worst answer to each prompt, sampled from the policy."""
+"""IPO on the best and the worst answer to each prompt, sampled from the policy or recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@estimator("ipo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS)
+@estimator("ipo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS, preferences=True)
 def ipo(samples: Samples, options: Beta) -> tuple[torch.Tensor, None]:
     """The gradient of (margin - 1 / (2 beta))^2, where margin is the difference of the mean log-ratios of a token
     (arXiv 2310.12036, eq. 17; means over tokens as TRL takes them)."""

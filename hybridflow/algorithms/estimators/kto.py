@@ -21,7 +21,7 @@ class KtoOptions(Beta):
     undesirable_weight: float = 1.0
 
 
-@estimator("kto", reads=READS, options=KtoOptions, aggregations=AGGREGATIONS)
+@estimator("kto", reads=READS, options=KtoOptions, aggregations=AGGREGATIONS, preferences=True)
 def kto(samples: Samples, options: KtoOptions) -> tuple[torch.Tensor, None]:
     """The gradient of 1 - sigmoid(+-beta (log-ratio - z)), + for desirable answers (arXiv 2402.01306, eq. 8).
 

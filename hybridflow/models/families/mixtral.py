@@ -45,7 +45,8 @@ class Mixtral(Decoder):
     def mlp(self, layer: int) -> Block:
         """Experts in every layer."""
         names = MlpNames(gate="w1", up="w3", down="w2")
-        return Experts(self.hidden, self.ffn, self.num_experts, prefix="block_sparse_moe.", names=names)
+        keys = ("intermediate_size", "num_local_experts")
+        return Experts(self.hidden, self.ffn, self.num_experts, prefix="block_sparse_moe.", names=names, keys=keys)
 
     def megatron_config(self) -> dict[str, Any]:
         """With the softmax router, renormalised."""

@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import ActorConfig, ClusterConfig, ModelConfig, OptimConfig, RunConfig
+from hybridflow.config.schema import (
+    ActorConfig,
+    ClusterConfig,
+    DistillationConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from hybridflow.device.platform import Platform
 from hybridflow.reshard.layout import Catalog
 from tests.dist.cases.gradient import with_mask
@@ -31,13 +39,13 @@ OPTIM = OptimConfig(
 )
 
 
-def open_policy(backend: str, hf: dict[str, Any], std: float = 0.2, dtype: str = "float32") -> Any:
+def open_policy(backend: str, hf: dict[str, Any], std: float = 0.2, dtype: str = "float32", tensor: int = 1) -> Any:
     """The backend as the worker opens it, over weights in which a dropped or swapped tensor shows."""
     from hybridflow.workers import backend as backends
 
     config = RunConfig(
         model=ModelConfig(hf_config=hf, dtype=dtype),
-        actor=ActorConfig(backend=backend),
+        actor=ActorConfig(backend=backend, parallel=ParallelConfig(tensor=tensor)),
         cluster=ClusterConfig(call_timeout_s=100),
     )
     source = backends.RandomWeights
@@ -127,6 +135,36 @@ def contract(backend: str, hf: dict[str, Any], folder: str) -> dict[str, Any]:
     again = whole(policy)
     result["resumed"] = all(torch.equal(end[name], again[name]) for name in end)
     return result | {"end": digest(end), "misfits": misfits(policy, hf, at)}
+
+
+def teacher_of(rows: DataProto, vocab: int, k: int) -> DataProto:
+    """`rows` with the k most likely tokens of a teacher drawn at random, each with its log-prob."""
+    responses, rng = rows.jagged("response_ids"), np.random.default_rng(9)
+    whole = torch.from_numpy(rng.normal(0, 2, (len(responses.values), vocab))).log_softmax(-1)
+    best = whole.topk(k, dim=-1)
+    return rows.with_columns(
+        teacher_top_log_probs=Jagged(best.values.numpy().astype(np.float32), responses.offsets),
+        teacher_top_ids=Jagged(best.indices.numpy(), responses.offsets),
+        **{name: Jagged(np.zeros(len(responses.values), np.float32), responses.offsets) for name in ZEROS},
+    )
+
+
+ZEROS = ("old_log_probs", "advantages")
+
+
+def distilled(backend: str, hf: dict[str, Any], folder: str, tensor: int) -> dict[str, Any]:
+    """One update by `forward_kl_topk`, observations among its tokens, after an export: its loss, count and norm."""
+    from hybridflow.workers.losses import PolicyLoss
+
+    policy = open_policy(backend, hf, tensor=tensor)
+    policy.export(Path(folder), hf, None)
+    policy.set_optimizer(OPTIM)
+    loss = PolicyLoss(ActorConfig(distillation=DistillationConfig(coef=1.0, task_rewards=False)))
+    batch = with_mask(teacher_of(batch_of(12, 3), hf["vocab_size"], 5))
+    sums, info = policy.train_mini_batch(
+        share(policy, batch), loss, columns=loss.columns, max_tokens=30, temperature=0.7, with_entropy=False
+    )
+    return {"sums": sums["actor/distillation_loss"], "norm": info["grad_norm"]}
 
 
 def misfits(policy: Any, hf: dict[str, Any], at: Path) -> dict[str, str]:

@@ -143,8 +143,8 @@ def with_mask(batch: DataProto, share: float = 0.4) -> DataProto:
     # the same tokens are observations in whatever order the rows come
     mask = np.array([(token * 7919) % 100 >= 100 * share for token in responses.values], np.bool_)
     columns = {
-        name: Jagged(np.where(mask, batch.jagged(name).values, np.float32(np.nan)), responses.offsets)
-        for name in ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+        name: Jagged(np.where(mask, batch.jagged(name).values.T, np.float32(np.nan)).T, responses.offsets)
+        for name in ("old_log_probs", "ref_log_probs", "advantages", "values", "returns", "teacher_top_log_probs")
         if name in batch
     }
     return batch.with_columns(response_mask=Jagged(mask, responses.offsets), **columns)

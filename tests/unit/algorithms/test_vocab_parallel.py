@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.algorithms import vocab_parallel
-from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, top_log_probs
+from hybridflow.algorithms.vocab_parallel import (
+    Scoring,
+    log_probs_and_entropy,
+    log_probs_of_tokens,
+    top_log_probs,
+)
 
 ROWS, HIDDEN, VOCAB, PADDED = 37, 8, 51, 56
 
@@ -184,6 +189,43 @@ def test_any_number_of_tensor_ranks_gives_the_same(
     torch.testing.assert_close(torch.cat([one[-1] for one in found]).double(), expected_grads[1], rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("world", [1, 2, 7])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_tokens_of_a_teacher_are_scored_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: int, chunk: int
+) -> None:
+    """In float64, where the log-probs of the targets, which have kernels of float32, are given; tokens occur several
+    times, and among them is the target."""
+    ranks = Ranks(world)
+    monkeypatch.setattr(vocab_parallel, "dist", ranks)
+    given = inputs()
+    hidden, weight, targets = given[0].detach().double(), given[1].detach().double(), given[2]
+    tokens = torch.randint(0, VOCAB, (ROWS, 6), generator=torch.Generator().manual_seed(2))
+    tokens[:, 3] = targets
+    upstream = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    whole = ((exact[0] @ exact[1].t())[:, :VOCAB] / 0.7).log_softmax(-1)
+    of_targets, expected = whole.gather(-1, targets[:, None])[:, 0], whole.gather(-1, tokens)
+    rows = -(-PADDED // world)
+
+    def score(rank: int) -> list[torch.Tensor]:
+        mine = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+        leaves = hidden.clone().requires_grad_(), mine, of_targets.detach().requires_grad_()
+        scoring = Scoring(VOCAB, 0.7, False, chunk)
+        found = log_probs_of_tokens(leaves[0], mine, tokens, targets, leaves[2], scoring, ranks)
+        return [found.detach(), *torch.autograd.grad((found * upstream).sum(), leaves)]
+
+    found = ranks.run(score)
+    through_targets = torch.autograd.grad(of_targets, exact, found[0][3], retain_graph=True)
+    wanted = torch.autograd.grad((expected * upstream).sum(), exact)
+    for one in found:
+        torch.testing.assert_close(one[0], expected.detach(), rtol=1e-12, atol=1e-12)
+        assert torch.equal(one[3], found[0][3])
+    ours = sum(one[1] for one in found), torch.cat([one[2] for one in found])
+    for share, rest, theirs in zip(ours, through_targets, wanted, strict=True):
+        torch.testing.assert_close(share + rest, theirs, rtol=1e-11, atol=1e-11)
+
+
 def test_a_shard_of_another_group_is_refused(group: Any) -> None:
     hidden, weight, targets = inputs()
     for call in (
@@ -220,7 +262,11 @@ def test_the_weights_gradient_is_added_to_megatrons_main_gradient(
         for rows in (slice(0, 20), slice(20, ROWS)):
             log_probs, entropy = log_probs_and_entropy(hidden[rows], parameter, targets[rows], scoring, group)
             assert entropy is not None
-            (log_probs.sum() + entropy.sum()).backward()
+            tokens = targets[rows, None] + torch.tensor([-1, 0])
+            of_tokens = log_probs_of_tokens(
+                hidden[rows], parameter, tokens % VOCAB, targets[rows], log_probs, scoring, group
+            )
+            (log_probs.sum() + entropy.sum() + 0.3 * of_tokens.sum()).backward()
 
     for parameter in (plain, megatrons):
         backward(parameter)

@@ -108,7 +108,9 @@ def test_layers_that_no_number_of_stages_divides_are_cut_unevenly(
 @pytest.mark.parametrize(
     ("family", "sizes", "parallel", "said"),
     [
-        ("mixtral", {"intermediate_size": 33}, {"tensor": 2}, "33"),
+        ("mixtral", {"intermediate_size": 33}, {"tensor": 2}, "(?<!moe_)intermediate_size is 33"),
+        ("mixtral", {"num_local_experts": 3}, {"expert": 2}, "num_local_experts is 3"),
+        ("glm4_moe", {"n_routed_experts": 9}, {"expert": 2}, "n_routed_experts is 9"),
         ("deepseek_v3", {"intermediate_size": 33}, {"tensor": 2}, "intermediate_size is 33"),
         ("deepseek_v3", {"moe_intermediate_size": 33}, {"tensor": 2, "expert": 2}, "shared experts' .* is 33"),
         ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, {"tensor": 4}, "num_key_value_heads 3"),

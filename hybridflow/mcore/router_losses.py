@@ -1,0 +1,111 @@
+"""Losses on what routers say: load balancing (Switch Transformer, arXiv 2101.03961, equation 4; the routing is
+Megatron's for it, the k highest scores) and the z-loss (ST-MoE, arXiv 2202.08906, equation 5).
+
+Megatron's own cannot be taken. It counts the padding of packed micro-batches (`expert_load` says why its mask does not
+help), and weighs a micro-batch by its packed tokens, prompts and padding included, where the gradient is divided by
+what the policy's loss counts, response tokens or sequences. Here, with T_m real tokens in micro-batch m and T in the
+mini-batch over all ranks, the mini-batch's losses are
+
+    balancing = sum_m T_m / T * E * sum_i f_mi P_mi        z = 1 / T * sum_tokens logsumexp(logits)^2
+
+with f_mi = share of the T_m k choices that fall on expert i and P_mi = its mean score. Each layer's are added to the
+loss with their coefficients. The z-loss does not depend on how the mini-batch is cut, the balancing loss is one of
+micro-batches, as Megatron's is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
+from hybridflow.mcore.packed import MicroBatch
+from hybridflow.mcore.parallel import device, is_last_stage
+
+AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
+
+
+class RouterLosses:
+    """Adds the losses of this rank's routers to each update, and reports them."""
+
+    def __init__(self, stages: Sequence[torch.nn.Module], aux_coef: float, z_coef: float) -> None:
+        """`stages`: the rank's model chunks, not yet wrapped. With both coefficients 0 nothing is changed."""
+        self.coefs = {AUX: aux_coef, Z: z_coef}
+        found = [module for stage in stages for module in stage.modules() if isinstance(module, TopKRouter)]
+        if not any(self.coefs.values()):
+            found = []
+        tracker = MicroBatchTracker(stages if found else (), "real")
+        self._queues = [RecomputationQueue(tracker) for _ in found]
+        for router, queue in zip(found, self._queues, strict=True):
+            # called with the logits of the rank's tokens, before experts are chosen
+            router.apply_z_loss = functools.partial(self._attach, router, queue)
+        self._weight, self._tokens = 0.0, 0.0
+        self._sums = torch.zeros(2)
+
+    def begin(self, micro_batches: Sequence[MicroBatch], count: torch.Tensor) -> None:
+        """An update begins. `count`: what the policy's loss counts in this data-parallel rank's micro-batches.
+
+        Collective over the data-parallel and context-parallel ranks.
+        """
+        if not any(self.coefs.values()):
+            return
+        for queue in self._queues:
+            queue.clear()
+        real = sum(float(micro.packed.real.sum()) for micro in micro_batches)
+        totals = torch.tensor([real, float(count) / parallel_state.get_context_parallel_world_size()]).to(device())
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self._tokens, counted = totals.tolist()
+        # the gradient is divided by the count of all micro-batches in the end (finalize_model_grads.py:490)
+        self._weight = counted / max(self._tokens, 1.0)
+        self._sums = torch.zeros(2, device=device())
+
+    def _attach(
+        self, router: Any, queue: RecomputationQueue, logits: torch.Tensor, padding_mask: Any = None
+    ) -> torch.Tensor:
+        """The logits [n, E], whose gradient will have the losses' as well."""
+        real, _ = queue.take()
+        if real is None or not (router.training and torch.is_grad_enabled()):
+            return logits
+        if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            real = real.view(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
+        sums = torch.stack([self._balancing(router, logits, real), (logits.logsumexp(-1) ** 2 * real).sum()])
+        self._sums += sums.detach()
+        coefs = torch.tensor(list(self.coefs.values()), device=logits.device, dtype=sums.dtype)
+        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, (coefs * sums).sum() * self._weight)
+        return attached
+
+    def _balancing(self, router: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """This rank's part of T_m * E * sum_i f_i P_i."""
+        if not self.coefs[AUX]:
+            return logits.new_zeros(())
+        chosen, scores = compute_routing_scores_for_aux_loss(logits, router.topk, router.score_function)
+        tokens = torch.cat([(chosen & real[:, None]).sum(0), real.sum()[None]]).to(scores.dtype)
+        dist.all_reduce(tokens, group=parallel_state.get_tensor_and_context_parallel_group())
+        scale = logits.shape[-1] / (router.topk * tokens[-1].clamp(min=1.0))
+        return scale * ((scores * real[:, None]).sum(0) * tokens[:-1]).sum()
+
+    def end(self) -> dict[str, tuple[float, float]]:
+        """(sum, count) of the losses of the update that has ended, the mean over layers; empty off the last stage.
+
+        Collective over all ranks.
+        """
+        if not any(self.coefs.values()):
+            return {}
+        found = torch.cat([self._sums, torch.tensor([float(len(self._queues))], device=device())])
+        dist.all_reduce(found[:2], group=parallel_state.get_tensor_and_context_parallel_group())
+        dist.all_reduce(found, group=parallel_state.get_pipeline_model_parallel_group())
+        *sums, layers = found.tolist()
+        if not is_last_stage():
+            return {}
+        # the sums are of this data-parallel rank, the tokens of all: the driver adds both up
+        share = self._tokens / parallel_state.get_data_parallel_world_size()
+        return {name: (total / layers, share) for name, total in zip(self.coefs, sums, strict=True) if self.coefs[name]}
