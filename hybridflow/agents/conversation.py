@@ -7,6 +7,7 @@ and the next one (`Tokenizer.continuation`).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,15 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended (stop, length,
-    abort)."""
+    """What the engine sampled: token_ids, log_probs and weight versions `[t]`, and why it ended (stop, length, abort);
+    where they are replayed, the experts of all tokens that it was asked with and of these
+    `[asked + t, layers, experts a token]`, those of the last one not known."""
 
     token_ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
     finish_reason: str
+    routes: np.ndarray | None = None
 
 
 # (all tokens so far, the most tokens to sample) -> what the engine sampled
@@ -36,6 +39,14 @@ Sample = Callable[[Sequence[int], int], Awaitable[Sampled]]
 class ConversationOver(Exception):
     """The conversation has no room for another token, or has had its answers. Ends the agent loop that does not catch
     it."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a client of OpenAI's interface finds a conversation: OPENAI_BASE_URL and OPENAI_API_KEY."""
+
+    base_url: str
+    api_key: str
 
 
 @dataclass
@@ -51,8 +62,10 @@ class Conversation:
         end: why it ended; empty while it goes on.
         failure: what went wrong, where the loop raised. Its tokens are not trained on.
         episodes: begin an episode of `rollout.agent.environment`; None without one.
+        endpoint: how a conversation is served to programs that speak OpenAI's interface.
         rewards: what the loop has given.
         answered, calls: number of answers, and of tools called.
+        routes: experts of the first tokens of prompt and conversation, as far as they are known; None: not asked for.
     """
 
     prompt: Sequence[int]
@@ -67,15 +80,20 @@ class Conversation:
     answered: int = 0
     calls: int = 0
     episodes: Episodes | None = None
+    endpoint: Callable[[Conversation], AbstractAsyncContextManager[Endpoint]] | None = None
     rewards: list[float] = field(default_factory=list)
     finish_reason: str = "abort"  # until something was sampled
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
-    async def answer(self) -> str:
+    async def answer(self, most: int | None = None) -> str:
         """Let the policy go on; the text of what it sampled, without the token that ended it.
+
+        Args:
+            most: tokens of this answer; None: as many as there is room for.
 
         Raises:
             ConversationOver: it has had `rollout.agent.max_answers` answers, or there is no room for another token.
@@ -83,8 +101,11 @@ class Conversation:
         if self.answered == self.config.max_answers:
             raise ConversationOver(f"{self.answered} answers")
         self.need(1)
-        sampled = await self.sample([*self.prompt, *self.tokens], self.room)
+        sampled = await self.sample([*self.prompt, *self.tokens], min(self.room, most or self.room))
         self._append(sampled.token_ids, True, sampled.log_probs, sampled.versions)
+        if sampled.routes is not None:  # each token keeps those of the request in which it was sampled or shown
+            known = sampled.routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate([known, sampled.routes[len(known) : -1]])
         self.answered += 1
         self.finish_reason = sampled.finish_reason
         text = self.tokenizer.decode(sampled.token_ids.tolist())
@@ -117,6 +138,16 @@ class Conversation:
         if self.episodes is None:
             raise ConfigError("the agent loop asks for an episode: set rollout.agent.environment")
         return self.episodes.begin(self.row)
+
+    def serve(self) -> AbstractAsyncContextManager[Endpoint]:
+        """An endpoint of OpenAI's chat completions, to be entered with `async with`: the requests of a client become
+        the answers and observations of this conversation.
+
+        Raises:
+            ConversationOver: (at the end of the block) the conversation came to its end.
+        """
+        assert self.endpoint is not None
+        return self.endpoint(self)
 
     def reward(self, value: float) -> None:
         """Add to the score of the conversation, for the last answer. The loop is registered with

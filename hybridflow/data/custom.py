@@ -12,7 +12,7 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config.registry import attribute_of, import_file
 from hybridflow.config.schema import DataConfig
-from hybridflow.data.dataset import PromptDataset
+from hybridflow.data.dataset import PreferenceDataset, PromptDataset
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
@@ -56,7 +56,18 @@ def open_prompts(
     return cast(Prompts, made)
 
 
-def open_sampler(config: DataConfig, dataset: Prompts, seed: int) -> ResumableSampler:
+def open_training(tokenizer: Tokenizer, config: DataConfig) -> Prompts | PreferenceDataset:
+    """What a step trains on: prompts that engines answer, or with `data.answers=pairs` prompts with recorded answers.
+
+    Raises:
+        DataError: a file of pairs lacks a column, or a row is malformed; and what `open_prompts` raises.
+    """
+    if config.answers == "pairs":
+        return PreferenceDataset(config.train_files, tokenizer, config, config.chosen_key, config.rejected_key)
+    return open_prompts(config.train_files, tokenizer, config)
+
+
+def open_sampler(config: DataConfig, dataset: Prompts | PreferenceDataset, seed: int) -> ResumableSampler:
     """The order of the rows: shuffled or not, with the weights and the curriculum that `data` names.
 
     Raises:
@@ -73,7 +84,7 @@ def open_sampler(config: DataConfig, dataset: Prompts, seed: int) -> ResumableSa
         ) from error
 
 
-def _numbers(dataset: Prompts, key: str | None) -> np.ndarray | None:
+def _numbers(dataset: Prompts | PreferenceDataset, key: str | None) -> np.ndarray | None:
     if key is None:
         return None
     infos = dataset.batch(np.arange(len(dataset))).dense("extra_info")

@@ -196,6 +196,11 @@ class PreferenceDataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def data_sources(self) -> list[str]:
+        """None: no verifier scores recorded answers."""
+        return []
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> DataProto:
         """The rows at `indices` [B]: prompt_ids, chosen_ids, rejected_ids (jagged int64), index (int64 [B]). IndexError
         as above."""

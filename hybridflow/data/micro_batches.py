@@ -64,6 +64,12 @@ def counted_tokens(batch: DataProto, rows: np.ndarray, columns: Sequence[str]) -
     return mask.values, np.diff(before[mask.offsets])
 
 
+def values_of(batch: DataProto, name: str, rows: np.ndarray, keep: np.ndarray | slice) -> np.ndarray:
+    """[n, ...] values of a column at the tokens of these rows that take part, int64 or float32."""
+    values = batch.jagged(name).take(rows).values[keep]
+    return np.array(values, dtype=np.int64 if np.issubdtype(values.dtype, np.integer) else np.float32)
+
+
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The concatenation of arange(start, start + length)."""
     ends = np.cumsum(lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,31 @@ class Tokenizer:
         self.stop_ids = stop_ids
         self.tools: Sequence[Mapping[str, Any]] = ()
 
+    def digest(self) -> str:
+        """A hash of the vocabulary: which token each id stands for."""
+        vocabulary = sorted((int(number), str(token)) for token, number in self._hf.get_vocab().items())
+        return sha256(repr(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
         becomes that token."""
         return list(self._hf.encode(text, add_special_tokens=False))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """The prompt text of chat messages [{role, content}, ...], ending where the assistant's answer starts.
+
+        Args:
+            tools: declarations to show; None: those of the run.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
         """
         if not self._hf.chat_template:
             raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
-        given: dict[str, Any] = {"tools": [dict(one) for one in self.tools]} if self.tools else {}
+        shown = self.tools if tools is None else tools
+        given: dict[str, Any] = {"tools": [dict(one) for one in shown]} if shown else {}
         try:
             return str(
                 self._hf.apply_chat_template(
@@ -64,9 +76,12 @@ class Tokenizer:
                 f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"
             ) from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of chat messages, ending where the assistant's answer starts. Raises as `render_chat` does."""
-        return self.encode(self.render_chat(messages))
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of chat messages, ending where the assistant's answer starts. Arguments and errors are those of
+        `render_chat`."""
+        return self.encode(self.render_chat(messages, tools))
 
     def continuation(self, role: str, texts: Sequence[str], most: int) -> list[int]:
         """Token ids between an answer, which ended with a stop id, and the next one: the messages of `role` with these

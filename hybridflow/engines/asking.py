@@ -13,6 +13,7 @@ from hybridflow.engines.base import Completion, Engine
 from hybridflow.errors import EngineError
 
 Told = Callable[[int, Completion], None]
+_NOTHING = Completion([], [], "abort", ())
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,13 @@ class Asking(Protocol):
     done: Future[None]  # ends after the last answer was told; has the error where some were not answered
 
     def so_far(self, number: int) -> Completion:
-        """What has come of a response by the time `done` had an error; `abort` where it has not ended."""
+        """What has come of a response by now, without its experts; `abort` where it has not ended. Called at any time,
+        in any thread."""
+        ...
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Have the engine end these responses. They are told as any other, `abort` with what has come of them, unless
+        they end by themselves first."""
         ...
 
     def give_up(self) -> None:
@@ -68,12 +75,17 @@ class _InThread:
     def __init__(self, engine: Engine, requests: TokenRequests, told: Told) -> None:
         self._engine, self._requests, self._told = engine, requests, told
         self._begun: dict[int, Completion] = {}
+        self._aborted: set[int] = set()
         self._lock = threading.Lock()
         self.done: Future[None] = Future()
         threading.Thread(target=self._run, name=f"generate-{engine.spec.name}", daemon=True).start()
 
     def so_far(self, number: int) -> Completion:
-        return self._begun.get(number, Completion([], [], "abort", ()))
+        return self._begun.get(number, _NOTHING)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """A call of `generate` that has begun goes on to its end; those of later calls are not asked for."""
+        self._aborted |= set(numbers)
 
     def give_up(self) -> None:
         self._end(EngineError("the requests were given up", engine=self._engine.spec.name))
@@ -88,8 +100,14 @@ class _InThread:
             self._end(None)
 
     def _generate(self, limit: int) -> None:
-        asked = self._requests
+        asked, aborted = self._requests, set(self._aborted)
         numbers = [number for number, most in enumerate(asked.max_new_tokens) if most == limit]
+        for number in numbers:
+            if number in aborted:
+                self._told(number, _NOTHING)
+        numbers = [number for number in numbers if number not in aborted]
+        if not numbers:
+            return
         rows = [asked.prompts[number] for number in numbers]
         try:
             found = self._engine.generate(

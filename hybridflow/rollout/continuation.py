@@ -6,9 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.batch import ROUTES, DataProto, Jagged, unknown_routes
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
 
 _OF_TOKENS = ("response_ids", "response_mask", "rollout_log_probs", "response_versions")
+
+
+def free_routes(config: RunConfig, tokens: int) -> np.ndarray:
+    """Experts of the policy's layers for so many tokens, of which none is known (`batch.routes`)."""
+    sizes = derived.hf_config(config.model)
+    return unknown_routes(tokens, int(sizes["num_hidden_layers"]), int(sizes["num_experts_per_tok"]))
 
 
 def continued(prompts: DataProto, answers: DataProto) -> DataProto:

@@ -7,39 +7,47 @@ conversation. What they ask goes to the engines request by request, and tools go
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hybridflow.agents.completions import CompletionServer
 from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
 from hybridflow.agents.episodes import EpisodeError, Episodes
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.tools.base import Toolbox
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
+from hybridflow.config.val_sets import VAL_SET
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import HybridFlowError
+from hybridflow.rollout.continuation import free_routes
 from hybridflow.rollout.protocols import ROOM, RolloutService
+from hybridflow.workers.requests import CUT_SHORT
 
 # besides those of `RolloutService.take`: what the reward sees as the response (the last answer), the messages after
 # the prompt, the number of answers and of tools called, what went wrong in the agent loop (None: nothing), and the
 # rewards that the loop gave, where it gives any
 COLUMNS = ("answer_text", "messages", "turns", "tool_calls", "agent_failure")
 TURN_REWARDS = "turn_rewards"
+_SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
-# while no engine works, the longest wait for environments that are at work, and between two looks at them
+# while no engine works, the longest wait for environments and programs that are at work, and between two looks at them
 _TOGETHER_S, _STEP_S = 2.0, 0.001
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
 _log = logging.getLogger(__name__)
@@ -71,26 +79,37 @@ class Conversations:
         self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
         self._waiting: list[_Ask] = []
         self._under_way: dict[int, _Ask] = {}  # by the engines' tickets
+        self._records: dict[int, _Record] = {}
         self._asked = asyncio.Event()
         self._moved = time.monotonic()
         self._events = asyncio.new_event_loop()
-        weakref.finalize(self, _close, self._events)
+        self._completions = CompletionServer()
+        weakref.finalize(self, _close, self._events, self._completions)
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
-        """Begin a conversation for each prompt, and return a ticket for each."""
-        rows = prompts.select([name for name in ("prompt_ids", "uid", *_ROW) if name in prompts]).fetch()
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
+        """Begin a conversation for each prompt, and return a ticket for each.
+
+        Args:
+            begun: the answers of such conversations, with `row` [b]. Agent loops run from the beginning, and are given
+                these answers for as long as they show the policy what it was shown before.
+        """
+        rows = prompts.select([name for name in ("prompt_ids", "uid", VAL_SET, *_ROW) if name in prompts]).fetch()
         uids = rows["uid"].tolist() if "uid" in rows else [None] * len(rows)
+        val_sets = rows[VAL_SET].tolist() if VAL_SET in rows else [""] * len(rows)
         tickets = list(range(self._next_ticket, self._next_ticket + len(rows)))
         self._next_ticket += len(rows)
+        recorded = _recorded(begun)
         for number, (ticket, ids) in enumerate(zip(tickets, rows.jagged("prompt_ids"), strict=True)):
+            self._records[ticket] = _Record(training, recorded.get(number, deque()))
             conversation = Conversation(
                 prompt=ids.tolist(),
                 row={name: rows[name][number] for name in _ROW if name in rows},
                 config=self.agent,
                 tokenizer=self.tokenizer,
-                sample=partial(self._sample, training, ticket, uids[number]),
+                sample=partial(self._sample, training, val_sets[number], ticket, uids[number]),
                 room=self.config.data.max_response_length,
                 episodes=self._episodes,
+                endpoint=self._completions.endpoint,
             )
             self._held[ticket] = conversation, self._events.create_task(self._one(conversation))
         self._moved = time.monotonic()
@@ -122,6 +141,7 @@ class Conversations:
             HybridFlowError: the agent loop failed in all of them.
         """
         found = [self._held.pop(ticket)[0] for ticket in tickets]
+        records = [self._records.pop(ticket) for ticket in tickets]
         failed = [one.failure for one in found if one.failure]
         if failed and len(failed) == len(found):
             raise HybridFlowError(
@@ -130,12 +150,60 @@ class Conversations:
             )
         if failed:
             _log.warning("%d of %d conversations failed, the first: %s", len(failed), len(found), failed[0])
-        return as_batch(found, with_rewards=self._agent_loop.gives_rewards)
+        batch = as_batch(found, with_rewards=self._agent_loop.gives_rewards)
+        if not (any(one.training for one in records) and derived.needs_engine_routes(self.config)):
+            return batch
+        rows = [_routes(one, self.config) for one in found]
+        return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        """The answers of these conversations, in order, with `shown`, which tells what the policy had been shown."""
+        parts: list[DataProto] = []
+        under_way = {ask.ticket: number for number, ask in self._under_way.items()}
+        waiting = {ask.ticket: ask for ask in self._waiting}
+        now = self.engines.begun([under_way[ticket] for ticket in tickets if ticket in under_way])
+        at = {} if now is None else {number: row for row, number in enumerate(now["ticket"].tolist())}
+        for ticket in tickets:
+            conversation, record = self._held[ticket][0], self._records[ticket]
+            whole = [*conversation.prompt, *conversation.tokens]
+            rows = [
+                batch.rows(np.array([row])).with_columns(shown=np.array([_digest(whole[:length])], dtype=object))
+                for length, batch, row in record.answers
+            ]
+            if now is not None and (number := under_way.get(ticket)) in at:
+                assert number is not None
+                shown = np.array([_digest(self._under_way[number].tokens)], dtype=object)
+                rows.append(now.rows(np.array([at[number]])).with_columns(shown=shown))
+            elif ticket in waiting and (begun := waiting[ticket].begun) is not None:
+                shown = np.array([_digest(waiting[ticket].tokens)], dtype=object)
+                rows.append(begun.with_columns(shown=shown))
+            else:
+                rows += [one.drop(["row"]) for one in record.before]
+            parts += [row.with_columns(ticket=np.array([ticket])) for row in rows]
+        return DataProto.concat(parts) if parts else None
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        """End these conversations, and what they ask of engines. With `keep` what was said before is kept; the answer
+        under way is not."""
+        wanted = frozenset(tickets)
+        self._waiting = [ask for ask in self._waiting if ask.ticket not in wanted]
+        asked = [ticket for ticket, ask in self._under_way.items() if ask.ticket in wanted]
+        for ticket in asked:
+            del self._under_way[ticket]
+        ended = [(conversation, task) for conversation, task in map(self._held.__getitem__, tickets) if not task.done()]
+        for conversation, _ in ended:
+            conversation.end, conversation.finish_reason = "aborted", "abort"
+        self._events.run_until_complete(_cancel([task for _, task in ended]))
+        if not keep:
+            for ticket in tickets:
+                del self._held[ticket], self._records[ticket]
+        if asked:
+            self.engines.abort(asked)
 
     def forget(self) -> None:
         """Give up all conversations."""
         self._events.run_until_complete(_cancel([task for _, task in self._held.values()]))
-        self._held, self._waiting, self._under_way = {}, [], {}
+        self._held, self._waiting, self._under_way, self._records = {}, [], {}, {}
         self.engines.forget()
 
     def sleep(self) -> None:
@@ -161,16 +229,30 @@ class Conversations:
             conversation.end = "the agent loop returned"
         self._asked.set()  # `_wait` looks again
 
-    async def _sample(self, training: bool, ticket: int, uid: int | None, tokens: Sequence[int], most: int) -> Sampled:
+    async def _sample(
+        self, training: bool, val_set: str, ticket: int, uid: int | None, tokens: Sequence[int], most: int
+    ) -> Sampled:
         """`conversation.Sample`: wait for an engine."""
-        ask = _Ask(training, ticket, uid, tokens, most, self._events.create_future())
+        record, begun = self._records[ticket], None
+        if record.before:
+            again = record.before.popleft()
+            if again["shown"][0] != _digest(tokens) or again.lengths("response_ids")[0] > most:
+                record.before.clear()  # a tool or an environment said something else: the policy is asked from here on
+            elif again["finish_reason"][0] == CUT_SHORT:
+                begun = again.drop(["row", "shown"])
+            else:
+                record.answers.append((len(tokens), again.drop(["row", "shown"]), 0))
+                names = (*_SAMPLED, *([ROUTES] if ROUTES in again else []))
+                parts = [again.jagged(name).row(0) for name in names]
+                return _sampled(parts, str(again["finish_reason"][0]), len(tokens), most)
+        ask = _Ask(training, val_set, ticket, uid, tokens, most, begun, self._events.create_future())
         self._waiting.append(ask)
         self._asked.set()
         return await ask.answer
 
     def _settle(self) -> None:
-        """Let every conversation that can go on at once do so. While no engine works, environments are waited for, so
-        that what follows their steps goes to the engines together."""
+        """Let every conversation that can go on at once do so. While no engine works, environments and programs are
+        waited for, so that what follows their steps goes to the engines together."""
 
         async def rounds() -> None:
             quiet, before, end = 0, -1, time.monotonic() + _TOGETHER_S
@@ -183,7 +265,9 @@ class Conversations:
         self._events.run_until_complete(rounds())
 
     def _is_stepping(self) -> bool:
-        return self._episodes is not None and not self._under_way and self._episodes.waiting
+        if self._under_way:
+            return False
+        return self._completions.is_active or (self._episodes is not None and self._episodes.waiting)
 
     async def _wait(self, seconds: float) -> None:
         """Until a conversation asks or ends, or so long."""
@@ -197,17 +281,23 @@ class Conversations:
     # ---- between the conversations and the engines
 
     def _send(self) -> None:
-        for training in (True, False):
-            asks = [ask for ask in self._waiting if ask.training == training and not ask.answer.done()]
+        alike: dict[tuple[bool, str], list[_Ask]] = {}  # what is sampled in one way
+        for ask in self._waiting:
+            if not ask.answer.done():
+                alike.setdefault((not ask.training, ask.val_set), []).append(ask)
+        for (validating, val_set), asks in sorted(alike.items()):
             asks.sort(key=lambda ask: ask.ticket)  # not in the order in which environments happened to answer
-            if not asks:
-                continue
             rows = Jagged.from_rows([np.asarray(ask.tokens, np.int64) for ask in asks], np.int64)
             room = np.array([ask.most for ask in asks], np.int64)
             # the samples of a prompt begin alike, and an engine computes that once
             uid = np.array([-1 - n if ask.uid is None else ask.uid for n, ask in enumerate(asks)], np.int64)
             prompts = DataProto.from_columns({"prompt_ids": rows, ROOM: room, "uid": uid})
-            self._under_way |= dict(zip(self.engines.submit(prompts, training=training), asks, strict=True))
+            if val_set:
+                prompts = prompts.with_columns(**{VAL_SET: _objects([val_set] * len(asks))})
+            begun = [ask.begun.with_columns(row=np.array([n])) for n, ask in enumerate(asks) if ask.begun is not None]
+            known = DataProto.concat(begun) if begun else None
+            tickets = self.engines.submit(prompts, training=not validating, begun=known)
+            self._under_way |= dict(zip(tickets, asks, strict=True))
             self._moved = time.monotonic()
         self._waiting = []
 
@@ -216,13 +306,12 @@ class Conversations:
         if not done:
             return
         found = self.engines.take(done).fetch()
-        columns = [found.jagged(name) for name in ("response_ids", "rollout_log_probs", "response_versions")]
-        for ticket, reason, *row in zip(done, found["finish_reason"], *columns, strict=True):
+        columns = [found.jagged(name) for name in (*_SAMPLED, *([ROUTES] if ROUTES in found else []))]
+        for row, (ticket, reason, *parts) in enumerate(zip(done, found["finish_reason"], *columns, strict=True)):
             ask = self._under_way.pop(ticket)
-            ids, log_probs, versions = (part[: ask.most] for part in row)
             if not ask.answer.done():
-                cut = len(row[0]) > ask.most
-                ask.answer.set_result(Sampled(ids, log_probs, versions, "length" if cut else str(reason)))
+                self._records[ask.ticket].answers.append((len(ask.tokens), found, row))
+                ask.answer.set_result(_sampled(parts, str(reason), len(ask.tokens), ask.most))
         self._moved = time.monotonic()
         self._settle()
 
@@ -237,7 +326,8 @@ class Conversations:
         self._settle()
 
 
-def _close(events: asyncio.AbstractEventLoop) -> None:
+def _close(events: asyncio.AbstractEventLoop, completions: CompletionServer) -> None:
+    events.run_until_complete(completions.close())
     events.run_until_complete(_cancel(list(asyncio.all_tasks(events))))
     events.close()
 
@@ -253,11 +343,52 @@ class _Ask:
     """What a conversation waits for."""
 
     training: bool
+    val_set: str
     ticket: int  # of the conversation
     uid: int | None
     tokens: Sequence[int]
     most: int
+    begun: DataProto | None  # tokens of the answer, which an engine goes on with
     answer: asyncio.Future[Sampled]
+
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """The answers of one conversation: those of an earlier process that it has not come to yet, and those that it was
+    given, each with the number of tokens that it follows, as a row of a batch."""
+
+    training: bool
+    before: deque[DataProto]
+    answers: list[tuple[int, DataProto, int]] = field(default_factory=list)
+
+
+def _recorded(begun: DataProto | None) -> dict[int, deque[DataProto]]:
+    """The answers of each conversation, by its row of the prompts."""
+    found: dict[int, deque[DataProto]] = {}
+    for place, row in enumerate([] if begun is None else begun["row"].tolist()):
+        assert begun is not None
+        found.setdefault(row, deque()).append(begun.rows(np.array([place])))
+    return found
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    """A digest of the tokens that an answer follows."""
+    return hashlib.sha256(np.asarray(tokens, np.int64).tobytes()).hexdigest()
+
+
+def _sampled(columns: Sequence[np.ndarray], reason: str, asked: int, most: int) -> Sampled:
+    """An answer to so many tokens of the columns `_SAMPLED` and perhaps `ROUTES`, cut to its room."""
+    ids, log_probs, versions = (column[:most] for column in columns[:3])
+    routes = columns[3][: asked + most] if len(columns) > len(_SAMPLED) else None
+    return Sampled(ids, log_probs, versions, "length" if len(columns[0]) > most else reason, routes)
+
+
+def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
+    """Experts `[prompt and conversation, layers, k]`; of what follows the last request they are not known."""
+    routes = free_routes(config, len(conversation.prompt) + len(conversation.tokens))
+    if conversation.routes is not None and conversation.failure is None:
+        routes[: len(conversation.routes)] = conversation.routes
+    return routes
 
 
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.batch import DataProto
 from hybridflow.config.schema import RewardConfig, RunConfig
-from hybridflow.data.custom import Prompts
-from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.config.val_sets import VAL_SET, tag, val_sets
+from hybridflow.data.custom import Prompts, open_prompts
+from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
-from hybridflow.observe.rollouts import dump_path, dump_rollouts
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rewards.verifiers.base import ScoreResult
+from hybridflow.rewards.verifiers.base import PROMPT, ScoreResult
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
-from hybridflow.rollout.protocols import RolloutService, answers
+from hybridflow.rollout.dumps import dump_batch
+from hybridflow.rollout.protocols import RolloutService, taken
 from hybridflow.rollout.sampling_control import without_rows
-
-# large, and not read here
-_NOT_DUMPED = (
-    "entropy_coefs",
-    "entropys",
-    "ref_log_probs",
-    "response_ids",
-    ROUTES,
-    "sum_pi_squared",
-    "teacher_top_log_probs",
-    "teacher_top_ids",
-)
-
 
 SCORING = DataflowStep(
     "reward", ("response_ids", "data_source", "ground_truth", "extra_info"), ("response_text", "scores")
@@ -69,6 +57,9 @@ class Scorer:
             texts = [
                 self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
             ]
+        if self.rewards.reads_prompt:
+            prompts = [self.tokenizer.decode(row.tolist()) for row in batch.jagged("prompt_ids")]
+            columns[2] = [{**(info or {}), PROMPT: text} for info, text in zip(columns[2], prompts, strict=True)]
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
         if given is not None and _loop_scores(self.rewards.config):
             results = [ScoreResult(sum(rewards), {TURN_REWARDS: rewards}) for rewards in given]
@@ -88,47 +79,74 @@ def _loop_scores(config: RewardConfig) -> bool:
     return config.path is None and not config.combine
 
 
-def sources_to_score(config: RunConfig, *datasets: Prompts | None) -> list[str]:
+def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) -> list[str]:
     """The data sources whose rows need a verifier: none where the agent loop gives the rewards."""
     if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
         return []
-    return [source for dataset in datasets if dataset is not None for source in dataset.data_sources]
+    return [source for dataset in datasets for source in dataset.data_sources]
+
+
+def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:
+    """{name: its prompts} of the validation sets that have files; `open_prompts` says what it raises."""
+    return {
+        name: open_prompts(wanted.files, tokenizer, config.data, wanted.max_prompts)
+        for name, wanted in val_sets(config).items()
+        if wanted.files
+    }
 
 
 class Validator:
-    """Answers the held-out prompts with `rollout.val_sampling` and scores them."""
+    """Answers the prompts of each validation set and scores them.
 
-    def __init__(self, config: RunConfig, dataset: Prompts | None, scorer: Scorer, folder: Path) -> None:
-        self.config, self.dataset, self.scorer, self.folder = config, dataset, scorer, folder
+    Args:
+        datasets: {name: its prompts}, from `open_val_sets`.
+        folder: of the run.
+    """
+
+    def __init__(self, config: RunConfig, datasets: Mapping[str, Prompts], scorer: Scorer, folder: Path) -> None:
+        self.datasets, self.scorer, self.folder = dict(datasets), scorer, folder
+        self.sets = val_sets(config)
 
     def run(self, engines: RolloutService, step: int) -> dict[str, float]:
-        """val/score (mean score), val/accuracy (the same where every score is 0 or 1) and, with several answers to a
-        prompt, `answer_statistics`, all by data source too; lengths and means of what the reward returned beside the
-        score. The answers are dumped under `validation/`. Nothing without a held-out set."""
-        if self.dataset is None:
-            return {}
-        batch = self.dataset.batch(np.arange(len(self.dataset)))
-        if self.config.rollout.val_samples > 1:
-            numbered = batch.with_columns(uid=np.arange(len(batch), dtype=np.int64))
-            batch = numbered.repeat(self.config.rollout.val_samples)
-        batch = batch.union(answers(engines, batch, training=False))
-        batch = batch.union(self.scorer.score(batch))
-        dump_batch(self.folder, step, batch, self.scorer.tokenizer)
-        metrics = {"val/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
+        """The metrics of each set, which begin with "val", or with "val-NAME" for an entry of `data.val_sets`. All sets
+        are asked for at once. Nothing without a set."""
+        asked = {name: self._prompts(name) for name in self.datasets}
+        tickets = {name: engines.submit(prompts, training=False) for name, prompts in asked.items()}
+        metrics: dict[str, float] = {}
+        for name, prompts in asked.items():
+            batch = prompts.union(taken(engines, tickets[name]))
+            batch = batch.union(self.scorer.score(batch))
+            dump_batch(self.folder / f"validation{tag(name)}", step, batch, self.scorer.tokenizer)
+            metrics |= self._metrics(f"val{tag(name)}", batch, self.sets[name].samples)
+        return metrics
+
+    def _prompts(self, name: str) -> DataProto:
+        """The prompts of a set, each as often as it is answered."""
+        dataset, samples = self.datasets[name], self.sets[name].samples
+        batch = dataset.batch(np.arange(len(dataset)))
+        if name:
+            batch = batch.with_columns(**{VAL_SET: np.array([name] * len(batch), object)})
+        return batch.with_columns(uid=np.arange(len(batch))).repeat(samples) if samples > 1 else batch
+
+    @staticmethod
+    def _metrics(prefix: str, batch: DataProto, samples: int) -> dict[str, float]:
+        """score (mean score), accuracy (the same where every score is 0 or 1) and, with several answers to a prompt,
+        `answer_statistics`, all by data source too; lengths and means of what the reward returned beside the score."""
+        metrics = {f"{prefix}/response_length/mean": float(np.mean(batch.lengths("response_ids")))}
         parts = {
             f"/{source}": batch["data_source"] == source for source in dict.fromkeys(batch["data_source"].tolist())
         }
         for part, rows in {"": np.ones(len(batch), dtype=bool), **parts}.items():
             scores = batch["scores"][rows]
-            metrics[f"val{part}/score"] = float(np.mean(scores))
+            metrics[f"{prefix}{part}/score"] = float(np.mean(scores))
             if np.isin(scores, (0.0, 1.0)).all():
-                metrics[f"val{part}/accuracy"] = metrics[f"val{part}/score"]
-            if self.config.rollout.val_samples > 1:
+                metrics[f"{prefix}{part}/accuracy"] = metrics[f"{prefix}{part}/score"]
+            if samples > 1:
                 extras = batch["reward_extra"][rows].tolist() if "reward_extra" in batch else None
-                found = answer_statistics(scores, self.config.rollout.val_samples, extras)
-                metrics |= {f"val{part}/{name}": value for name, value in found.items()}
+                found = answer_statistics(scores, samples, extras)
+                metrics |= {f"{prefix}{part}/{name}": value for name, value in found.items()}
         return metrics | {
-            f"val/{name}": value for name, value in extra_metrics(batch).items() if name.endswith("/mean")
+            f"{prefix}/{name}": value for name, value in extra_metrics(batch).items() if name.endswith("/mean")
         }
 
 
@@ -186,70 +204,3 @@ def _conversation_metrics(batch: DataProto) -> dict[str, float]:
         "agent/tool_calls/mean": float(np.mean(batch["tool_calls"])),
         "agent/failed/mean": float(np.mean(failed)),
     }
-
-
-def dump_batch(folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer) -> None:
-    """Write what happened to each sample, for people: `folder/step_N.parquet`. Token columns are read a few rows at a
-    time."""
-    names = [name for name in batch.columns if name not in _NOT_DUMPED]
-    lengths = batch.with_columns(response_length=batch.lengths("response_ids"))
-    dump_rollouts(
-        dump_path(folder, step),
-        (_dumped(piece, step, tokenizer) for piece in lengths.pieces([*names, "response_length"])),
-    )
-
-
-def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The rows of one piece."""
-    prompts = batch.jagged("prompt_ids")
-    mask = batch.jagged(RESPONSE_MASK)
-    rows: dict[str, Any] = {
-        "step": [step] * len(batch),
-        "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
-        "data_source": batch["data_source"].tolist(),
-        "prompt_text": [tokenizer.decode(row.tolist()) for row in prompts],
-        "response_text": batch["response_text"].tolist(),
-        "ground_truth": batch["ground_truth"].tolist(),
-        "score": batch["scores"].tolist(),
-        "prompt_length": prompts.lengths.tolist(),
-        "response_length": batch["response_length"].tolist(),
-        "response_mask": [_runs(row.astype(np.int64)) for row in mask],
-        "finish_reason": batch["finish_reason"].tolist(),
-        "weight_version": batch["weight_version"].tolist(),
-        "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
-        "extra_info": batch["extra_info"].tolist(),
-    }
-    if "reward_extra" in batch or "reward_failure" in batch:
-        rows["reward_extra"] = _extras(batch)
-    if "messages" in batch:
-        rows |= {name: batch[name].tolist() for name in ("messages", "turns", "tool_calls", "agent_failure")}
-    if "rm_scores" in batch:
-        rows["rm_score"] = batch["rm_scores"].tolist()
-    if "advantages" in batch:
-        rows["advantage"] = [_mean(row[kept]) for row, kept in zip(batch.jagged("advantages"), mask, strict=True)]
-    if "old_log_probs" in batch:
-        old, rollout = batch.jagged("old_log_probs"), batch.jagged("rollout_log_probs")
-        difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
-        sampled = [row[kept] for row, kept in zip(difference, mask, strict=True)]
-        rows["logprob_diff_mean"] = [_mean(row) for row in sampled]
-        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in sampled]
-    return rows
-
-
-def _extras(batch: DataProto) -> list[dict[str, Any]]:
-    """What the reward returned beside the score; the text of a failure under "failure"."""
-    none = [None] * len(batch)
-    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else none
-    texts = batch["reward_failure"].tolist() if "reward_failure" in batch else none
-    return [(extra or {}) | ({"failure": text} if text else {}) for extra, text in zip(extras, texts, strict=True)]
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
-def _runs(values: np.ndarray) -> list[list[int]]:
-    """[value, length] of each run of equal values: thousands of tokens have one or two versions."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-    lengths = np.diff(starts, append=len(values))
-    return np.stack([values[starts], lengths], 1).tolist()

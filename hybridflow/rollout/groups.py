@@ -4,6 +4,10 @@ A group is a prompt with its samples. As a step begins, prompts for this one and
 out, and it takes those that were handed out with the oldest weights, of these the ones that have ended first. So no
 token that is trained is more than `max_staleness` versions old: an answer has the time of so many steps, and a step
 waits for one that takes longer. With 0 a step waits for all that it hands out.
+
+With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run hands out more prompts
+than it trains, takes the groups that end first and cuts the others off. As soon as a step's worth of prompts has been
+cut off, one step (a long round) answers just these, from their first token on, and waits for all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import DataProto
+from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
 from hybridflow.rollout.protocols import RolloutService
@@ -46,6 +51,8 @@ class Groups:
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._left: list[_Group] = []
         self._next: list[int] = []  # rows of the dataset that are handed out before those of the sampler
+        self._cut_off: list[int] = []  # rows of the dataset that wait for a long round
+        self._begun: tuple[list[int], DataProto] | None = None  # versions of the first of `_next`, and their answers
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
@@ -61,6 +68,8 @@ class Groups:
             self.engines.poll()
         taken = set(map(id, chosen))
         self._left = [group for group in self._left if id(group) not in taken]
+        if self.config.trainer.tail_batching:
+            self._cut_off_rest()  # before the step begins: its places are idle, its memory may be wanted
         age = np.array([version - group.version for group in chosen])
         if self.config.trainer.max_staleness:
             self.metrics = {
@@ -75,17 +84,34 @@ class Groups:
 
     def forget(self) -> None:
         """Have the engines give up what is not trained; `restore` hands it out again."""
-        self._left, self._next = [], []
+        self._left, self._next, self._cut_off, self._begun = [], [], [], None
         self.engines.forget()
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, JSON-able: the order of the prompts, and those that are handed out and not trained."""
         left = [group.index for group in self._left]
-        return {"sampler": self.sampler.state(), "handed_out": [*left, *self._next]}
+        state = {"sampler": self.sampler.state(), "handed_out": [*left, *self._next], "cut_off": list(self._cut_off)}
+        return state | self._kind() | {"versions": [group.version for group in self._left]}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
+    def begun(self) -> DataProto | None:
+        """What has come of the prompts that are handed out and not trained, to be taken together with `state`: their
+        place in it (`group`), the sample, and the answer as far as it has come. None where nothing has."""
+        tickets = [ticket for group in self._left for ticket in group.tickets]
+        begun = self.engines.begun(tickets) if tickets else None
+        if begun is None:
+            return None
+        places = {ticket: place for place, ticket in enumerate(tickets)}
+        group, sample = np.divmod([places[ticket] for ticket in begun["ticket"].tolist()], self.config.rollout.n)
+        return begun.drop(["ticket"]).with_columns(group=group, sample=sample)
+
+    def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
         """Go on where `state` was taken, or without it at the first prompt. Prompts that were handed out then are
-        handed out again: none is lost, and none is trained twice.
+        handed out again, and go on from `begun`: none is lost, and none is trained twice.
+
+        Args:
+            begun: what `begun` returned then. It is left out as far as this run would train it too late, or has
+                answers of another kind.
+            version: of the weights that the next step begins with.
 
         Raises:
             CheckpointError: the dataset or its order is another one.
@@ -94,22 +120,79 @@ class Groups:
         state = state or self._first
         self.sampler.restore(state["sampler"])
         self._next = [int(row) for row in state.get("handed_out", [])]
+        cut_off = [int(row) for row in state.get("cut_off", [])]
+        if self.config.trainer.tail_batching:
+            self._cut_off = cut_off
+        else:
+            self._next += cut_off
+        if begun is not None and self._kind().items() <= state.items():
+            self._begun = [self._kept(made_by, state["versions"], version) for made_by in state["versions"]], begun
+
+    def _kind(self) -> dict[str, Any]:
+        """What must be the same for answers to go on."""
+        routes = derived.needs_engine_routes(self.config)
+        return {"n": self.config.rollout.n, "loop": self.config.rollout.agent.loop, "routes": routes}
+
+    def _kept(self, made_by: int, versions: list[int], version: int) -> int:
+        """The version of a group that was handed out with that of `made_by`; -1 where it could be trained later than
+        allowed, behind all groups that are as old."""
+        steps = (sum(one <= made_by for one in versions) - 1) // self.config.data.train_batch_size
+        return made_by if version + steps - made_by <= self.config.trainer.max_staleness else -1
 
     def _hand_out(self, version: int) -> None:
         """Submit prompts until as many are handed out as the version allows."""
         size, n, trainer = self.config.data.train_batch_size, self.config.rollout.n, self.config.trainer
-        missing = min(1 + trainer.max_staleness, trainer.total_steps - version) * size - len(self._left)
-        while len(self._next) < missing:
-            self._next += next(self.sampler).tolist()
-        if missing < 1:
+        steps = trainer.total_steps - version
+        if trainer.tail_batching:
+            rows = self._round(steps * size)
+        else:
+            rows = self._drawn(min(1 + trainer.max_staleness, steps) * size - len(self._left))
+        if not rows:
             return
-        rows, self._next = self._next[:missing], self._next[missing:]
+        versions, begun = self._taken_up(len(rows), version)
         batch = self.dataset.batch(np.array(rows, np.int64))
         batch = self.keep(batch.with_columns(uid=np.arange(len(batch), dtype=np.int64)).repeat(n))
-        tickets = self.engines.submit(batch, training=True)
+        tickets = self.engines.submit(batch, training=True, begun=begun)
         for number, index in enumerate(rows):
             own = slice(number * n, (number + 1) * n)
-            self._left.append(_Group(index, version, batch, own, tickets[own]))
+            self._left.append(_Group(index, versions[number], batch, own, tickets[own]))
+
+    def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
+        """The versions of so many prompts that are handed out now, and what an earlier process had begun of them."""
+        if self._begun is None:
+            return [version] * count, None
+        (kept, begun), self._begun = self._begun, None
+        kept = [*kept, *[-1] * count][:count]
+        goes_on = np.array([*kept, -1])[np.minimum(begun["group"], count)] >= 0
+        begun = begun.rows(np.flatnonzero(goes_on))
+        row = begun["group"] * self.config.rollout.n + begun["sample"]
+        versions = [version if made_by < 0 else made_by for made_by in kept]
+        return versions, begun.drop(["group", "sample"]).with_columns(row=row) if len(begun) else None
+
+    def _drawn(self, count: int) -> list[int]:
+        """The next so many rows of the dataset; none where `count` is not positive."""
+        while len(self._next) < count:
+            self._next += next(self.sampler).tolist()
+        count = max(count, 0)
+        rows, self._next = self._next[:count], self._next[count:]
+        return rows
+
+    def _round(self, still: int) -> list[int]:
+        """The rows of a round with tail batching, where `still` prompts are to be trained: those that were cut off as
+        soon as they fill a step, else new ones; never more in all than are still trained."""
+        size, waiting = self.config.data.train_batch_size, len(self._cut_off)
+        new = min(derived.short_round_prompts(self.config), still - waiting) if waiting < size else 0
+        old = max(size - new, 0)
+        rows, self._cut_off = self._drawn(new) + self._cut_off[:old], self._cut_off[old:]
+        self.metrics = {"rollout/prompts_handed_out": float(len(rows))}
+        return rows
+
+    def _cut_off_rest(self) -> None:
+        """Abort the groups that the step does not train; they wait for a long round."""
+        self.engines.abort([ticket for group in self._left for ticket in group.tickets])
+        self._cut_off += [group.index for group in self._left]
+        self._left = []
+        self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))
 
     def _ready(self) -> list[_Group] | None:
         """The groups that the step trains, in the order in which they were handed out; None while it has to wait."""

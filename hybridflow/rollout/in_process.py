@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hybridflow.batch import DataProto
 from hybridflow.config.schema import RunConfig
-from hybridflow.engines.base import LocalEngine
+from hybridflow.engines.base import Completion, LocalEngine
 from hybridflow.errors import EngineError
 from hybridflow.rollout.protocols import SyncReport
-from hybridflow.rollout.requests import Requests
+from hybridflow.rollout.requests import Requests, sampling_for
 from hybridflow.single_controller import waiting
 from hybridflow.workers.rollout import response_columns
 
@@ -39,6 +41,7 @@ class InProcessRollouts(Requests):
         self.engine, self.stop_ids = engine, list(stop_ids)
         self._copy_weights = copy_weights
         self._asked: list[tuple[bool, DataProto]] = []
+        self._aborted: list[DataProto] = []
 
     def sync(self, version: int) -> SyncReport:
         """Copy the weights into the engine's tensors."""
@@ -63,17 +66,34 @@ class InProcessRollouts(Requests):
         self._asked += [(training, part) for part in parts.values()]
 
     def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
-        """Answer the requests that were asked together first."""
-        number = next(number for number, (asked_training, _) in enumerate(self._asked) if asked_training == training)
+        """Answer the requests that were asked together first; with tail batching as many as the engine runs at a time,
+        so that what is cut off has not been computed."""
+        aborted, self._aborted = self._aborted, []
+        number = next((n for n, (asked_training, _) in enumerate(self._asked) if asked_training == training), None)
+        if number is None:
+            return aborted
         _, part = self._asked.pop(number)
-        sampling = self.config.rollout.sampling if training else self.config.rollout.val_sampling
+        if self.config.trainer.tail_batching and len(part) > (most := self.config.rollout.max_running_requests):
+            self._asked.insert(number, (training, part.rows(np.arange(most, len(part)))))
+            part = part.rows(np.arange(most))
+        sampling = sampling_for(self.config, training, part)
         rows = [row.tolist() for row in part.jagged("prompt_ids")]
         with waiting():
             completions = self.engine.generate(rows, sampling, int(part["max_new_tokens"].max()), self.stop_ids)
-        return [response_columns(completions).with_columns(ticket=part["ticket"])]
+        return [*aborted, response_columns(completions).with_columns(ticket=part["ticket"])]
+
+    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+        return []  # the engine answers while it is waited for: nothing is under way
 
     def _leave_out_lost(self, answers: int) -> None:
         raise EngineError(f"{answers} answers were cut short by the engine of this process")
 
+    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        wanted = [ticket for part in tickets.values() for ticket in part]
+        parts = [(training, part, np.isin(part["ticket"], wanted)) for training, part in self._asked]
+        self._asked = [(training, part.rows(np.flatnonzero(~hit))) for training, part, hit in parts if not hit.all()]
+        nothing = response_columns([Completion([], [], "abort", ())] * len(wanted))
+        self._aborted.append(nothing.with_columns(ticket=np.array(wanted, np.int64)))
+
     def _forget(self, engines: Sequence[int]) -> None:
-        self._asked = []
+        self._asked, self._aborted = [], []

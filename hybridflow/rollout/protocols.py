@@ -15,15 +15,23 @@ class RolloutService(Protocol):
     """Engines that answer prompts, each on its own. What a caller has submitted moves on while it calls `poll`, or
     another `poll`s for it; what an engine was asked goes on there meanwhile."""
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         """Take requests in, and return a ticket for each row.
 
         Args:
             prompts: with prompt_ids; rows of one `uid` are the samples of one prompt, which one engine gets. With
                 `ROOM` where answers have less room than `data.max_response_length`.
             training: sample as `rollout.sampling` says, with routed_experts when they are replayed; else as
-                `rollout.val_sampling` says.
+                `rollout.val_sampling` says, or with a column `VAL_SET` as the entries of `data.val_sets` say that it
+                names.
+            begun: what `begun` returned of requests like these, perhaps of another process, with `row` [b], their row
+                of `prompts`: they go on from there.
         """
+        ...
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        """What has come of these requests, which go on: rows with their `ticket`, for `submit`; None where nothing
+        has."""
         ...
 
     def poll(self) -> None:
@@ -38,6 +46,12 @@ class RolloutService(Protocol):
         """The answers of requests that have ended, in the order of the tickets; they can be taken once. response_ids,
         response_mask, rollout_log_probs, response_versions, finish_reason, weight_version; of conversations also
         `conversations.COLUMNS`."""
+        ...
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        """End these requests wherever they are, and give their places at the engines to others. With `keep` they have
+        then ended, soon, with the finish reason `abort` and what had come of them; otherwise their tickets mean nothing
+        any longer."""
         ...
 
     def forget(self) -> None:
@@ -55,7 +69,11 @@ class RolloutService(Protocol):
 
 def answers(service: RolloutService, prompts: DataProto, *, training: bool) -> DataProto:
     """The answers to the prompts, in their order, once all have ended."""
-    tickets = service.submit(prompts, training=training)
+    return taken(service, service.submit(prompts, training=training))
+
+
+def taken(service: RolloutService, tickets: Sequence[int]) -> DataProto:
+    """The answers of these requests, in their order, once all have ended."""
     while not service.ended(tickets):
         service.poll()
     return service.take(tickets)

@@ -59,9 +59,13 @@ class RestartingRollouts:
             self._restart(error)
             self.weights.sync(self._version)  # waits for engines that are starting
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         """Take requests in."""
-        return self.engines.submit(prompts, training=training)
+        return self.engines.submit(prompts, training=training, begun=begun)
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        """What has come of these requests."""
+        return self.engines.begun(tickets)
 
     def ended(self, tickets: Iterable[int]) -> bool:
         """Whether all of these requests have ended."""
@@ -70,6 +74,14 @@ class RestartingRollouts:
     def take(self, tickets: Sequence[int]) -> DataProto:
         """The answers of requests that have ended."""
         return self.engines.take(tickets)
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        """End these requests. What lost workers had ended with them."""
+        try:
+            self.engines.abort(tickets, keep=keep)
+        except WorkerError:
+            if self.engines.workers_alive():
+                raise
 
     def forget(self) -> None:
         """Give up all requests."""

@@ -11,8 +11,8 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.engines.supervisor import UP, EngineState
-from hybridflow.errors import EnginesLostError
-from hybridflow.rollout.requests import Requests
+from hybridflow.errors import EnginesLostError, WorkerError
+from hybridflow.rollout.requests import Requests, sampling_for
 from hybridflow.single_controller import Future, WorkerGroup
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
@@ -109,7 +109,7 @@ class EngineGroup(Requests):
         return healthy
 
     def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
-        sampling = self.config.rollout.sampling if training else self.config.rollout.val_sampling
+        sampling = sampling_for(self.config, training, next(iter(parts.values())))
         # validation has no use for routes, which are large
         same = [sampling], [self.stop_ids], [training and derived.needs_engine_routes(self.config)]
         given = (values * len(parts) for values in same)
@@ -118,6 +118,16 @@ class EngineGroup(Requests):
     def _collect(self, training: bool, engines: Sequence[int], wait_s: float) -> Sequence[DataProto]:
         method = collect_method(self.config) if training else RolloutWorker.collect
         answers: list[DataProto] = self.group.run(method, wait_s, timeout=wait_s + _CALL_S, only=engines)
+        return answers
+
+    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+        with_routes = derived.needs_engine_routes(self.config)
+        method = RolloutWorker.so_far_with_routes if with_routes else RolloutWorker.so_far
+        try:
+            answers: list[DataProto] = self.group.run(method, timeout=_CALL_S, only=engines)
+        except WorkerError as error:  # `poll` will meet it too
+            _log.warning("what engines have begun cannot be looked at, and is not saved: %s", error)
+            return []
         return answers
 
     def _leave_out_lost(self, answers: int) -> None:
@@ -129,6 +139,9 @@ class EngineGroup(Requests):
         self.quarantine(self.stale | lost)
         self._serving()
         _log.warning("%d answers were cut short with their engine; the others go on with them", answers)
+
+    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        self.group.run(RolloutWorker.abort_requests, list(tickets.values()), timeout=_CALL_S, only=list(tickets))
 
     def _forget(self, engines: Sequence[int]) -> None:
         self.group.run(RolloutWorker.forget_requests, timeout=_CALL_S, only=engines)

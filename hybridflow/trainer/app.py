@@ -6,17 +6,16 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.load import dump_yaml
 from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import ModelConfig, RunConfig
-from hybridflow.data.custom import open_prompts
+from hybridflow.data.custom import open_training
 from hybridflow.data.dataset import PreferenceDataset, SftDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.device.platform import Platform
@@ -38,7 +37,8 @@ from hybridflow.placement.threads import threads_by_role, user_limit
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.evaluation import Scorer, Validator, sources_to_score
+from hybridflow.rollout.dumps import Dumps, identity
+from hybridflow.rollout.evaluation import Scorer, Validator, open_val_sets, sources_to_score
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
     Cluster,
@@ -52,7 +52,7 @@ from hybridflow.single_controller import (
 from hybridflow.trainer import assets, planned
 from hybridflow.trainer.check_devices import check_devices
 from hybridflow.trainer.folder import exclusive, make_room
-from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation
+from hybridflow.trainer.generation import EngineHere, EngineProcesses, Generation, NoEngines, start_both
 from hybridflow.trainer.groups import FrozenGroup, ModelGroup, PolicyGroup, check_steps, tell_backend
 from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
@@ -67,9 +67,6 @@ from hybridflow.workers.role import RoleSpec
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
-First = TypeVar("First")
-Second = TypeVar("Second")
-_STOP_S = 10.0
 _ENGINE_WORKERS = (RolloutWorker, RolloutNodeWorker)
 _log = logging.getLogger(__name__)
 
@@ -190,6 +187,8 @@ class _Job:
 
     def start_engines(self, cluster: Cluster | None) -> Generation:
         """The engines, which go on starting in the background where they have processes of their own."""
+        if not derived.generates(self.config):
+            return NoEngines()
         target, dtype, fp8 = self.session.folder / "model", self.config.model.dtype, self.config.rollout.quantization
         folder = assets.write_engine_folder(target, self.hf_config, dtype, self.tokenizer, fp8)
         if cluster is None:
@@ -246,18 +245,19 @@ class _Job:
 def _train(job: _Job) -> dict[str, Any]:
     config, session = job.config, job.session
     rewards = job.stack.enter_context(RewardManager(config.reward, session.folder / "logs" / "rewards.log"))
-    dataset = open_prompts(config.data.train_files, job.tokenizer, config.data)
-    held_out = (
-        open_prompts(config.data.val_files, job.tokenizer, config.data, config.data.val_max_prompts)
-        if config.data.val_files
-        else None
-    )
-    rewards.check_data_sources(sources_to_score(config, dataset, held_out))
+    dataset = open_training(job.tokenizer, config.data)
+    held_out = open_val_sets(config, job.tokenizer) if derived.generates(config) else {}
+    rewards.check_data_sources(sources_to_score(config, dataset, *held_out.values()))
     check_steps(config)
+    made_with, dumps = identity(job.hf_config, job.tokenizer), None
+    if config.trainer.rollouts_from is not None:
+        rows = config.data.train_batch_size * config.rollout.n
+        dumps = Dumps(Path(config.trainer.rollouts_from), made_with, rows)
+        dumps.check(job.checkpoint.step if job.checkpoint is not None and job.checkpoint.phase == "rl" else 0)
     cluster = job.start_cluster()
     trained = ("actor", "critic")
     roles = derived.roles_in_use(config)
-    engines, workers = _both(
+    engines, workers = start_both(
         lambda: job.start_engines(cluster),
         lambda: job.start_roles(cluster, roles, trained),
         at_once=cluster is not None and not derived.alternates(config),
@@ -266,7 +266,7 @@ def _train(job: _Job) -> dict[str, Any]:
     job.warm_start(policy, engines.check_starting)
 
     scorer = Scorer(rewards, job.tokenizer)
-    validator = Validator(config, held_out, scorer, session.folder / "validation")
+    validator = Validator(config, held_out, scorer, session.folder)
     rollouts, weights = engines.connect(workers["actor"], job.tokenizer, session.folder / "logs")
     told = session.note_restart("restarts", job.progress.message)
     apart = {role: group for role, group in workers.items() if isinstance(group, WorkerGroup)}
@@ -277,7 +277,8 @@ def _train(job: _Job) -> dict[str, Any]:
         for role in roles[1:]
     }
     keep = keep_in_store if cluster is not None else lambda batch: batch
-    trainer = RLTrainer(config, session, policy, rollouts, weights, dataset, scorer, validator, others, keep)
+    parts = (policy, rollouts, weights, dataset, scorer, validator, others, keep, made_with, dumps)
+    trainer = RLTrainer(config, session, *parts)
     if "reference" in apart:
         apart["reference"].on_restart(trainer.fill_reference)
     if job.checkpoint is not None and job.checkpoint.phase == "rl":
@@ -307,20 +308,6 @@ def _train(job: _Job) -> dict[str, Any]:
         "exported_to": exported,
         "planned": planned.compare(config, job.hf_config, session, {"actor": policy, **others}),
     }
-
-
-def _both(first: Callable[[], First], second: Callable[[], Second], *, at_once: bool) -> tuple[First, Second]:
-    """What both return; `at_once`: the first in a thread, where most of the time is spent in waiting for processes."""
-    if not at_once:
-        return first(), second()
-    begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)
-    threads.shutdown(wait=False)
-    try:
-        found = second()
-    except BaseException:
-        wait([begun], _STOP_S)  # Ray ends the whole process when a thread calls it after its shutdown
-        raise
-    return begun.result(), found
 
 
 def _sft(job: _Job) -> dict[str, Any]:
@@ -379,7 +366,7 @@ def _finish(job: _Job, policy: PolicyGroup) -> str | None:
     """Wait for the last checkpoint and write the export; returns the export's folder."""
     with job.progress.stage("wait for the last checkpoint"):
         job.session.store.wait()
-    if not job.config.trainer.export:
+    if not job.config.trainer.export or job.config.trainer.rollout_only:
         return None
     folder = job.session.folder / "export"
     with job.progress.stage("export to a Hugging Face folder"):

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
+from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines.base import ENGINES, LocalEngine
+from hybridflow.errors import HybridFlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.rollout.conversations import conversing
 from hybridflow.rollout.in_process import InProcessRollouts
-from hybridflow.rollout.protocols import RolloutService, WeightSync
+from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
 from hybridflow.rollout.recovery import RestartingRollouts
 from hybridflow.rollout.service import EngineGroup
 from hybridflow.rollout.weight_sync import SliceSync
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.rollout import engine_spec
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+_STOP_S = 10.0
 
 
 class Generation(Protocol):
@@ -42,6 +49,60 @@ class Generation(Protocol):
     def stop(self) -> None:
         """Stop the engines."""
         ...
+
+
+class NoEngines:
+    """What a run has that trains on dumps: nothing answers, nothing is waited for, and weights go nowhere."""
+
+    def connect(
+        self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
+    ) -> tuple[RolloutService, WeightSync]:
+        """What the loop calls."""
+        return self, self
+
+    def check_starting(self) -> None:
+        """Nothing was started."""
+
+    def wait_ready(self, progress: Progress) -> None:
+        """Nothing was started."""
+
+    def stop(self) -> None:
+        """Nothing was started."""
+
+    def poll(self) -> None:
+        """Nothing was asked."""
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        """Nothing was asked."""
+
+    def forget(self) -> None:
+        """Nothing was asked."""
+
+    def sleep(self) -> None:
+        """Nothing lies on a device."""
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Nothing lay on a device."""
+
+    def sync(self, version: int) -> SyncReport:
+        """Send nothing."""
+        return SyncReport(version, 0.0, 0, {})
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        """Nothing was asked."""
+        return None
+
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
+        """Raise HybridFlowError: nobody answers."""
+        raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that could answer")
+
+    def ended(self, tickets: Iterable[int]) -> bool:
+        """Nothing was asked."""
+        return True
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
+        """Raise HybridFlowError: nothing was asked."""
+        raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that answered")
 
 
 class EngineProcesses:
@@ -139,3 +200,17 @@ class EngineHere:
     def stop(self) -> None:
         """Stop what was started."""
         self.engine.stop()
+
+
+def start_both(first: Callable[[], First], second: Callable[[], Second], *, at_once: bool) -> tuple[First, Second]:
+    """What both return; `at_once`: the first in a thread, where most of the time is spent in waiting for processes."""
+    if not at_once:
+        return first(), second()
+    begun = (threads := ThreadPoolExecutor(1, "start")).submit(first)
+    threads.shutdown(wait=False)
+    try:
+        found = second()
+    except BaseException:
+        wait([begun], _STOP_S)  # Ray ends the whole process when a thread calls it after its shutdown
+        raise
+    return begun.result(), found

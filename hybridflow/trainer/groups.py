@@ -19,13 +19,14 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.observe.environment import note_in_environment
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import GREEDY, SCORING
+from hybridflow.rollout.recorded import READING
 from hybridflow.rollout.service import as_batch, collect_method
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
 from hybridflow.workers.losses import policy_loss_columns
-from hybridflow.workers.model_role import ModelWorker
+from hybridflow.workers.model_role import ModelWorker, teacher_method
 from hybridflow.workers.policy import PolicyWorker
 from hybridflow.workers.role import RoleWorker
 
@@ -180,15 +181,15 @@ def check_steps(config: RunConfig) -> None:
     """
     critic = derived.has_critic(config)
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
+    generating = DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes), SCORING
     check_dataflow(
         [
-            DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes),
-            SCORING,
+            *([READING] if config.data.answers == "pairs" else generating),
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
             *([log_prob_method(config)] if derived.scores_before_update(config) else []),
             *([PolicyWorker.compute_sum_pi_squared] if derived.needs_sum_pi_squared(config) else []),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
-            *([ModelWorker.compute_teacher_top] if derived.has_teacher(config) else []),
+            *([teacher_method(config.actor.distillation)] if derived.has_teacher(config) else []),
             *([ModelWorker.compute_values] if critic else []),
             *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),

@@ -22,21 +22,32 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
+from hybridflow.config.val_sets import tag
 from hybridflow.data.custom import COLUMNS, Prompts
+from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError
 from hybridflow.observe.progress import Progress
-from hybridflow.rollout.evaluation import Scorer, Validator, dump_batch, extra_metrics, failures, without_failed
+from hybridflow.rollout.dumps import Dumps, dump_batch
+from hybridflow.rollout.evaluation import Scorer, Validator, extra_metrics, failures, without_failed
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync, answers
+from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
 from hybridflow.trainer.advantages import Advantages
-from hybridflow.trainer.metrics import batch_metrics, critic_metrics, log_prob_difference, update_metrics
+from hybridflow.trainer.metrics import (
+    answer_metrics,
+    batch_metrics,
+    critic_metrics,
+    log_prob_difference,
+    preference_metrics,
+    update_metrics,
+)
 from hybridflow.trainer.observations import over_roles
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role, Update
 from hybridflow.trainer.session import Session
-from hybridflow.workers.model_role import ModelWorker
+from hybridflow.workers.model_role import ModelWorker, teacher_method
 from hybridflow.workers.policy import PolicyWorker
 
 
@@ -50,15 +61,19 @@ class RLTrainer:
         policy: Policy,
         engines: RolloutService,
         weights: WeightSync,
-        dataset: Prompts,
+        dataset: Prompts | PreferenceDataset,
         scorer: Scorer,
         validator: Validator,
         others: Mapping[str, Role] | None = None,
         keep: Callable[[DataProto], DataProto] = lambda batch: batch,
+        made_with: Mapping[str, Any] | None = None,
+        dumps: Dumps | None = None,
     ) -> None:
         """Args:
         others: critic, reward_model, teacher and a reference in processes of its own, as far as the run has them.
         keep: moves token columns that the driver makes to where workers and engines read them.
+        made_with: `rollout.dumps.identity` of this run, for its dumps.
+        dumps: train on these instead of generating.
         """
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator, self.others = dataset, scorer, validator, dict(others or {})
@@ -66,8 +81,13 @@ class RLTrainer:
             self.others.get(role) for role in ("critic", "reward_model", "reference", "teacher")
         )
         self.advantages, self.keep = Advantages(config), keep
+        self.made_with, self.dumps = made_with, dumps
         self.phases = Phases(config, policy, engines, self.others)
-        self.groups = Groups(config, engines, dataset, keep)
+        self.groups: Groups | RecordedPairs = (
+            RecordedPairs(config, dataset, keep)
+            if isinstance(dataset, PreferenceDataset)
+            else Groups(config, engines, dataset, keep)
+        )
         self.step = 0
         self.left_out: set[str] = set()
         self.sampling_metrics: dict[str, float] = {}
@@ -83,33 +103,51 @@ class RLTrainer:
             self.sync_weights(progress)
             if self.step == 0 and trainer.val_before_train:
                 self.validate(progress)
-            while self.step < trainer.total_steps:
+            last = trainer.total_steps
+            if self.dumps is not None:
+                last = min(last, self.dumps.last_after(self.step))
+            while self.step < last:
                 self.step += 1
                 with self.session.timed("seconds_grpo"), phase("step", self.step), self.session.controlled():
-                    batch = self.sampled()
-                    if "greedy_scores" in self.advantages.estimator.reads:
+                    batch = self.sampled() if self.dumps is None else self.keep(self.dumps.batch(self.step))
+                    if "greedy_scores" in self.advantages.estimator.reads and "greedy_scores" not in batch:
                         batch = self.with_greedy_scores(batch)
-                    with self.phases.training():
-                        if self.scores_first:
-                            with phase("old_log_prob"):
-                                batch = batch.union(self.policy.log_probs(batch))
-                        batch = self.with_comparisons(batch)
-                        if self.critic:
-                            with phase("values"):
-                                batch = batch.union(self.critic.compute(ModelWorker.compute_values, batch))
-                        with phase("adv"):
-                            batch = self.keep(self.advantages.add(batch))
-                        if self.scores_first:
-                            self.check_log_probs(batch)
-                        updates, scored = self.update(batch)
-                    with phase("update_weights"):
-                        synced = self.sync_weights(progress)
-                    if self.session.is_due(trainer.test_every_steps, self.step) or self.step == trainer.total_steps:
-                        with phase("testing"):
-                            self.validate(progress)
-                self.record(batch, scored, updates, synced, progress)
+                    trained = None if trainer.rollout_only else self.trained_on(batch, progress)
+                if trained is None:
+                    self.record_rollouts(batch, progress)
+                    continue
+                self.record(*trained, progress)
                 self.session.store.check()
-                self.save_if_due()
+                self.save_if_due(last)
+
+    def trained_on(
+        self, batch: DataProto, progress: Progress
+    ) -> tuple[DataProto, DataProto, dict[str, Sequence[Update]], SyncReport | None]:
+        """Train on a step's samples and bring the weights to the engines; validate where it is due. Returns what
+        `record` is given."""
+        trainer, phase = self.config.trainer, self.session.timeline.phase
+        with self.phases.training():
+            if self.scores_first:
+                with phase("old_log_prob"):
+                    batch = batch.union(self.policy.log_probs(batch))
+            batch = self.with_comparisons(batch)
+            if self.critic:
+                with phase("values"):
+                    batch = batch.union(self.critic.compute(ModelWorker.compute_values, batch))
+            with phase("adv"):
+                batch = self.keep(self.advantages.add(batch))
+            if self.scores_first:
+                self.check_log_probs(batch)
+            updates, scored = self.update(batch)
+        validates = self.step == trainer.total_steps or self.session.is_due(trainer.test_every_steps, self.step)
+        synced = None
+        if self.config.data.answers == "sampled" or validates:  # nobody asks the engines otherwise
+            with phase("update_weights"):
+                synced = self.sync_weights(progress)
+        if validates:
+            with phase("testing"):
+                self.validate(progress)
+        return batch, scored, updates, synced
 
     # ---- parts of a step
 
@@ -119,6 +157,8 @@ class RLTrainer:
         while True:
             with phase("gen"):
                 batch = self.groups.next_batch(self.step - 1)
+            if "scores" in batch:  # recorded answers are preferred or not, whatever a reward would say
+                return batch
             with phase("reward"):
                 batch = self.with_scores(batch)
             if (found := collected.add(batch)) is not None:
@@ -144,8 +184,8 @@ class RLTrainer:
         return batch
 
     def with_comparisons(self, batch: DataProto) -> DataProto:
-        """Adds ref_log_probs where a KL term needs them, a teacher's most likely tokens, and sum_pi_squared where the
-        estimator reads it."""
+        """Adds ref_log_probs where a KL term needs them, what a teacher says, and sum_pi_squared where the estimator
+        reads it."""
         phase = self.session.timeline.phase
         if derived.needs_sum_pi_squared(self.config):
             with phase("sum_pi_squared"):
@@ -156,7 +196,7 @@ class RLTrainer:
                 batch = batch.union(holder.compute(worker.compute_ref_log_probs, batch))
         if self.teacher:
             with phase("teacher"):
-                batch = batch.union(self.teacher.compute(ModelWorker.compute_teacher_top, batch))
+                batch = batch.union(self.teacher.compute(teacher_method(self.config.actor.distillation), batch))
         return batch
 
     @property
@@ -186,11 +226,13 @@ class RLTrainer:
         return self.config.seed * 1_000_003 + self.step
 
     def check_log_probs(self, batch: DataProto) -> None:
-        """Record how far engines and trainer differ.
+        """Record how far engines and trainer differ, of answers that an engine has sampled.
 
         Raises:
             LogprobMismatchError: by more than the bound: the run would not train on what it samples.
         """
+        if "rollout_log_probs" not in batch:
+            return
         made_by = self.step - 1 if self.config.trainer.max_staleness else None  # older weights differ by design
         bound, (mean, largest) = derived.logprob_diff_bound(self.config), log_prob_difference(batch, made_by)
         self.session.totals["logprob_diff_sum"] = self.session.totals.get("logprob_diff_sum", 0.0) + mean
@@ -218,24 +260,28 @@ class RLTrainer:
         return synced
 
     def validate(self, progress: Progress) -> None:
-        """Scores answers to the held-out prompts; does nothing without `data.val_files`."""
+        """Scores answers to the held-out prompts; does nothing without any. The totals have the score of the first
+        set."""
         with self.session.timed("seconds_validation"):
             metrics = self.validator.run(self.engines, self.step)
         if not metrics:
             return
         self.session.tracker.log(self.step, metrics, phase="val")
-        name = "accuracy" if "val/accuracy" in metrics else "score"
-        score = metrics["val/score"]
-        self.session.totals.setdefault("score_before", score)
-        self.session.totals["score_after"] = score
-        progress.message(f"held-out {name} after step {self.step}: {score:.3f}")
+        scores = {name: metrics[f"val{tag(name)}/score"] for name in self.validator.datasets}
+        first = next(iter(scores.values()))
+        self.session.totals.setdefault("score_before", first)
+        self.session.totals["score_after"] = first
+        for name, score in scores.items():
+            what = "accuracy" if f"val{tag(name)}/accuracy" in metrics else "score"
+            whose = f" of {name}" if name else ""
+            progress.message(f"held-out {what}{whose} after step {self.step}: {score:.3f}")
 
     def record(
         self,
         batch: DataProto,
         scored: DataProto,
         updates: Mapping[str, Sequence[Update]],
-        synced: SyncReport,
+        synced: SyncReport | None,
         progress: Progress,
     ) -> None:
         """Write metrics, progress and rollout dump of a finished step; `scored` are the rows that `update` returned.
@@ -251,7 +297,9 @@ class RLTrainer:
         )
         metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
         metrics |= self.sampling_metrics | self.advantages.metrics | self.groups.metrics
-        metrics |= synced.metrics() | extra_metrics(batch) | seconds
+        if self.advantages.estimator.preferences:
+            metrics |= preference_metrics(batch)
+        metrics |= (synced.metrics() if synced else {}) | extra_metrics(batch) | seconds
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / max(seconds.get("timing_s/step", 0.0), 1e-9)
         metrics["controller/share"] = self.session.controller_share
         metrics["trainer/restarts"] = self.session.totals.get("restarts", 0.0)
@@ -265,17 +313,34 @@ class RLTrainer:
             shown["ppo_kl"] = metrics["actor/ppo_kl"]
         if "actor/ref_kl" in metrics:
             shown["ref_kl"] = metrics["actor/ref_kl"]
+        if "preference/accuracy" in metrics:
+            shown["preferred"] = metrics["preference/accuracy"]
         shown["length"] = metrics["response_length/mean"]
         if "score_after" in self.session.totals:
             shown["held-out"] = self.session.totals["score_after"]
         progress.update(self.step, shown, seconds)
-        for line in failures(batch):
-            progress.message(f"step {self.step}: {line}")
-        if self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step):
-            whole = scored if len(scored) == len(batch) else batch
-            dump_batch(self.session.folder / "rollouts", self.step, whole, self.scorer.tokenizer)
+        self._dump(batch, scored if len(scored) == len(batch) else batch, progress)
         if self.config.actor.on_nonfinite == "stop":
             self._stop_if_skipped(updates)
+
+    def record_rollouts(self, batch: DataProto, progress: Progress) -> None:
+        """Write metrics, progress and dump of a step without training."""
+        seconds = self.session.timeline.metrics(self.step)
+        metrics = answer_metrics(batch) | self.sampling_metrics | self.groups.metrics | extra_metrics(batch) | seconds
+        self.session.tracker.log(self.step, metrics)
+        shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
+        progress.update(self.step, shown, seconds)
+        self._dump(batch, batch, progress)
+        self.session.stop_if_asked()
+
+    def _dump(self, batch: DataProto, scored: DataProto, progress: Progress) -> None:
+        """Say which rows have no score, and write the dump where one is due."""
+        for line in failures(batch):
+            progress.message(f"step {self.step}: {line}")
+        dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step)
+        if dumped and "response_text" in batch:
+            folder, tokenizer = self.session.folder / "rollouts", self.scorer.tokenizer
+            dump_batch(folder, self.step, scored, tokenizer, self.made_with)
 
     def _stop_if_skipped(self, updates: Mapping[str, Sequence[Update]]) -> None:
         for role, done in updates.items():
@@ -288,9 +353,9 @@ class RLTrainer:
 
     # ---- checkpoints
 
-    def save_if_due(self) -> None:
+    def save_if_due(self, last_step: int) -> None:
         """Checkpoint where one is due, after the last step, and where the run was asked to stop, which it then does."""
-        last, every = self.step == self.config.trainer.total_steps, self.config.trainer.save_every_steps
+        last, every = self.step == last_step, self.config.trainer.save_every_steps
         if self.session.is_due(every, self.step) or last or self.session.stop_asked:
             with self.session.timeline.phase("save_checkpoint", self.step):
                 self.save()
@@ -305,7 +370,7 @@ class RLTrainer:
             "advantages": self.advantages.state(),
         }
         others = {"critic": self.critic} if self.critic else {}
-        return self.session.store.save("rl", self.step, state, self.policy, **others)
+        return self.session.store.save("rl", self.step, state, self.policy, rollouts=self.groups.begun(), **others)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase.
@@ -318,7 +383,7 @@ class RLTrainer:
         self.fill_reference()
         if self.critic:
             self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
-        self.groups.restore(checkpoint.state)
+        self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
         if "advantages" in checkpoint.state:
             self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step

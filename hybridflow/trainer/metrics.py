@@ -9,6 +9,7 @@ import numpy as np
 from hybridflow.batch import DataProto
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.trainer.mismatch import mismatch_metrics
+from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
 
 
@@ -47,35 +48,65 @@ def batch_metrics(batch: DataProto, scored: DataProto | None = None) -> dict[str
         scored: the rows whose log-probs and entropies before the updates are known; None: all of them.
     """
     scored = batch if scored is None else scored
-    responses, prompts = batch.lengths("response_ids"), batch.lengths("prompt_ids")
-    (difference, largest), answered = log_prob_difference(scored), responses > 0
+    answered = batch.lengths("response_ids") > 0
     metrics = {
-        "critic/score/mean": float("nan"),
-        **spread("critic/score", batch["scores"][answered]),
+        **answer_metrics(batch),
         **spread("critic/rewards", batch["rewards"][answered]),
         **_token_spread("critic/advantages", batch, "advantages"),
-        **spread("response_length", responses),
-        "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
-        "response/aborted_ratio": float(np.mean(batch["finish_reason"] == "abort")),
-        **spread("prompt_length", prompts),
         "actor/entropy": _token_spread("", scored, "entropys").get("/mean", 0.0),
-        "rollout/logprob_diff/mean": difference,
-        "rollout/logprob_diff/max": largest,
-        **mismatch_metrics(scored),
-        "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
-        "critic/solved_groups": _share_of_groups(batch, 1.0),
-        "critic/unsolved_groups": _share_of_groups(batch, 0.0),
+        **(_engine_metrics(scored) if "rollout_log_probs" in batch else {}),
     }
     if "ref_log_probs" in batch:
         metrics["actor/ref_kl"] = float(kl_sums(scored).sum() / max(_num_sampled(scored), 1))
     if "teacher_top_log_probs" in batch:
         metrics["teacher/top_mass"] = _top_mass(batch)
-    if "rm_scores" in batch:
-        metrics |= spread("reward_model/score", batch["rm_scores"])
     if "values" in batch:
         metrics |= _token_spread("critic/values", batch, "values") | _token_spread("critic/returns", batch, "returns")
         metrics["critic/vf_explained_var"] = _explained_variance(batch)
     return metrics
+
+
+def answer_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores and lengths of a batch that was not trained on yet."""
+    responses, prompts = batch.lengths("response_ids"), batch.lengths("prompt_ids")
+    metrics = {
+        "critic/score/mean": float("nan"),
+        **spread("critic/score", batch["scores"][responses > 0]),
+        **spread("response_length", responses),
+        "response_length/clip_ratio": float(np.mean(batch["finish_reason"] == "length")),
+        "response/aborted_ratio": float(np.mean(batch["finish_reason"] == "abort")),
+        **spread("prompt_length", prompts),
+        "perf/total_num_tokens": float(responses.sum() + prompts.sum()),
+        "critic/solved_groups": _share_of_groups(batch, 1.0),
+        "critic/unsolved_groups": _share_of_groups(batch, 0.0),
+    }
+    return metrics | (spread("reward_model/score", batch["rm_scores"]) if "rm_scores" in batch else {})
+
+
+def _engine_metrics(scored: DataProto) -> dict[str, float]:
+    """How far the engines that sampled are from the trainer."""
+    difference, largest = log_prob_difference(scored)
+    found = {"rollout/logprob_diff/mean": difference, "rollout/logprob_diff/max": largest}
+    return found | mismatch_metrics(scored)
+
+
+def preference_metrics(batch: DataProto) -> dict[str, float]:
+    """How the policy of before the step's updates prefers answers, by their log-ratio to the reference:
+    preference/accuracy, the share of pairs of answers to one prompt that it orders as their scores do (ties: half), and
+    preference/margin, the mean difference of log-ratios of the best and the worst answer."""
+    ratios, scores, uid = kl_sums(batch), np.asarray(batch["scores"]), np.asarray(batch["uid"])
+    order = np.lexsort((scores, uid))  # prompt after prompt, the worst answer first
+    _, worst, count = np.unique(uid[order], return_index=True, return_counts=True)
+    worst, best = order[worst], order[worst + count - 1]
+    differ = scores[best] > scores[worst]
+    if not differ.any():
+        return {}
+    accuracy = agreement(ratios, scores, uid)
+    assert accuracy is not None
+    return {
+        "preference/accuracy": accuracy,
+        "preference/margin": float((ratios[best] - ratios[worst])[differ].mean()),
+    }
 
 
 def _top_mass(batch: DataProto) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import RunStopped
+from hybridflow.errors import RunStopped, naming
 from hybridflow.observe.jsonl import finite
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
@@ -127,7 +127,8 @@ class Session:
         self.tracker.truncate_after("val", last_validated)
         self.timeline.truncate_after(step)
         remove_dumps_after(self.folder / "rollouts", step)
-        remove_dumps_after(self.folder / "validation", last_validated)
+        for folder in self.folder.glob("validation*"):
+            remove_dumps_after(folder, last_validated)
 
     def is_due(self, every: int, step: int) -> bool:
         """Whether something that happens every so many steps happens now (0: never)."""
@@ -149,7 +150,8 @@ class Session:
         """Write a small file of the run folder atomically; a number that is not finite becomes null."""
         path = self.folder / name
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+        with naming(path):
+            temporary.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
         os.replace(temporary, path)
         return path
 

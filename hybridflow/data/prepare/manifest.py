@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.errors import naming
+
 MANIFEST = "manifest.json"
 _FORMAT = 1  # raise it when the written files change for the same options: older folders are then prepared anew
 
@@ -20,7 +22,8 @@ def build_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[st
 
 def write_manifest(folder: Path, manifest: Mapping[str, object]) -> None:
     """Writes manifest.json into `folder`."""
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with naming(folder / MANIFEST):
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

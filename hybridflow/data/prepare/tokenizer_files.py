@@ -3,6 +3,8 @@ downloaded."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +26,21 @@ ROLE_TEMPLATE = (
 )
 
 
-def write_character_tokenizer(folder: Path, characters: str) -> None:
-    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then `characters` in order. No
-    BOS.
+def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str] = ()) -> None:
+    """Writes a tokenizer with one token a character; ids 0, 1, 2 are pad, eos, unknown, then `characters` and `words`
+    in order. No BOS.
 
     Args:
         folder: created; receives tokenizer.json, tokenizer_config.json and chat_template.jinja.
         characters: the alphabet, each character once; any other becomes the unknown token.
+        words: texts that are one token each wherever they occur; of two that begin at the same place the earlier one.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     _save(tokenizer, folder, CHARACTER_TEMPLATE, eos=EOS, unk=UNK)
 

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -33,16 +33,21 @@ Value = TypeVar("Value")
 
 
 class Answer:
-    """What has come of one response. The loop's thread writes it."""
+    """What has come of one response. The loop's thread writes it; others may read it at any time."""
 
-    __slots__ = ("_log_probs", "_tokens", "finish_reason", "routes", "spans")
+    __slots__ = ("_heard", "_log_probs", "_tokens", "routes")
 
     def __init__(self) -> None:
         self._tokens: list[np.ndarray] = []
         self._log_probs: list[np.ndarray] = []
-        self.spans: tuple[WeightSpan, ...] = ()
-        self.finish_reason = ""  # none yet
+        # of the last event, in one assignment: entries of the lists, the weights that made them, and why it ended
+        self._heard: tuple[int, tuple[WeightSpan, ...], str] = (0, (), "")
         self.routes: str | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended; empty while it goes on."""
+        return self._heard[2]
 
     def add(self, event: dict[str, Any]) -> None:
         """Take the tokens of one event, which come after those of the earlier ones."""
@@ -59,24 +64,27 @@ class Answer:
         if len(tokens):
             self._tokens.append(tokens)
             self._log_probs.append(log_probs)
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(self)}]
-        self.spans = tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
-        self.finish_reason, self.routes = reason, meta.get("routed_experts")
+        count = sum(map(len, self._tokens))
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+        known = tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in spans)
+        self.routes = meta.get("routed_experts")
+        self._heard = (len(self._tokens), known, reason)
 
     def __len__(self) -> int:
-        return sum(map(len, self._tokens))
+        return sum(map(len, self._tokens[: self._heard[0]]))
 
     def completion(self, prompt_tokens: int, with_routes: bool) -> Completion:
         """The response as far as it has come; one that has not ended is `abort`."""
-        ids = np.concatenate([np.empty(0, np.int64), *self._tokens])
-        log_probs = np.concatenate([np.empty(0, np.float32), *self._log_probs])
+        count, spans, reason = self._heard
+        ids = np.concatenate([np.empty(0, np.int64), *self._tokens[:count]])
+        log_probs = np.concatenate([np.empty(0, np.float32), *self._log_probs[:count]])
         routes = self._routes(prompt_tokens + len(ids) - 1) if with_routes else None
-        return Completion(ids, log_probs, self.finish_reason or "abort", self.spans, routes)
+        return Completion(ids, log_probs, reason or "abort", spans, routes)
 
     def _routes(self, rows: int) -> np.ndarray | None:
         """The experts of each token but the last (base64 of int32, sglang/srt/state_capturer/routed_experts.py:166)."""
         if self.routes is None:
-            if not len(self):
+            if not len(self) or self.finish_reason == "abort":
                 return None
             raise ValueError(
                 "no routed experts; the engine needs EngineSpec.return_routed_experts and a mixture of experts"
@@ -100,10 +108,15 @@ class Asked:
     ) -> None:
         self.prompts, self.parameters, self.with_routes, self.told = prompts, parameters, with_routes, told
         stem = secrets.token_hex(8)
-        self.names = [f"{stem}-{number}" for number in range(len(prompts))]
+        # of one length: SGLang aborts every request whose name begins with the one it is given
+        # (sglang/srt/managers/scheduler.py:5688)
+        self.names = [f"{stem}-{number:08}" for number in range(len(prompts))]
+        self.known: set[str] = set()  # those that the server has begun to answer, or others sent with them
+        self.early: set[str] = set()  # those that were aborted before
         self.answers = [Answer() for _ in prompts]
         self.done: Future[None] = Future()
         # of `TokenStreams.ask`
+        self.streams: TokenStreams | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.task: asyncio.Task[None] | None = None
         self.unwanted = False
@@ -111,6 +124,11 @@ class Asked:
     def so_far(self, number: int) -> Completion:
         """What has come of a response, without its experts; `abort` where it has not ended."""
         return self.answers[number].completion(0, False)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Have the engine end these responses; return when it has been told."""
+        assert self.streams is not None
+        self.streams.abort(self, [self.names[number] for number in numbers])
 
     def give_up(self) -> None:
         """Wait for no more answers; what has not ended is aborted at the engine, and `done` has an EngineError."""
@@ -152,13 +170,14 @@ class TokenStreams:
         Its error is EngineError: refused or malformed; EngineSilent: no connection, or silent. What was not answered by
         then is aborted at the engine.
         """
+        asked.streams = self
         self._schedule(self._answer(asked))
         asked.loop = self._loop  # none if all has been given up meanwhile
 
-    def abort(self, names: Sequence[str]) -> None:
+    def abort(self, asked: Asked, names: Sequence[str]) -> None:
         """Have the engine end these requests; they are answered with what they have. Returns when it has been told."""
-        task = self._schedule(self._abort(names))
-        with suppress(TimeoutError):
+        task = self._schedule(self._abort_known(asked, names))
+        with suppress(TimeoutError, CancelledError):
             task.result(2 * _ABORT_S)
 
     def heard(self) -> None:
@@ -212,6 +231,9 @@ class TokenStreams:
         open_names = set(names)
         try:
             async for event in self._events(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)):
+                if not asked.known >= names.keys():
+                    asked.known |= names.keys()
+                    await self._abort(sorted(asked.early & names.keys()))
                 self._take(asked, event, names, open_names)
             if open_names:
                 raise EngineError(f"/generate ended with {len(open_names)} prompts not answered", engine=self.name)
@@ -285,6 +307,10 @@ class TokenStreams:
                     raise EngineSilent(f"/generate not answered within {self.silence_s:g} s", engine=self.name)
         finally:
             waiting.cancel()
+
+    async def _abort_known(self, asked: Asked, names: Sequence[str]) -> None:
+        asked.early |= set(names) - asked.known  # a server ignores a name that it does not know, and is told again
+        await self._abort(names)
 
     async def _abort(self, names: Sequence[str]) -> None:
         """Have an engine that still runs give up requests that nobody waits for any longer."""

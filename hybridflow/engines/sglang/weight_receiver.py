@@ -197,6 +197,7 @@ class WeightReceiver:
 
     def _give_up(self) -> None:
         channel, self._channel = self._channel, None
+        self._staging.release()
         if channel is not None:
             channel.abort()
 

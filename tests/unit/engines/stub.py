@@ -24,7 +24,8 @@ def answer_of(tokens: list[int], finish_reason: Any = "stop", log_probs: Any = N
 
 class Stub(ThreadingHTTPServer):
     """Answers each path with (status, body, delay in seconds) and remembers what it was asked. A list is streamed: an
-    event each, for the prompts of a request in turn unless `meta_info` has the id of another."""
+    event each, for the prompts of a request in turn unless `meta_info` has the id of another. A function is called with
+    the names of the prompts, and what it yields is sent at once."""
 
     daemon_threads = True
 
@@ -50,6 +51,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, body, self.headers["Authorization"]))
         status, answer, delay_s = self.server.answers[self.path]
         self.server.closing.wait(delay_s)
+        if callable(answer):
+            self.send_response(status)
+            self.end_headers()
+            for events in answer(body["rid"]):
+                self.wfile.write(events)
+            return
         encoded = streamed(answer, body["rid"]) if self.path == "/generate" and isinstance(answer, list) else answer
         encoded = encoded if isinstance(encoded, bytes) else json.dumps(encoded).encode()
         self.send_response(status)
@@ -61,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def streamed(events: list[Any], names: list[str]) -> bytes:
+def streamed(events: list[Any], names: list[str], is_end: bool = True) -> bytes:
     """Server-sent events; `number` of an event's meta_info says whose it is."""
     lines: list[Any] = []
     for place, event in enumerate(events):
@@ -72,4 +79,4 @@ def streamed(events: list[Any], names: list[str]) -> bytes:
         else:
             lines.append(event)
     sent = [b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines]
-    return b"".join([*sent, b"data: [DONE]\n\n"])
+    return b"".join([*sent, b"data: [DONE]\n\n"] if is_end else sent)

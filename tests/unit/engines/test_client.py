@@ -9,18 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.base import WeightSpan
+from hybridflow.engines.asking import TokenRequests
+from hybridflow.engines.base import Engine, WeightSpan
 from hybridflow.engines.sglang import token_stream
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.token_stream import Asked, TokenStreams
 from hybridflow.engines.sglang.weight_control import Control
 from hybridflow.errors import EngineError, EngineSilent
-from tests.unit.engines.stub import KEY, Stub, answer_of
+from hybridflow.workers.requests import CUT_SHORT, EngineRequests
+from tests.unit.engines.stub import KEY, Stub, answer_of, streamed
 
 
 @pytest.fixture
@@ -105,6 +107,86 @@ def test_requests_that_nobody_waits_for_are_aborted(stub: Stub, client: EngineCl
     while len(stub.asked) < 3 and time.monotonic() < deadline:  # the client does not wait long for these answers
         time.sleep(0.01)
     assert [body["rid"] for path, body, _ in stub.asked if path == "/abort_request"] == names
+
+
+def aborts(stub: Stub, count: int) -> list[str]:
+    """The requests that the engine was told to abort, once there are so many."""
+    deadline = time.monotonic() + 60
+    while True:
+        names = [body["rid"] for path, body, _ in list(stub.asked) if path == "/abort_request"]
+        if len(names) >= count:
+            return names
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_one_of_the_requests_is_aborted_and_the_others_go_on(stub: Stub, client: EngineClient) -> None:
+    def answers(names: list[str]) -> Iterator[bytes]:
+        begun = [answer_of([5 + number], None, number=number) for number in range(12)]
+        yield streamed(begun, names, is_end=False)
+        number = names.index(aborts(stub, 1)[0])
+        rest = [answer_of([5 + number], "abort", [], number=number)]  # the server repeats the last token
+        yield streamed(rest + [answer_of([9], number=other) for other in range(12) if other != number], names)
+
+    stub.answers_with("/generate", answers)
+    stub.answers_with("/abort_request", {})
+    found: dict[int, Any] = {}
+    asked = Asked([[1]] * 12, [{}] * 12, False, found.__setitem__)
+    client.tokens.ask(asked)
+    deadline = time.monotonic() + 60
+    while not len(asked.answers[11]):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    asked.abort([1])
+    asked.done.result(60.0)
+    assert aborts(stub, 1) == [asked.names[1]]
+    assert (found[1].token_ids.tolist(), found[1].finish_reason) == ([6], "abort")
+    assert {found[n].finish_reason for n in range(12) if n != 1} == {"stop"}
+    # SGLang takes a name for the beginning of names
+    assert not any(one.startswith(other) for one in asked.names for other in asked.names if one is not other)
+
+
+def test_what_has_come_so_far_can_be_looked_at_while_requests_go_on(stub: Stub, client: EngineClient) -> None:
+    going_on = threading.Event()
+
+    def answers(names: list[str]) -> Iterator[bytes]:
+        yield streamed([answer_of([5], None, number=0), answer_of([6, 7], "stop", number=1)], names, is_end=False)
+        assert going_on.wait(60.0)
+        yield streamed([answer_of([8], "length", number=0), answer_of([9], number=2)], names)
+
+    stub.answers_with("/generate", answers)
+    requests, engine = EngineRequests(), cast(Engine, client)
+    requests.ask(engine, 0, [40, 41, 42], TokenRequests([[1], [2], [3]], SamplingConfig(), [4] * 3, []))
+    deadline = time.monotonic() + 60
+    while len(now := requests.so_far(False)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    found = {one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in now}
+    assert found == {40: ([5], CUT_SHORT), 41: ([6, 7], "stop")}
+    assert requests.so_far(True) == []
+    going_on.set()
+    while requests.failed() is None and requests._parts:
+        assert time.monotonic() < deadline
+        requests.wait(0.01)
+    whole = {one.ticket: (list(one.completion.token_ids), one.completion.finish_reason) for one in requests.take(False)}
+    assert whole == {40: ([5, 8], "length"), 41: ([6, 7], "stop"), 42: ([9], "stop")}
+
+
+def test_a_request_that_the_server_did_not_know_yet_is_aborted_again(stub: Stub, client: EngineClient) -> None:
+    def answers(names: list[str]) -> Iterator[bytes]:
+        aborts(stub, 1)
+        yield streamed([answer_of([5], number=0)], names, is_end=False)
+        assert aborts(stub, 2) == [names[1]] * 2
+        yield streamed([answer_of([], "abort", [], number=1)], names)
+
+    stub.answers_with("/generate", answers)
+    stub.answers_with("/abort_request", {})
+    found: dict[int, Any] = {}
+    asked = Asked([[1], [2]], [{}] * 2, False, found.__setitem__)
+    client.tokens.ask(asked)
+    asked.abort([1])
+    asked.done.result(60.0)
+    assert [found[number].finish_reason for number in (0, 1)] == ["stop", "abort"]
 
 
 def test_no_listener(stub: Stub, opened: Callable[..., EngineClient]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,59 @@ def test_the_others_go_on_from_the_last_token_of_one_that_is_lost(world: World) 
     assert batch.jagged("rollout_log_probs").row(1).tolist() == [-2.0, -0.5, -0.5]
     assert batch["weight_version"].tolist() == ["5"] * 4 and set(world.service.stale) == {0}
     assert world.engine(1).calls.count("generate at temperature 0.7") == 2  # its own share, and one answer's rest
+
+
+def test_single_requests_are_aborted(world: World) -> None:
+    """Under way in a call of `generate`, or in a later one, which then leaves them out; at the engine or in the
+    driver."""
+    world.sync.sync(5)
+    world.service.quarantine({1: "not asked"})
+    engine, generate, going_on = world.engine(0), world.engine(0).generate, threading.Event()
+    asked: list[list[list[int]]] = []
+
+    def wait(prompts: Any, *rest: Any, **named: Any) -> Any:
+        asked.append(prompts)
+        assert going_on.wait(60.0)
+        return generate(prompts, *rest, **named)
+
+    engine.generate = wait
+    prompts = PROMPTS.with_columns(room=np.array([1, 2, 2, 1]))
+    tickets = world.service.submit(prompts, training=True)
+    world.service.poll()
+    world.service.abort([tickets[0]])
+    world.service.abort([tickets[1]], keep=True)
+    world.service.abort([tickets[3]], keep=True)
+    going_on.set()
+    while not world.service.ended(tickets[1:]):
+        world.service.poll()
+    assert asked == [[[1, 2], [50]], [[7, 7, 7]]] and not world.service.ended(tickets[:1])
+    batch = world.service.take(tickets[1:])
+    assert [row.tolist() for row in batch.jagged("response_ids")] == [[], [8, 9], [51]]
+    assert batch["finish_reason"].tolist() == ["abort", "length", "length"]  # the last had no other call to wait for
+    assert not world.service._under_way and not world.workers[0].requests._parts
+
+
+def test_an_aborted_request_of_an_engine_that_is_lost_keeps_its_beginning(world: World) -> None:
+    world.sync.sync(5)
+    world.service.quarantine({1: "not asked"})
+    engine, going_on = world.engine(0), threading.Event()
+
+    def lose(prompts: Any, *_: Any, **__: Any) -> Any:
+        assert going_on.wait(60.0)
+        engine.kill()
+        error = EngineError("ended", engine="engine-0")
+        error.begun = tuple(Completion([9], [-1.0], "abort", (WeightSpan("5", 0, 1),)) for _ in prompts)
+        raise error
+
+    engine.generate = lose
+    [ticket] = world.service.submit(PROMPTS.rows(np.array([1])), training=True)
+    world.service.poll()
+    world.service.abort([ticket], keep=True)
+    going_on.set()
+    while not world.service.ended([ticket]):
+        world.service.poll()
+    batch = world.service.take([ticket])
+    assert (batch.jagged("response_ids").row(0).tolist(), batch["finish_reason"].tolist()) == ([9], ["abort"])
 
 
 def test_an_error_of_one_that_still_runs_is_the_callers(world: World) -> None:

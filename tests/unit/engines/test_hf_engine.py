@@ -7,15 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hybridflow.config.schema import SamplingConfig, ValSamplingConfig
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import (
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    ValSamplingConfig,
+)
 from hybridflow.engines.base import ENGINES
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
+from hybridflow.rollout.in_process import InProcessRollouts
 from tests.models import DENSE, FAMILIES, HfConfig
 
 PROMPTS = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
@@ -90,6 +100,43 @@ def test_samples_follow_from_seed_version_and_prompts(tmp_path: Path) -> None:
     assert [done.token_ids for done in narrow] == [done.token_ids for done in greedy]
     fill(engine, 0.05, version="8")
     assert engine.generate(PROMPTS, hot, 20, []) != one
+
+
+def test_requests_that_are_aborted_are_never_computed(tmp_path: Path) -> None:
+    """In the trainer's process, two at a time (tail batching): what waits at the engine gives its place back."""
+    engine = engine_of(DENSE, tmp_path, max_running_requests=2)
+    rollouts = InProcessRollouts(
+        engine,
+        lambda _: 0,
+        RunConfig(
+            data=DataConfig(max_response_length=5),
+            rollout=RolloutConfig(max_running_requests=2),
+            trainer=TrainerConfig(tail_batching=0.5),
+        ),
+        [],
+    )
+    fill(engine)
+    answered: list[list[int]] = []
+    generate = engine.generate
+
+    def noted(prompts: Any, *rest: Any) -> Any:
+        answered.extend(prompts)
+        return generate(prompts, *rest)
+
+    engine.generate = noted
+    rows = [[token, 4] for token in range(3, 11)]
+    tickets = rollouts.submit(DataProto.from_columns({"prompt_ids": Jagged.from_rows(rows, np.int64)}), training=True)
+    rollouts.poll()
+    assert [rollouts.ended([ticket]) for ticket in tickets] == [True, True, *[False] * 6]
+    rollouts.abort([tickets[0], tickets[2], tickets[3]])
+    rollouts.abort([tickets[1], tickets[6]], keep=True)
+    while not rollouts.ended(kept := [tickets[number] for number in (1, 4, 5, 6, 7)]):
+        rollouts.poll()
+    batch = rollouts.take(kept)
+    assert answered == [rows[number] for number in (0, 1, 4, 5, 7)]
+    assert batch["finish_reason"].tolist() == ["length", "length", "length", "abort", "length"]
+    assert batch.lengths("response_ids").tolist() == [5, 5, 5, 0, 5]
+    assert not (rollouts._under_way or rollouts._ended or rollouts._waiting or rollouts._asked)
 
 
 def test_an_engine_without_whole_weights_does_not_answer(tmp_path: Path) -> None:

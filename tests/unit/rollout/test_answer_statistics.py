@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from math import comb
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hybridflow.rollout.answer_statistics import answer_statistics, best_of, majority
+
+VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_validation.json").read_text(encoding="utf-8"))
+
+
+def test_verl_means_the_same_by_a_mean_and_draws_with_replacement_for_the_best() -> None:
+    """Its best@k estimates the expectation over draws with replacement, computed here; ours is larger."""
+    samples, verl = VERL["samples"], VERL["verl"]
+    scores = np.array(VERL["scores"]).reshape(-1, samples)
+    ours = answer_statistics(scores, samples)
+    assert ours[f"mean@{samples}"] == pytest.approx(verl[f"mean@{samples}"], abs=1e-12)
+    for k in (2, 4, 8):
+        solved = 1 - (1 - scores.mean(axis=1)) ** k
+        assert verl[f"best@{k}/mean"] == pytest.approx(solved.mean(), abs=0.02)
+        assert ours[f"best@{k}"] >= solved.mean() + 0.01
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
 from hybridflow.config.check import problems
-from hybridflow.config.schema import AgentConfig, DataConfig, RolloutConfig, RunConfig
+from hybridflow.config.schema import ActorConfig, AgentConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.engines.base import Completion, WeightSpan
@@ -63,9 +64,10 @@ class Engines:
     def __init__(self, tokenizer: Tokenizer, say: Callable[[str], str]) -> None:
         self.tokenizer, self.say, self.rounds, self.rooms = tokenizer, say, list[list[str]](), list[list[int]]()
         self.slept: list[Any] = []
+        self.aborted: list[int] = []
         self.asked, self.answers, self.forgotten = list[list[int]](), list[Completion](), 0
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         tickets = [len(self.asked) + number for number in range(len(prompts))]
         self.asked += [row.tolist() for row in prompts.jagged("prompt_ids")]
         self.rooms.append(prompts[ROOM].tolist())
@@ -82,6 +84,13 @@ class Engines:
 
     def take(self, tickets: Sequence[int]) -> DataProto:
         return response_columns([self.answers[ticket] for ticket in tickets])
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        return None
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        assert not keep
+        self.aborted += tickets
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -228,6 +237,62 @@ def test_an_error_of_the_engines_ends_the_step_and_not_the_next_one(tokenizer: T
     service.sleep()
     service.wake(["weights"])
     assert engines.slept == ["sleep", ["weights"]]
+
+
+def test_a_conversation_is_aborted_with_what_it_asks_and_the_others_go_on(tokenizer: Tokenizer) -> None:
+    engines = Engines(tokenizer, asks_the_calculator)
+    service = Conversations(engines, tokenizer, config(loop="tools", tools=("calculator",), call_format="tags"))
+    tickets = service.submit(prompts(tokenizer, "2*3=", "4*5=", "6*7="), training=True)
+    service.poll()  # all have called the calculator
+    service._send()
+    assert len(service._under_way) == 3
+    service.abort(tickets[:1])
+    service.abort(tickets[1:2], keep=True)
+    assert engines.aborted == [3, 4] and service.ended(tickets[1:2]) and len(service._under_way) == 1
+    while not service.ended(tickets[2:]):
+        service.poll()
+    found = service.take(tickets[1:])
+    assert found["finish_reason"].tolist() == ["abort", "stop"] and found["turns"].tolist() == [1, 2]
+    assert found["agent_failure"].tolist() == [None, None] and not service._held
+
+
+def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """What a tool says has those of the answer after it; the last token, and all of a failed conversation, have
+    none."""
+
+    class Routing(Engines):
+        def take(self, tickets: Sequence[int]) -> DataProto:
+            rows = []
+            for ticket in tickets:  # every known expert is the ticket of the request
+                row = np.full((len(self.asked[ticket]) + len(self.answers[ticket].token_ids), 3, 2), ticket)
+                row[-1] = FREE
+                rows.append(row)
+            return super().take(tickets).with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+
+    (tmp_path / "own.py").write_text(OWN)
+    sizes = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts_per_tok": 2}
+    for loop, agent in (("tools", {"tools": ("calculator",), "call_format": "tags"}), ("fails_for_two", {})):
+        path = loop if loop == "tools" else f"{tmp_path / 'own.py'}:{loop}"
+        settings = replace(
+            config(loop=path, **agent), actor=ActorConfig(router_replay="r3"), model=ModelConfig(hf_config=sizes)
+        )
+        service = Conversations(Routing(tokenizer, asks_the_calculator), tokenizer, settings)
+        asked = prompts(tokenizer, "2*3=", "4*5=")
+        found = answers(service, asked, training=True)
+        lengths = [len(row) for row in asked.jagged("prompt_ids")]
+        for number, (routes, ids, mask) in enumerate(
+            zip(*map(found.jagged, (ROUTES, "response_ids", "response_mask")), strict=True)
+        ):
+            assert routes.shape == (lengths[number] + len(ids), 3, 2)
+            if loop == "fails_for_two":
+                wanted = [FREE if number else 0] * (len(routes) - 1)
+            else:
+                first = lengths[number] + int(np.argmin(mask))  # tokens of the prompt and of the first answer
+                wanted = [number] * (first - 1) + [2 + number] * (len(routes) - first)
+            assert (routes[:-1].reshape(-1, 6) == np.array(wanted)[:, None]).all() and (routes[-1] == FREE).all()
+    assert ROUTES not in answers(
+        Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, settings), asked, training=False
+    )
 
 
 def test_one_turn_needs_no_conversation(tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.config.schema import AgentConfig, RewardConfig, RolloutConfig, RunConfig
+from hybridflow.config.schema import AgentConfig, DataConfig, RewardConfig, RolloutConfig, RunConfig
+from hybridflow.config.val_sets import VAL_SET
 from hybridflow.observe.report import facts, write_report
 from hybridflow.observe.rollouts import dump_path, read_rollouts
 from hybridflow.observe.run_folder import load_run
@@ -99,6 +101,16 @@ def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report
     assert "&#34;said&#34;: &#34;abcd&#34;" in page
 
 
+def test_a_verifier_that_reads_the_prompt_is_given_it(tmp_path: Path) -> None:
+    source = "from hybridflow.rewards.verifiers.base import verifier\n\n\n@verifier('echo', data_sources=['echo'])\n"
+    source += "def echo(response, ground_truth, *, prompt):\n    return {'score': 1.0, 'asked': prompt}\n"
+    (tmp_path / "own.py").write_text(source)
+    rewards = RewardManager(RewardConfig(processes=0, verifiers=(f"{tmp_path / 'own.py'}:echo",)))
+    letters: Any = Letters()
+    found = Scorer(rewards, letters).score(batch_of("ab", "c", source="echo"))
+    assert [extra["asked"] for extra in found["reward_extra"]] == [letters.decode([0])] * 2
+
+
 def conversations() -> DataProto:
     columns = {
         "answer_text": objects("ab", "c"),
@@ -135,7 +147,7 @@ def test_data_sources_need_a_verifier_unless_the_loop_gives_the_rewards(
 ) -> None:
     config = RunConfig(rollout=RolloutConfig(agent=AgentConfig(loop=loop)), reward=RewardConfig(path=path))
     train, held_out = SimpleNamespace(data_sources=["x"]), SimpleNamespace(data_sources=["y"])
-    prompts: Any = (train, held_out, None)
+    prompts: Any = (train, held_out)
     assert sources_to_score(config, *prompts) == sources
 
 
@@ -159,7 +171,7 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
 
     rows: Any = Rows()
     engines: Any = Engines()
-    metrics = Validator(RunConfig(), rows, scorer, tmp_path / "validation").run(engines, 0)
+    metrics = Validator(RunConfig(), {"": rows}, scorer, tmp_path).run(engines, 0)
     assert metrics["val/score"] == metrics["val/toy/score"] == np.mean([len(answer) / 2 for answer in answers])
     assert metrics.get("val/accuracy") == metrics.get("val/toy/accuracy") == accuracy
     assert metrics["val/reward_extra/length/mean"] == np.mean([len(answer) for answer in answers])
@@ -169,9 +181,80 @@ def test_accuracy_is_said_where_every_score_is_0_or_1_alone(
     assert (title, shown) == (("Held-out accuracy", "50.0 %") if accuracy else ("Held-out score", "1.25"))
 
 
+def held_out(*answers: str) -> Any:
+    """A dataset whose prompts are numbered from 0, and whose answers are these."""
+    rows = batch_of(*answers, source="toy").select(["prompt_ids", "data_source", "ground_truth", "extra_info", "index"])
+    return type("Rows", (), {"__len__": lambda self: len(rows), "batch": lambda self, indices: rows.rows(indices)})()
+
+
+class Answering:
+    """Engines that answer at once, each named set with answers of its own, in turns."""
+
+    def __init__(self, **answers: Sequence[str]) -> None:
+        self.said, self.given = answers, list[DataProto]()
+        self.asked: dict[str, int] = {}
+
+    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+        assert not training
+        name = str(prompts[VAL_SET][0]) if VAL_SET in prompts else "unnamed"
+        self.asked[name] = len(prompts)
+        first = sum(map(len, self.given))
+        self.given.append(batch_of(*(self.said[name][row % len(self.said[name])] for row in range(len(prompts)))))
+        return list(range(first, first + len(prompts)))
+
+    def ended(self, tickets: Sequence[int]) -> bool:
+        return True
+
+    def take(self, tickets: Sequence[int]) -> DataProto:
+        found = DataProto.concat(self.given).rows(list(tickets))
+        return found.select(["response_ids", "response_mask", "response_versions", "finish_reason", "weight_version"])
+
+
+def test_each_validation_set_has_metrics_samples_and_dumps_of_its_own(tmp_path: Path, scorer: Scorer) -> None:
+    sets = {"hard": {"files": ["h"], "samples": 4, "sampling": {"temperature": 1.0}}, "easy": {"files": ["e"]}}
+    config = RunConfig(data=DataConfig(val_sets=sets))
+    datasets = {"": held_out("ab", "ab"), "hard": held_out("a"), "easy": held_out("ab", "ab", "ab")}
+    engines: Any = Answering(unnamed=["ab"], hard=["ab", "", "", ""], easy=["abc"])
+    metrics = Validator(config, datasets, scorer, tmp_path).run(engines, 3)
+    assert engines.asked == {"unnamed": 2, "hard": 4, "easy": 3}
+    assert {name: metrics[f"{name}/score"] for name in ("val", "val-hard", "val-easy")} == {
+        **{"val": 1.0, "val-hard": 0.25, "val-easy": 1.5}
+    }
+    assert metrics["val-hard/pass@2"] == pytest.approx(0.5) and metrics["val-hard/toy/best@4"] == 1.0
+    assert not [name for name in metrics if "@" in name and not name.startswith("val-hard/")]
+    assert "val-easy/accuracy" not in metrics and metrics["val-easy/reward_extra/length/mean"] == 3
+    alone = Validator(config, {"": datasets[""]}, scorer, tmp_path / "alone").run(engines, 3)
+    assert alone == {name: value for name, value in metrics.items() if name.startswith("val/")}
+    counts = {
+        folder: len(read_rollouts(dump_path(tmp_path / folder, 3))) for folder in ("validation", "validation-hard")
+    }
+    assert counts == {"validation": 2, "validation-hard": 4}
+
+
+def test_report_and_console_name_the_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(tmp_path, ("jsonl", "console")) as tracker:
+        for step, value in ((0, 0.25), (2, 0.5)):
+            tracker.log(step, {"val-hard/score": value, "val-easy/score": 2.5, "val-hard/toy/score": 0.0}, "val")
+    assert "val-hard/score 0.25  val-easy/score 2.5\n" in capsys.readouterr().out
+    (tmp_path / "summary.json").write_text('{"score_before": 0.25, "score_after": 0.5}')
+    dump_batch(tmp_path / "validation-hard", 0, scored_batch(), cast(Any, Letters()))
+    run = load_run(tmp_path)
+    assert [fact[:2] for fact in facts(run)[:2]] == [
+        ("Held-out score of hard", "0.25 → 0.5"),
+        ("Held-out score of easy", "2.5 → 2.5"),
+    ]
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Validation answers of hard of step 0" in page and "Held-out score of easy" in page
+    assert "no val step was recorded" not in page
+
+
+def scored_batch() -> DataProto:
+    return batch_of("ab").with_columns(response_text=objects("ab"), scores=np.ones(1, np.float32))
+
+
 def test_a_run_without_held_out_prompts_writes_json_without_nan(tmp_path: Path) -> None:
     trainer = trainer_of(config_of(tmp_path, total_steps=1), World())
-    trainer.validator.dataset = None
+    trainer.validator.datasets.clear()
     trainer.fit()
     assert records(trainer, "val") == []
     assert not {"score_before", "score_after"} & set(trainer.session.totals)

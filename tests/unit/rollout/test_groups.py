@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ class Service:
         self.done: dict[int, tuple[int, int]] = {}
         self.next, self.polls = 0, 0
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         assert training
         tickets = list(range(self.next, self.next + len(prompts)))
         self.next += len(prompts)
@@ -51,25 +52,39 @@ class Service:
             }
         )
 
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        return None
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        assert not keep
+        for ticket in tickets:
+            if self.open.pop(ticket, None) is None:
+                del self.done[ticket]
+
     def forget(self) -> None:
         self.open, self.done = {}, {}
 
 
 class Rows:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return ROWS
+        return self.count
 
     def batch(self, rows: np.ndarray) -> DataProto:
         return DataProto.from_columns({"prompt_ids": Jagged.from_rows([[row] for row in rows], np.int64)})
 
 
-def groups_of(service: Service, staleness: int, steps: int, size: int = SIZE) -> Groups:
+def groups_of(
+    service: Service, staleness: int, steps: int, size: int = SIZE, tail: float = 0.0, rows: int = ROWS
+) -> Groups:
     config = RunConfig(
         data=DataConfig(train_batch_size=size),
         rollout=RolloutConfig(n=N),
-        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness),
+        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, tail_batching=tail),
     )
-    given: Any = (service, Rows(), lambda batch: batch)
+    given: Any = (service, Rows(rows), lambda batch: batch)
     return Groups(config, *given)
 
 
@@ -162,3 +177,63 @@ def test_going_back_gives_up_what_is_under_way() -> None:
     again = trained(groups, service, 0) + trained(groups, service, 1)
     assert sorted(groups.state()["handed_out"] + again) == sorted(in_order(4))
     assert len(whole) == len(again)
+
+
+@pytest.mark.parametrize("tail", [0.1, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("seed", range(12))
+def test_with_tail_batching_each_prompt_of_an_epoch_is_trained_once_by_present_weights(tail: float, seed: int) -> None:
+    """Also of a run that is killed anywhere: inside a round, or between two steps with prompts that were cut off."""
+    random, steps = np.random.default_rng(seed), 15
+    found: list[int] = []
+    rounds: list[int] = []
+    state: Any = None
+    version = 0
+    while version < steps:
+        service = Service(seed + version)
+        service.version = version
+        groups = groups_of(service, 0, steps, tail=tail, rows=SIZE * steps)
+        groups.restore(state)
+        for _ in range(int(random.integers(1, 6))):
+            if version < steps:
+                found += trained(groups, service, version)  # no token is older than the present version
+                rounds.append(int(groups.metrics["rollout/prompts_handed_out"]))
+                version += 1
+                assert not service.open and not service.done  # places and answers of what was cut off are given back
+        state = json.loads(json.dumps(groups.state()))
+        if version < steps:  # a step that is lost with the process
+            groups._hand_out(version)
+            service.poll()
+    assert Counter(found) == Counter(range(SIZE * steps))
+    assert not state["cut_off"] and not state["handed_out"]
+    short = SIZE + max(1, round(SIZE * tail))
+    assert rounds[0] == short and rounds[-1] == SIZE and set(rounds) <= set(range(SIZE, short + 1))
+
+
+def test_a_long_round_answers_just_the_prompts_that_were_cut_off_and_waits_for_all() -> None:
+    service = Service(0)
+    groups = groups_of(service, 0, 10, tail=0.5, rows=100)
+
+    def poll() -> None:
+        slow = 0 if len(service.open) == SIZE * N else 2 * N  # samples of the first two prompts of a short round
+        for ticket in list(service.open)[slow:]:
+            service.done[ticket] = service.open.pop(ticket)
+
+    service.poll = poll  # type: ignore[method-assign]
+    short = trained(groups, service, 0) + trained(groups, service, 1)
+    late = groups.state()["cut_off"]
+    assert len(late) == SIZE and not set(late) & set(short)
+    assert trained(groups, service, 2) == late and not groups.state()["cut_off"]
+    assert groups.metrics == {"rollout/prompts_handed_out": 4.0, "rollout/prompts_cut_off": 0.0}
+
+
+def test_prompts_that_were_cut_off_are_trained_also_by_a_run_without_tail_batching() -> None:
+    service = Service(5)
+    groups = groups_of(service, 0, 10, tail=0.5)
+    found = trained(groups, service, 0) + trained(groups, service, 1)
+    state = groups.state()
+    assert len(state["cut_off"]) == 4
+    groups = groups_of(service, 2, 6)
+    groups.restore(state)
+    for version in range(2, 6):
+        found += trained(groups, service, version)
+    assert Counter(found) == Counter(in_order(6))

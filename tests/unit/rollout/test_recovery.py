@@ -37,7 +37,7 @@ class World:
             self.alive = not (isinstance(error, WorkerError) and error.role == "rollout")
             raise error
 
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         return [0]
 
     def poll(self) -> None:
@@ -50,6 +50,13 @@ class World:
 
     def take(self, tickets: Sequence[int]) -> DataProto:
         return ANSWERS
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        return None
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        self.calls.append(f"abort {list(tickets)} keep={keep}")
+        self._next()
 
     def forget(self) -> None:
         self.calls.append("forget")
@@ -87,6 +94,17 @@ def test_while_all_is_well_it_is_not_there() -> None:
     rollouts.wake(["weights"])
     rollouts.forget()
     assert world.calls == ["sync 7", "poll", "sleep", "wake ['weights']", "forget"] and world.said == []
+
+
+def test_what_a_lost_worker_was_asked_is_aborted_with_it() -> None:
+    world = World(None, DEAD, None, WorkerError("a rank died", role="actor", rank=0))
+    rollouts = rollouts_of(world)
+    rollouts.abort([3], keep=True)
+    assert not world.alive and world.calls[1:] == ["abort [3] keep=True"]
+    world.restart_workers()
+    rollouts.abort([4])
+    with pytest.raises(WorkerError):
+        rollouts.abort([5])
 
 
 def test_a_lost_engine_gets_the_weights_it_had_and_the_prompts_again() -> None:

@@ -4,17 +4,19 @@ comes twice, and nobody is asked for more than fits."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig
+from hybridflow.config.val_sets import VAL_SET
 from hybridflow.engines.base import Completion, WeightSpan
 from hybridflow.errors import EnginesLostError
 from hybridflow.rollout.placing import shares
 from hybridflow.rollout.protocols import answers
-from hybridflow.rollout.requests import Requests
+from hybridflow.rollout.requests import Requests, sampling_for
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
 
@@ -31,12 +33,15 @@ class Engines(Requests):
 
     def __init__(self, count: int, seed: int, chance: float) -> None:
         rollout = RolloutConfig(num_engines=count, max_running_requests=RUNNING)
-        super().__init__(RunConfig(rollout=rollout, data=DataConfig(max_response_length=MOST)))
+        sets = {"cold": {}, "warm": {"sampling": {"temperature": 0.5}}}
+        super().__init__(RunConfig(rollout=rollout, data=DataConfig(max_response_length=MOST, val_sets=sets)))
         self.random, self.chance, self.version = np.random.default_rng(seed), chance, 0
         self.held: list[dict[int, tuple[list[int], int]]] = [{} for _ in range(count)]  # ticket: prompt, bound
         self.lost: set[int] = set()
         self.asked: dict[int, list[int]] = {}  # ticket: the engines that were asked
         self.forgotten: list[int] = []
+        self.temperatures: dict[int, float] = {}  # ticket: as it was asked last
+        self.aborting: set[int] = set()
 
     def _serving(self) -> Sequence[int]:
         if len(self.lost) == len(self.held):
@@ -45,6 +50,8 @@ class Engines(Requests):
 
     def _ask(self, training: bool, parts: Mapping[int, DataProto]) -> None:
         for engine, part in parts.items():
+            temperature = sampling_for(self.config, training, part).temperature
+            self.temperatures |= dict.fromkeys(part["ticket"].tolist(), temperature)
             assert engine not in self.lost and len(part)
             for ticket, prompt, most in zip(
                 part["ticket"].tolist(), part.jagged("prompt_ids"), part["max_new_tokens"].tolist(), strict=True
@@ -62,7 +69,9 @@ class Engines(Requests):
         for ticket, (prompt, most) in list(held.items()):
             rest = whole(prompt[0])[len(prompt) - 1 :]
             assert 0 < len(rest) <= most
-            if is_lost:
+            if ticket in self.aborting and not is_lost:
+                tokens, reason = rest[: self.random.integers(0, len(rest))], "abort"
+            elif is_lost:
                 tokens, reason = rest[: self.random.integers(0, len(rest) + (len(rest) == most))], CUT_SHORT
             elif self.random.random() < 0.4:
                 tokens, reason = rest, "stop"
@@ -76,8 +85,16 @@ class Engines(Requests):
         tickets = np.array(list(found), np.int64)
         return response_columns(list(found.values())).with_columns(ticket=tickets)
 
+    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+        raise RuntimeError("nothing is saved")
+
     def _leave_out_lost(self, answers: int) -> None:
         self._serving()
+
+    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        for engine, part in tickets.items():
+            assert set(part) <= self.held[engine].keys() and part
+            self.aborting |= set(part)
 
     def _forget(self, engines: Sequence[int]) -> None:
         self.forgotten += engines
@@ -161,6 +178,60 @@ def test_what_is_given_up_never_comes_back() -> None:
     assert not engines.ended(old[:1]) and engines.poll() is None
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_are_aborted_one_by_one_wherever_they_are(seed: int) -> None:
+    """What is kept is the beginning of the answer, with the finish reason `abort` unless it had ended; the others are
+    answered as if nothing had been."""
+    random = np.random.default_rng(seed)
+    engines = Engines(1 + seed % 3, seed, chance=0.1)
+    prompts = prompts_of(20, 2)
+    tickets = engines.submit(prompts, training=True)
+    kept, dropped = random.choice(40, (2, 8), replace=False)
+    aborted = dict.fromkeys(kept.tolist(), True) | dict.fromkeys(dropped.tolist(), False)
+    left = [tickets[number] for number in range(40) if aborted.get(number, True)]
+    while not engines.ended(left) or aborted:
+        with suppress(EnginesLostError):
+            engines.poll()
+        engines.lost -= {int(random.integers(len(engines.held)))}
+        if aborted and random.random() < 0.5:
+            number = next(iter(aborted))
+            engines.abort([tickets[number]], keep=aborted.pop(number))
+        if random.random() < 0.05:
+            engines.workers_die()
+    whole_ones = [number for number in range(40) if number not in (*kept, *dropped)]
+    check(engines.take([tickets[number] for number in whole_ones]), prompts.rows(np.array(whole_ones)))
+    found = engines.take([tickets[number] for number in kept])
+    first = [int(row[0]) for row in prompts.rows(kept).jagged("prompt_ids")]
+    for one, row, reason in zip(first, found.jagged("response_ids"), found["finish_reason"].tolist(), strict=True):
+        assert row.tolist() == whole(one)[: len(row)]
+        assert reason == "abort" or len(row) == len(whole(one))
+    assert not engines._ended and not engines._waiting
+    assert not engines._under_way
+
+
+def test_places_are_given_to_the_next_group_as_single_samples_end() -> None:
+    """The slowest sample of a group holds its own place and no other (AReaL, pull request 1722: refill by sample)."""
+    engines = Engines(2, 0, chance=0.0)
+    tickets = engines.submit(prompts_of(20, 5), training=True)
+    engines._send()
+    under_way = set(engines._under_way)
+    assert len(under_way) == 20  # 2 engines x 2 x RUNNING: four groups of five
+    for engine in (0, 1):  # one sample of each group goes on
+        ended = [ticket for ticket in engines.held[engine] if ticket % 5]
+        for ticket in ended:
+            prompt, _ = engines.held[engine].pop(ticket)
+            tokens = whole(prompt[0])
+            answer = response_columns([Completion(tokens, [0.0] * len(tokens), "stop", ())])
+            engines._receive(answer.with_columns(ticket=np.array([ticket])))
+    engines._send()
+    assert not any(engines.ended(tickets[first : first + 5]) for first in range(0, 20, 5))
+    assert len(engines._under_way) == 24 and len(set(engines._under_way) - under_way) == 20
+    engines.abort([*(under_way & set(engines._under_way)), *tickets[20:25]])  # their places are given to others, too
+    assert len(engines._under_way) == 15
+    engines._send()
+    assert set(tickets[40:45]) <= set(engines._under_way)
+
+
 def test_a_request_whose_engine_is_lost_behind_the_last_token_it_may_make_has_ended() -> None:
     engines = Engines(1, 0, chance=1.0)
     [ticket] = engines.submit(prompts_of(1).with_columns(prompt_ids=Jagged.from_rows([[6]], np.int64)), training=True)
@@ -187,3 +258,21 @@ def test_shares_level_what_engines_owe() -> None:
             load[engine] += piece
         level = max((sum(load.values()) / len(load)), *owed.values())
         assert max(load.values()) <= level + max(tokens)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_set_is_sampled_in_its_own_way_also_after_a_loss(seed: int) -> None:
+    engines = Engines(2, seed, chance=0.3)
+    wanted: dict[int, float] = {}
+    for name, training, temperature in (("", True, 1.0), ("", False, 0.0), ("cold", False, 0.0), ("warm", False, 0.5)):
+        prompts = prompts_of(6)
+        if name:
+            prompts = prompts.with_columns(**{VAL_SET: np.array([name] * 6, object)})
+        wanted |= dict.fromkeys(engines.submit(prompts, training=training), temperature)
+    while not engines.ended(wanted):
+        try:
+            engines.poll()
+        except EnginesLostError:
+            engines.lost.clear()
+        assert engines.temperatures == {ticket: wanted[ticket] for ticket in engines.temperatures}
+    assert engines.temperatures == wanted

@@ -118,7 +118,7 @@ def live(folder: Path, files: Files, every: int, background: bool, attempt: int,
     session = Session(config)
     session.folder.mkdir(parents=True, exist_ok=True)
     world = Mortal(folder / "ledger.jsonl", attempt, kill)
-    validator = Validator(config, dataset, scorer, session.folder / "validation")
+    validator = Validator(config, {"": dataset}, scorer, session.folder)
     trainer = RLTrainer(config, session, world, world, world, dataset, scorer, validator)
     latest = session.store.latest()
     session.resume(latest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from hybridflow.batch import DataProto
 from hybridflow.errors import CheckpointError, HybridFlowError, LogprobMismatchError, WorkerError
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import read_rollouts
+from hybridflow.rollout.dumps import Dumps
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
@@ -29,6 +30,24 @@ def test_a_step_does_things_in_order_and_syncs_before_it_generates(tmp_path: Pat
     step = ["generate", "log_probs", "update"]
     assert world.calls == ["sync 0", "answer", *step, "sync 1", *step, "sync 2", "answer", "save"]
     assert len(set(world.seeds)) == 2  # mini-batches are drawn differently every step
+
+
+def test_rollouts_alone_train_and_save_nothing_and_a_run_trains_on_their_dumps(tmp_path: Path) -> None:
+    world, made_with = World(), {"tokenizer": "letters"}
+    alone = trainer_of(config_of(tmp_path / "alone", total_steps=2, rollout_only=True), world)
+    alone.made_with = made_with
+    alone.fit()
+    assert world.calls == ["sync 0", "answer", "generate", "generate"]
+    for record in records(alone, "train"):
+        assert record["critic/score/mean"] == 0.5 and "actor/loss" not in record and "critic/rewards/mean" not in record
+    folder = alone.session.folder / "rollouts"
+    assert {row["weight_version"] for row in read_rollouts(folder / "step_000002.parquet")} == {"0"}
+    world = World()
+    trainer = trainer_of(config_of(tmp_path / "trained", total_steps=3, val_before_train=False), world)
+    trainer.dumps = Dumps(folder, made_with, PROMPTS * N)
+    trainer.fit()
+    assert world.calls == ["sync 0", "log_probs", "update", "sync 1", "log_probs", "update", "sync 2", "save"]
+    assert len(records(trainer, "train")) == 2  # of 3: there are no more dumps
 
 
 @pytest.mark.parametrize(("old", "mini_batch", "rows"), [("trainer", PROMPTS, PROMPTS * N), ("engine", 1, N)])
@@ -186,6 +205,20 @@ class Breaking(World):
     def restart(self) -> None:
         self.calls.append("restart")
         self.alive = True
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_the_console_says_from_which_policy_a_divergence_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kl: float
+) -> None:
+    lines: list[Mapping[str, float]] = []
+    monkeypatch.setattr(Progress, "update", lambda self, step, shown, seconds: lines.append(dict(shown)))
+    trainer = trainer_of(config_of(tmp_path, kl=kl, total_steps=1), World())
+    trainer.start_from_present_weights()
+    trainer.fit()
+    [shown], [record] = lines, records(trainer, "train")
+    found = {name: value for name, value in shown.items() if "kl" in name}
+    assert found == {name: record[f"actor/{name}"] for name in ("ppo_kl", *["ref_kl"] * bool(kl))}
 
 
 def broken_run(folder: Path, world: Breaking, max_restarts: int, **settings: Any) -> RLTrainer:

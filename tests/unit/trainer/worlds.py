@@ -101,7 +101,7 @@ class World:
         self.calls.append(f"load reference={with_reference}")
 
     # the engines, which answer at once
-    def submit(self, prompts: DataProto, *, training: bool) -> list[int]:
+    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         found, first = self.generate(prompts, training=training), len(self.answers)
         self.answers += [(found, row) for row in range(len(found))]
         return list(range(first, len(self.answers)))
@@ -114,6 +114,12 @@ class World:
 
     def take(self, tickets: Sequence[int]) -> DataProto:
         return DataProto.concat([self.answers[ticket][0].rows([self.answers[ticket][1]]) for ticket in tickets])
+
+    def begun(self, tickets: Sequence[int]) -> DataProto | None:
+        return None
+
+    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
+        """They have ended, and nobody takes them."""
 
     def forget(self) -> None:
         self.answers.clear()
@@ -202,7 +208,7 @@ def trainer_of(config: RunConfig, world: World) -> RLTrainer:
         world,
         rows,
         scorer,
-        Validator(config, rows, scorer, session.folder / "validation"),
+        Validator(config, {"": rows}, scorer, session.folder),
     )
 
 

@@ -1,0 +1,142 @@
+"""Small programs to be written in Python: the prompt is "plus 3 times 2", the answer a program that reads a number and
+prints what the steps make of it.
+
+An answer is judged by running it, so that every program that does what the prompt says is right. The held-out problems
+depend on the number of steps alone (`holdout_seed`), not on `seed`. Demonstrations show what programs look like, not
+what the words mean: their operations are drawn at random.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hybridflow.data.prepare.options import require
+from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_prompts
+from hybridflow.data.prepare.tasks import TASKS, Task
+from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
+
+DATA_SOURCE = "programs"
+_OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "plus": ("+", operator.add),
+    "minus": ("-", operator.sub),
+    "times": ("*", operator.mul),
+}
+_FENCE = ("```python\n", "\n```")
+_READ = "int(input())"
+CHARACTERS = "0123456789+-*() ="
+WORDS = (*_FENCE, "print(", _READ, *_OPERATIONS)
+_LARGEST = 9  # operand; the smallest is 1
+_EXTRA_INFO = {"split": pa.string(), "index": pa.int64()}
+Steps = Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class ProgramsOptions:
+    """Options of the task (`data.prepare.options`).
+
+    Attributes:
+        num_steps: of each problem.
+        num_train, num_test: prompts, no problem twice.
+        num_sft: demonstrations on problems of train.parquet, with operations drawn at random; 0 writes no sft.parquet.
+        num_cases: inputs on which an answer is run.
+        seed: draws the training prompts and demonstrations.
+        holdout_seed: draws the held-out problems.
+    """
+
+    num_steps: int = 2
+    num_train: int = 600
+    num_test: int = 100
+    num_sft: int = 0
+    num_cases: int = 2
+    seed: int = 1
+    holdout_seed: int = 20260
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the option that is out of range."""
+        require(1 <= self.num_steps <= 4, "num_steps", self.num_steps, "1 to 4")
+        require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
+        problems = (len(_OPERATIONS) * _LARGEST) ** self.num_steps
+        require(
+            1 <= self.num_train <= problems - self.num_test,
+            "num_train",
+            self.num_train,
+            f"1 to {problems - self.num_test}: of {problems} problems num_test={self.num_test} are held out",
+        )
+        require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
+        require(1 <= self.num_cases <= 100, "num_cases", self.num_cases, "1 to 100")
+        require(self.seed >= 0, "seed", self.seed, "at least 0")
+        require(self.holdout_seed >= 0, "holdout_seed", self.holdout_seed, "at least 0")
+
+
+def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
+    """Writes train.parquet, test.parquet, tokenizer/ and, when asked for, sft.parquet; returns rows per file."""
+    del source  # made from nothing
+    total = (len(_OPERATIONS) * _LARGEST) ** options.num_steps
+    held_out = np.random.default_rng(options.holdout_seed).choice(total, options.num_test, replace=False)
+    rng = np.random.default_rng(options.seed)
+    drawn = rng.choice(np.setdiff1d(np.arange(total), held_out), options.num_train, replace=False)
+    rows = {}
+    for split, numbers in (("train", drawn), ("test", held_out)):
+        prompts = [
+            prompt_row(DATA_SOURCE, question(steps), _cases(steps, options.num_cases), {"split": split, "index": index})
+            for index, steps in enumerate(_steps(int(number), options.num_steps) for number in numbers)
+        ]
+        rows[f"{split}.parquet"] = write_prompts(out / f"{split}.parquet", prompts, _EXTRA_INFO)
+    if options.num_sft:
+        demonstrations = [
+            _demonstration(_steps(int(number), options.num_steps), rng) for number in rng.choice(drawn, options.num_sft)
+        ]
+        rows["sft.parquet"] = write_demonstrations(out / "sft.parquet", demonstrations)
+    write_character_tokenizer(out / "tokenizer", CHARACTERS, WORDS)
+    return rows
+
+
+def question(steps: Steps) -> str:
+    """The problem in words: "plus 3 times 2"."""
+    return " ".join(f"{name} {operand}" for name, operand in steps)
+
+
+def answer(steps: Steps) -> str:
+    """A program that solves it: "print((int(input())+3)*2)" in a fenced block."""
+    expression = _READ
+    for number, (name, operand) in enumerate(steps):
+        expression = f"{expression if number == 0 else f'({expression})'}{_OPERATIONS[name][0]}{operand}"
+    return f"{_FENCE[0]}print({expression}){_FENCE[1]}"
+
+
+def _demonstration(steps: Steps, rng: np.random.Generator) -> dict[str, Any]:
+    """The problem, and a program with its operands."""
+    drawn = [(str(rng.choice(list(_OPERATIONS))), operand) for _, operand in steps]
+    return {"prompt": [{"role": "user", "content": question(steps)}], "response": answer(drawn)}
+
+
+def _steps(number: int, count: int) -> list[tuple[str, int]]:
+    """The problem of this number."""
+    found: list[tuple[str, int]] = []
+    for _ in range(count):
+        number, step = divmod(number, len(_OPERATIONS) * _LARGEST)
+        found.append((list(_OPERATIONS)[step // _LARGEST], step % _LARGEST + 1))
+    return found
+
+
+def _cases(steps: Steps, count: int) -> str:
+    """The tests of a problem as the verifier `code` reads them: inputs 2, 9, 16, ... and what is to be printed."""
+    inputs = [2 + 7 * number for number in range(count)]
+    outputs = []
+    for value in inputs:
+        result = value
+        for name, operand in steps:
+            result = _OPERATIONS[name][1](result, operand)
+        outputs.append(str(result))
+    return json.dumps({"inputs": [f"{value}\n" for value in inputs], "outputs": outputs})
+
+
+TASKS.register("programs", Task(ProgramsOptions, write))

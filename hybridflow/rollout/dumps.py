@@ -1,0 +1,236 @@
+"""Dumps of a step's samples: written for people, and read back to train on them again instead of generating."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridflow.batch import ROUTES, Column, DataProto, Jagged, read_parquet
+from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError, SchemaError
+from hybridflow.observe.rollouts import MADE_WITH, TOKEN_COLUMNS, dump_path, dump_rollouts, list_dumps
+
+# large, and neither people nor training need them
+_NOT_DUMPED = (
+    "entropy_coefs",
+    "entropys",
+    ROUTES,
+    "sum_pi_squared",
+    "teacher_log_probs",
+    "teacher_top_log_probs",
+    "teacher_top_ids",
+)
+# without these there is nothing to train on
+_NEEDED = (
+    *("uid", "prompt_ids", "response_ids", "rollout_log_probs", RESPONSE_MASK, "response_versions", "score"),
+    *("data_source", "ground_truth", "extra_info", "response_text", "finish_reason", "weight_version"),
+)
+_CONVERSATION = ("messages", "turns", "tool_calls", "agent_failure")
+_MODEL_FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_experts", "vocab_size")
+
+
+def identity(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a dump says about the run that wrote it, so that no other model is trained on its tokens."""
+    facts = {name: hf_config[name] for name in _MODEL_FACTS if hf_config.get(name) is not None}
+    return {**facts, "tokenizer": tokenizer.digest()}
+
+
+def dump_batch(
+    folder: Path, step: int, batch: DataProto, tokenizer: Tokenizer, made_with: Mapping[str, Any] | None = None
+) -> None:
+    """Write what happened to each sample, for people and for `read_batch`: `folder/step_N.parquet`. Token columns are
+    read a few rows at a time.
+
+    Args:
+        made_with: see `identity`.
+    """
+    names = [name for name in batch.columns if name not in _NOT_DUMPED]
+    pieces = batch.pieces(names)
+    dump_rollouts(dump_path(folder, step), (_dumped(piece, step, tokenizer) for piece in pieces), made_with)
+
+
+def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The rows of one piece."""
+    prompts = batch.jagged("prompt_ids")
+    mask = batch.jagged(RESPONSE_MASK)
+    rows: dict[str, Any] = {
+        "step": [step] * len(batch),
+        "uid": batch["uid"].tolist() if "uid" in batch else batch["index"].tolist(),
+        "data_source": batch["data_source"].tolist(),
+        "prompt_text": [tokenizer.decode(row.tolist()) for row in prompts],
+        "response_text": batch["response_text"].tolist(),
+        "ground_truth": batch["ground_truth"].tolist(),
+        "score": batch["scores"].tolist(),
+        "prompt_length": prompts.lengths.tolist(),
+        "response_length": batch.lengths("response_ids").tolist(),
+        "response_mask": [_runs(row.astype(np.int64)) for row in mask],
+        "finish_reason": batch["finish_reason"].tolist(),
+        "weight_version": batch["weight_version"].tolist(),
+        "response_versions": [_runs(row) for row in batch.jagged("response_versions")],
+        "extra_info": batch["extra_info"].tolist(),
+    }
+    if "reward_extra" in batch or "reward_failure" in batch:
+        rows["reward_extra"] = _extras(batch)
+    if "messages" in batch:
+        rows |= {name: batch[name].tolist() for name in ("messages", "turns", "tool_calls", "agent_failure")}
+    if "rm_scores" in batch:
+        rows["rm_score"] = batch["rm_scores"].tolist()
+    if "greedy_scores" in batch:
+        rows["greedy_score"] = batch["greedy_scores"].tolist()
+    if "advantages" in batch:
+        rows["advantage"] = [_mean(row[kept]) for row, kept in zip(batch.jagged("advantages"), mask, strict=True)]
+    if "old_log_probs" in batch:
+        old, rollout = batch.jagged("old_log_probs"), batch.jagged("rollout_log_probs")
+        difference = Jagged(np.abs(old.values - rollout.values), old.offsets)
+        sampled = [row[kept] for row, kept in zip(difference, mask, strict=True)]
+        rows["logprob_diff_mean"] = [_mean(row) for row in sampled]
+        rows["logprob_diff_max"] = [float(row.max(initial=0.0)) for row in sampled]
+    return rows | {name: batch.jagged(name) for name in TOKEN_COLUMNS if name in batch}
+
+
+def _extras(batch: DataProto) -> list[dict[str, Any]]:
+    """What the reward returned beside the score; the text of a failure under "failure"."""
+    none = [None] * len(batch)
+    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else none
+    texts = batch["reward_failure"].tolist() if "reward_failure" in batch else none
+    return [(extra or {}) | ({"failure": text} if text else {}) for extra, text in zip(extras, texts, strict=True)]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _runs(values: np.ndarray) -> list[list[int]]:
+    """[value, length] of each run of equal values: thousands of tokens have one or two versions."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    lengths = np.diff(starts, append=len(values))
+    return np.stack([values[starts], lengths], 1).tolist()
+
+
+# ---- reading
+
+
+class Dumps:
+    """The dumps that a run trains on instead of generating.
+
+    Args:
+        path: a folder of dumps, or the file of one step.
+        made_with: `identity` of this run.
+        rows: samples of a step.
+    """
+
+    def __init__(self, path: Path, made_with: Mapping[str, Any], rows: int) -> None:
+        self.path, self.made_with, self.rows = path, made_with, rows
+        self._files = dict(list_dumps(path) if path.is_dir() else list_dumps(path.parent))
+        if not path.is_dir():
+            self._files = {step: file for step, file in self._files.items() if file.name == path.name}
+
+    def last_after(self, step: int) -> int:
+        """The last of the steps that follow `step` without a gap.
+
+        Raises:
+            DataError: there is no dump of the next step.
+        """
+        last = step
+        while last + 1 in self._files:
+            last += 1
+        if last == step:
+            there = ", ".join(map(str, sorted(self._files))) or "none"
+            raise DataError(
+                f"trainer.rollouts_from={self.path}: this run goes on with step {step + 1}, and there is no dump of it "
+                f"(steps with a dump: {there}); begin from the checkpoint of the step before the first dump"
+            )
+        return last
+
+    def check(self, after: int) -> None:
+        """Before anything is started, read the dump of the step after this one; errors as in the methods below."""
+        self.last_after(after)
+        self.batch(after + 1)
+
+    def batch(self, step: int) -> DataProto:
+        """What the step was given to train on; errors as in `read_batch`."""
+        batch = read_batch(self._files[step], self.made_with)
+        if len(batch) != self.rows:
+            raise DataError(
+                f"{self._files[step]} holds {len(batch)} samples, and a step of this run has {self.rows} "
+                "(data.train_batch_size x rollout.n); set these as they were in the run that wrote it"
+            )
+        return batch
+
+
+def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
+    """The batch of a dump as it was before the step trained on it: prompts, responses and scores.
+
+    Raises:
+        DataError: the file is missing, cut off or damaged; has no tokens; or is of another model or tokenizer than
+            `made_with` says.
+    """
+    held = read_parquet(path)
+    if missing := [name for name in _NEEDED if name not in held]:
+        raise DataError(
+            f"{path} has no {', '.join(missing)}, so it cannot be trained on; give rollouts/ of a run that this "
+            "version wrote"
+        )
+    theirs = held.meta.get(MADE_WITH, {})
+    for name, ours in made_with.items():
+        if theirs.get(name) != ours:
+            raise DataError(
+                f"{path} is a dump of another {'tokenizer' if name == 'tokenizer' else 'model'}: {name} is "
+                f"{theirs.get(name)} there and {ours} in this run"
+            )
+    with _naming(path):
+        return DataProto.from_columns(_trained_columns(held))
+
+
+def _trained_columns(held: DataProto) -> dict[str, Column]:
+    columns: dict[str, Column] = {
+        name: held[name] for name in _NEEDED if name not in ("score", RESPONSE_MASK, "response_versions")
+    }
+    lengths = held.jagged("response_ids").lengths
+    columns["scores"] = held["score"]
+    columns[RESPONSE_MASK] = _from_runs(held.jagged(RESPONSE_MASK), lengths, np.bool_)
+    columns["response_versions"] = _from_runs(held.jagged("response_versions"), lengths, np.int64)
+    if not np.array_equal(held.jagged("rollout_log_probs").lengths, lengths):
+        raise ValueError("rollout_log_probs and response_ids have different lengths")
+    for name, dumped in {"rm_scores": "rm_score", "greedy_scores": "greedy_score"}.items():
+        if dumped in held:
+            columns[name] = held[dumped]
+    if "turns" in held:
+        columns |= {name: held[name] for name in _CONVERSATION}
+    if "reward_extra" in held:
+        extras = [json.loads(text) for text in held["reward_extra"].tolist()]
+        failures = [extra.pop("failure", None) for extra in extras]
+        for name, values in {"reward_extra": extras, "reward_failure": failures}.items():
+            if any(values):
+                columns[name] = _objects(values)
+    return columns
+
+
+def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
+    """A value for each token, from rows of [value, tokens in a row]."""
+    pairs = runs.values.reshape(-1, 2)
+    counted = np.add.reduceat(np.append(pairs[:, 1], 0), runs.offsets[:-1]) * (runs.lengths > 0)
+    if not np.array_equal(counted, lengths):
+        raise ValueError("the runs of tokens do not add up to the lengths of the responses")
+    return Jagged.from_lengths(np.repeat(pairs[:, 0], pairs[:, 1]).astype(kind), lengths)
+
+
+def _objects(values: list[Any]) -> np.ndarray:
+    column = np.empty(len(values), object)
+    for row, value in enumerate(values):  # a slice assignment would read lists of one length as a matrix
+        column[row] = value
+    return column
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SchemaError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DataError(f"{path}: damaged, or no dump of rollouts: {error}") from error

@@ -1,0 +1,61 @@
+"""Recorded pairs of answers in place of groups that engines answer: a step reads its batch and generates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged
+from hybridflow.config.schema import RunConfig
+from hybridflow.data.custom import open_sampler
+from hybridflow.data.dataset import PreferenceDataset
+from hybridflow.data.micro_batches import RESPONSE_MASK
+from hybridflow.dispatch import DataflowStep
+from hybridflow.workers.model_role import interleave_pairs
+
+READING = DataflowStep(
+    "read pairs", (), ("uid", "prompt_ids", "response_ids", RESPONSE_MASK, "scores", "finish_reason")
+)
+
+
+class RecordedPairs:
+    """The batches of a run with `data.answers=pairs`, by the methods of `rollout.groups.Groups`."""
+
+    def __init__(self, config: RunConfig, dataset: PreferenceDataset, keep: Callable[[DataProto], DataProto]) -> None:
+        self.dataset, self.keep = dataset, keep
+        self.sampler = open_sampler(config.data, dataset, config.seed)
+        self._first = self.state()
+        self.metrics: dict[str, float] = {}
+
+    def next_batch(self, version: int) -> DataProto:
+        """The two answers to each of `data.train_batch_size` prompts, chosen before rejected, with the scores 1 and 0;
+        `uid` tells the pairs apart. They are the same whatever the `version` of the weights."""
+        pairs = self.dataset.batch(next(self.sampler))
+        rows, count = interleave_pairs(pairs), len(pairs)
+        responses = rows.jagged("response_ids")
+        return self.keep(
+            rows.with_columns(
+                uid=np.repeat(np.arange(count, dtype=np.int64), 2),
+                index=np.repeat(pairs["index"], 2),
+                scores=np.tile(np.array([1.0, 0.0], np.float32), count),
+                finish_reason=np.array(["stop"] * (2 * count), dtype=object),
+                **{RESPONSE_MASK: Jagged(np.ones(len(responses.values), np.bool_), responses.offsets)},
+            )
+        )
+
+    def forget(self) -> None:
+        """Nothing is handed out."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, JSON-able."""
+        return {"sampler": self.sampler.state()}
+
+    def begun(self) -> None:
+        """No answer is under way."""
+
+    def restore(self, state: Mapping[str, Any] | None, begun: DataProto | None = None, version: int = 0) -> None:
+        """Go on where `state` was taken, or without it at the first pair. CheckpointError: the dataset or its order is
+        another one."""
+        self.sampler.restore((state or self._first)["sampler"])

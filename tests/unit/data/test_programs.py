@@ -1,0 +1,87 @@
+"""The task `programs`: its tests say what its problems say, and its demonstrations do not give the answers away."""
+
+import contextlib
+import io
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.data.prepare import prepare
+from hybridflow.data.prepare.tasks.programs import answer, question
+from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.errors import ConfigError
+
+SMALL = {"num_train": 60, "num_test": 20, "num_sft": 200}
+
+
+def rows(path):
+    return pq.read_table(path).to_pylist()
+
+
+def asked(row):
+    return row["prompt"][0]["content"]
+
+
+def steps_of(text):
+    return [(name, int(operand)) for name, operand in re.findall(r"(\w+) (\d)", text)]
+
+
+def printed(text, given, monkeypatch):
+    """What the program of a response prints for this standard input."""
+    source = text.removeprefix("```python\n").removesuffix("\n```")
+    monkeypatch.setattr("builtins.input", lambda: given)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(source, {})
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_the_expected_outputs_are_what_the_words_say(tmp_path, monkeypatch, num_steps):
+    options = {"num_steps": num_steps, "num_train": 15, "num_test": 10, "num_cases": 3}
+    prepared = prepare("programs", tmp_path / "data", None, options)
+    found = [*rows(prepared.train_file), *rows(prepared.test_file)]
+    assert len({asked(row) for row in found}) == len(found) == 25
+    for row in found:
+        steps, tests = steps_of(asked(row)), json.loads(row["reward_model"]["ground_truth"])
+        assert question(steps) == asked(row) and len(steps) == num_steps
+        for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+            value = int(given)
+            for name, operand in steps:
+                value = {"plus": value + operand, "minus": value - operand, "times": value * operand}[name]
+            assert str(value) == wanted == printed(answer(steps), given, monkeypatch).strip()
+
+
+def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tmp_path):
+    prepared = prepare("programs", tmp_path / "data", None, SMALL)
+    symbols = {"plus": "+", "minus": "-", "times": "*"}
+    right, train = 0, {asked(row) for row in rows(prepared.train_file)}
+    for row in rows(prepared.sft_file):
+        steps = steps_of(asked(row))
+        used = re.fullmatch(r"```python\nprint\(\(int\(input\(\)\)(.)(\d)\)(.)(\d)\)\n```", row["response"])
+        assert used and asked(row) in train
+        assert [int(used[2]), int(used[4])] == [operand for _, operand in steps]
+        right += [used[1], used[3]] == [symbols[name] for name, _ in steps]
+    assert 5 <= right <= 50  # one in nine of 200
+
+
+def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
+    tokenizer = load_tokenizer(prepare("programs", tmp_path / "data", None, SMALL).tokenizer)
+    text = answer([("times", 3), ("minus", 2)])
+    ids = tokenizer.encode(text)
+    assert len(ids) == 11 and tokenizer.decode(ids) == text
+    assert len(tokenizer.encode_chat([{"role": "user", "content": "plus 3 times 2"}])) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_steps": 1}, "num_train must be 1 to -73: of 27 problems num_test=100 are held out"),
+        ({"num_steps": 9}, "num_steps must be 1 to 4"),
+        ({"num_cases": 0}, "num_cases must be 1 to 100"),
+    ],
+)
+def test_options_out_of_range_are_named(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        prepare("programs", tmp_path / "data", None, options)
