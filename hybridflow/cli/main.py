@@ -1,4 +1,4 @@
-"""`hybridflow train | sft | train-reward | prepare | report | plan | reshard | checkpoint | slurm | doctor |
+"""`hybridflow train | sft | train-reward | prepare | report | replay | plan | reshard | checkpoint | slurm | doctor |
 bench | config | version`.
 
 Handlers import what they need when they run: `--help` must answer at once and must work where torch, Ray or Hydra are
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
-from hybridflow.cli import bench, checkpoint, config, doctor, plan, slurm
+from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
+from hybridflow.cli.job import run_job
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
@@ -149,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
         run_report,
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
+    replay.add(commands, _add)
     plan.add(commands, _add)
     checkpoint.add(commands, _add)
     slurm.add(commands, _add)
@@ -162,39 +164,22 @@ def build_parser() -> argparse.ArgumentParser:
 def run_train(args: argparse.Namespace) -> int:
     """`hybridflow train`."""
     if (run := _configured(args, "train")) is not None:
-        _run_job("train", run)
+        run_job("train", run)
     return 0
 
 
 def run_sft(args: argparse.Namespace) -> int:
     """`hybridflow sft`."""
     if (run := _configured(args, "sft")) is not None:
-        _run_job("sft", run)
+        run_job("sft", run)
     return 0
 
 
 def run_train_reward(args: argparse.Namespace) -> int:
     """`hybridflow train-reward`."""
     if (run := _configured(args, "train-reward")) is not None:
-        _run_job("train-reward", run)
+        run_job("train-reward", run)
     return 0
-
-
-def _run_job(job: str, run: RunConfig) -> None:
-    from hybridflow.trainer.preload import Preload
-
-    with Preload(run, with_engines=job == "train") as preload:
-        from hybridflow.models.check import check  # torch comes in here, while the servers load what they need
-
-        check(run, job)
-        from hybridflow.trainer import app
-
-        if job == "train":
-            app.train(run, preload)
-        elif job == "sft":
-            app.sft(run, preload)
-        else:
-            app.train_reward(run, preload)
 
 
 def run_prepare(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.jsonl import finite
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ def _run_auto(args: argparse.Namespace, config: RunConfig, machines: Machines, a
     chosen: RunConfig = advice.with_values(config, change)
     recipe = autoplan.recipe(args.config_name.removesuffix(".yaml"), change)
     if args.write is not None:
-        args.write.write_text(recipe, encoding="utf-8")
+        with naming(args.write):
+            args.write.write_text(recipe, encoding="utf-8")
     pools = " | ".join(
         f"{', '.join(name for name, _ in pool)} on {size}"
         for pool, size in zip(mapped.pools, mapped.devices, strict=True)
@@ -226,7 +227,8 @@ def run_transfer(args: argparse.Namespace) -> int:
     engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
     made = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
     if args.write is not None:
-        args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
+        with naming(args.write):
+            args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
     print(json.dumps(finite(made.figures()), indent=2) if args.json else report.table(made))
     return 0
 

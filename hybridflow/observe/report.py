@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.errors import naming
 from hybridflow.observe.charts import Drawn, draw
 from hybridflow.observe.plan_picture import pictures
 from hybridflow.observe.progress import duration
-from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, is_accuracy, step_phases
+from hybridflow.observe.report_charts import EXPECTED_METRICS, chart_groups, held_out_title, is_accuracy, step_phases
 from hybridflow.observe.run_folder import RunFolder, Sample, load_run
 
 REPORT_NAME = "report.html"
@@ -34,8 +35,10 @@ def write_report(run_dir: str | Path) -> Path:
     run = load_run(Path(run_dir))
     path = Path(run_dir) / REPORT_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    page = render(run)
     try:
-        temporary.write_text(render(run), encoding="utf-8", errors="backslashreplace")
+        with naming(path):
+            temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -58,6 +61,7 @@ def render(run: RunFolder) -> str:
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
         samples=[(sample, _sample_title(sample), _prompt_is_chat(sample)) for sample in run.samples],
+        has_tokens=any(row["tokens"] for sample in run.samples for row in sample.rows),
         summary=[(key, value) for key, value in _flat(run.summary) if not key.startswith("planned.plan.")],
         config_text=run.config_text,
         environment=list(_flat(run.environment)),
@@ -72,7 +76,8 @@ def write_plan(path: Path, name: str, verdict: str, plan: Mapping[str, Any], tex
     """
     groups = [("Plan", pictures(plan["phases"], plan["device_bytes"], {}))]
     page = _page(name=name, status=verdict, groups=groups, config_title="Plan as text", config_text=text)
-    path.write_text(page, encoding="utf-8")
+    with naming(path):
+        path.write_text(page, encoding="utf-8")
 
 
 def _page(**parts: Any) -> str:
@@ -83,7 +88,7 @@ def _page(**parts: Any) -> str:
     )
     environment.filters["shown"] = shown
     names = ("facts", "missing", "warnings", "time_rows", "outside_rows", "samples", "summary", "environment")
-    empty: dict[str, Any] = {name: [] for name in names} | {"config_title": ""}
+    empty: dict[str, Any] = {name: [] for name in names} | {"config_title": "", "has_tokens": False}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(empty | parts, nonce=secrets.token_urlsafe(16))
 
@@ -93,7 +98,7 @@ def facts(run: RunFolder) -> list[Fact]:
     return [
         fact
         for fact in (
-            _accuracy(run),
+            *(_accuracy(run, number, prefix) for number, prefix in enumerate(run.val_sets() or ["val"])),
             _reward(run),
             _steps(run),
             _time(run),
@@ -120,6 +125,8 @@ def missing(run: RunFolder) -> list[str]:
             found.append(f"no {phase} step was recorded")
         elif run.metrics and absent:
             found.append(f"metrics never logged in {phase} steps: " + ", ".join(absent))
+    if run.metrics and not run.val_sets() and not run.names("reward"):
+        found.append("no val step was recorded")
     return found
 
 
@@ -154,11 +161,13 @@ def _status(run: RunFolder) -> str:
     return "finished" if run.summary else "not finished"
 
 
-def _accuracy(run: RunFolder) -> Fact | None:
-    points = [(step, value) for step, value in run.points("val", "val/score") if value is not None]
-    before = run.summary.get("score_before", points[0][1] if points else None)
-    after = run.summary.get("score_after", points[-1][1] if len(points) > 1 else None)
-    title, text = ("Held-out accuracy", _percent) if is_accuracy(run) else ("Held-out score", _plain)
+def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
+    """The score of a validation set; the summary has those of the first."""
+    points = [(step, value) for step, value in run.points("val", f"{prefix}/score") if value is not None]
+    summary = {} if number else run.summary
+    before = summary.get("score_before", points[0][1] if points else None)
+    after = summary.get("score_after", points[-1][1] if len(points) > 1 else None)
+    title, text = held_out_title(run, prefix), _percent if is_accuracy(run, prefix) else _plain
     if before is None and after is None:
         return None
     if before is None or after is None:
@@ -259,7 +268,8 @@ def _outside_rows(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _sample_title(sample: Sample) -> str:
-    kind = "Rollouts" if sample.kind == "rollouts" else "Validation answers"
+    kind, _, name = sample.kind.partition("-")
+    kind = "Rollouts" if kind == "rollouts" else f"Validation answers{f' of {name}' if name else ''}"
     mean = f", mean score {sample.mean_score:.3f}" if sample.mean_score is not None else ""
     return f"{kind} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} rows{mean})"
 

@@ -24,7 +24,6 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
         "rollout/logprob_diff/max",
         "timing_s/step",
     ),
-    "val": ("val/score",),
 }
 # The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then
 # "other".
@@ -47,7 +46,7 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
         (
             "Learning",
             [
-                _accuracy(run),
+                *(_accuracy(run, prefix) for prefix in run.val_sets() or ["val"]),
                 one("Reward, mean of the batch", "critic/score/mean", "score", trend=True),
                 *_reward_extras(run),
                 one("Warm start (SFT) loss", "sft/loss", "nats a token", phase="sft", include=zero, trend=True),
@@ -150,8 +149,8 @@ def _from_timeline(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, 
     return {name: sorted(steps.items()) for name, steps in sums.items()}, total
 
 
-def _accuracy(run: RunFolder) -> Chart:
-    points, percent = run.points("val", "val/score"), is_accuracy(run)
+def _accuracy(run: RunFolder, prefix: str) -> Chart:
+    points, percent = run.points("val", f"{prefix}/score"), is_accuracy(run, prefix)
     known = [
         (step, value, f"{value * 100:.1f} %" if percent else f"{value:.3g}")
         for step, value in points
@@ -162,15 +161,20 @@ def _accuracy(run: RunFolder) -> Chart:
         notes.append((*known[0][:2], f"{'before ' if len(known) > 1 else ''}{known[0][2]}"))
     if len(known) > 1:
         notes.append((*known[-1][:2], f"after {known[-1][2]}"))
-    title, unit = ("Held-out accuracy", "answers right") if percent else ("Held-out score", "mean score")
-    return Chart(
-        title, [Series("val/score", points, 0)], unit, "val/score", percent=percent, include=(0.0,), notes=notes
-    )
+    unit, name = "answers right" if percent else "mean score", f"{prefix}/score"
+    title = held_out_title(run, prefix)
+    return Chart(title, [Series(name, points, 0)], unit, name, percent=percent, include=(0.0,), notes=notes)
 
 
-def is_accuracy(run: RunFolder) -> bool:
-    """Whether every held-out score of the run is 0 or 1, so that their mean is a share of right answers."""
-    return len(run.points("val", "val/accuracy")) == len(run.points("val", "val/score"))
+def held_out_title(run: RunFolder, prefix: str) -> str:
+    """What the scores of the validation set are whose metrics begin with `prefix`, and its name."""
+    name = prefix.removeprefix("val").removeprefix("-")
+    return ("Held-out accuracy" if is_accuracy(run, prefix) else "Held-out score") + (f" of {name}" if name else "")
+
+
+def is_accuracy(run: RunFolder, prefix: str) -> bool:
+    """Whether every score of the set is 0 or 1, so that their mean is a share of right answers."""
+    return len(run.points("val", f"{prefix}/accuracy")) == len(run.points("val", f"{prefix}/score"))
 
 
 def _reward_extras(run: RunFolder) -> list[Chart]:

@@ -1,8 +1,9 @@
 """Dumps of rollouts and validation answers as parquet: one file a step, `rollouts/step_000001.parquet`,
 `validation/step_000000.parquet`.
 
-The columns of `ROLLOUT_COLUMNS` have a fixed type; each may be left out. Other columns are written as text, which is
-JSON where a value is not text.
+The columns of `ROLLOUT_COLUMNS` have a fixed type; each may be left out. Those of `TOKEN_COLUMNS` hold a number for
+each token of the prompt or the response, as the step had them. Other columns are written as text, which is JSON where a
+value is not text.
 """
 
 from __future__ import annotations
@@ -49,7 +50,19 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "tool_calls": (np.int32, "tools that the conversation called"),
     "agent_failure": (str, "what went wrong in the agent loop"),
     "extra_info": (str, "JSON of the dataset row's extra_info"),
+    "greedy_score": (np.float32, "weighted score of the most likely answer to the prompt"),
 }
+TOKEN_COLUMNS: dict[str, str] = {
+    "prompt_ids": "tokens of the prompt",
+    "response_ids": "tokens of the response",
+    "rollout_log_probs": "log-probability of each response token in the engine that sampled it",
+    "old_log_probs": "the same in the trainer, before the step's updates",
+    "ref_log_probs": "the same under the reference's weights",
+    "values": "the critic's value at each response token",
+    "advantages": "advantage of each response token",
+    "returns": "return of each response token",
+}
+MADE_WITH = "made_with"  # in the meta of a dump
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
@@ -58,20 +71,32 @@ def dump_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step_{step:06d}.parquet"
 
 
-def dump_rollouts(path: str | Path, rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]]) -> Path:
+def dump_rollouts(
+    path: str | Path,
+    rows: Mapping[str, Sequence[Any]] | Iterable[Mapping[str, Sequence[Any]]],
+    made_with: Mapping[str, Any] | None = None,
+) -> Path:
     """Write columns of equal length to a parquet file, or pieces of them one after another. The file appears whole or
-    not at all."""
+    not at all.
+
+    Args:
+        made_with: what the meta of the file says about model and tokenizer.
+    """
     pieces = [rows] if isinstance(rows, Mapping) else rows
-    write_parquet(path, (DataProto({name: _column(name, row) for name, row in piece.items()}, {}) for piece in pieces))
+    meta = {MADE_WITH: dict(made_with or {})}
+    write_parquet(
+        path, (DataProto({name: _column(name, row) for name, row in piece.items()}, meta) for piece in pieces)
+    )
     return Path(path)
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a dump as dictionaries; DataError when the file cannot be read."""
+    """The rows of a dump as dictionaries, without the columns of tokens; DataError when the file cannot be read."""
     batch = read_parquet(path)
     columns = {
         name: [row.tolist() for row in held] if isinstance(held := batch[name], Jagged) else held.tolist()
         for name in batch.columns
+        if name not in TOKEN_COLUMNS
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -90,7 +115,9 @@ def remove_dumps_after(folder: str | Path, step: int) -> int:
     return len(late)
 
 
-def _column(name: str, values: Sequence[Any]) -> Column:
+def _column(name: str, values: Any) -> Column:
+    if name in TOKEN_COLUMNS and isinstance(values, Jagged):
+        return values
     kind = ROLLOUT_COLUMNS.get(name, (str, ""))[0]
     try:
         if kind is Jagged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from hybridflow.errors import DataError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import list_dumps, read_rollouts
 from hybridflow.observe.timeline import read_timeline
+from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
 
 _ROWS_PER_DUMP = 4  # two of the best and two of the worst
 
@@ -51,6 +53,12 @@ class RunFolder:
         }
         return sorted(found.items())
 
+    def val_sets(self) -> list[str]:
+        """What the metrics of each validation set begin with, "val" or "val-NAME", in the configuration's order."""
+        names = (name for record in self.metrics if record["phase"] == "val" for name in record)
+        found = (re.fullmatch(r"(val(?:-[^/]+)?)/score", name) for name in names)
+        return list(dict.fromkeys(match[1] for match in found if match))
+
     def names(self, phase: str) -> set[str]:
         """Names of all metrics of a phase."""
         return {name for record in self.metrics if record.get("phase") == phase for name in record}
@@ -86,8 +94,9 @@ def load_run(path: Path) -> RunFolder:
         run.missing.append(
             "timeline.jsonl: " + ("holds no record" if (path / "timeline.jsonl").exists() else "not there")
         )
-    for kind in ("rollouts", "validation"):
-        run.samples += _samples(path / kind, kind, run.missing)
+    decode = open_decoder(path / "model")
+    for kind in ("rollouts", "validation", *sorted(folder.name for folder in path.glob("validation-*"))):
+        run.samples += _samples(path / kind, kind, decode, run.missing)
     return run
 
 
@@ -115,7 +124,7 @@ def _varied(ranked: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return (first + later)[:count]
 
 
-def _samples(folder: Path, kind: str, missing: list[str]) -> list[Sample]:
+def _samples(folder: Path, kind: str, decode: Decode | None, missing: list[str]) -> list[Sample]:
     """First, middle and last dump of the rollouts; first and last of the validation answers."""
     dumps = list_dumps(folder)
     if not dumps:
@@ -131,7 +140,10 @@ def _samples(folder: Path, kind: str, missing: list[str]) -> list[Sample]:
             continue
         scores = [row["score"] for row in rows if _is_number(row.get("score"))]
         mean = sum(scores) / len(scores) if scores else None
-        found.append(Sample(kind, step, len(rows), mean, [_shown_fields(row) for row in pick_rows(rows)]))
+        numbers, picked = {id(row): number for number, row in enumerate(rows)}, pick_rows(rows)
+        tokens = read_stretches(path, [numbers[id(row)] for row in picked], decode)
+        shown = [_shown_fields(row) | {"tokens": one} for row, one in zip(picked, tokens, strict=True)]
+        found.append(Sample(kind, step, len(rows), mean, shown))
     return found
 
 
@@ -144,11 +156,11 @@ def _shown_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a row; None stands for a number that is missing or not a number."""
     numbers = {
         name: row[name] if _is_number(row.get(name)) else None
-        for name in ("score", "response_length", "logprob_diff_mean")
+        for name in ("score", "response_length", "logprob_diff_mean", "advantage", "turns", "tool_calls")
     }
     return numbers | {
         name: row.get(name)
-        for name in ("prompt_text", "response_text", "ground_truth", "finish_reason", "reward_extra")
+        for name in ("prompt_text", "response_text", "ground_truth", "finish_reason", "reward_extra", "agent_failure")
     }
 
 

@@ -36,7 +36,8 @@ class ConsoleTracker:
 
     def log(self, step: int, phase: Phase, wall_time: float, metrics: Mapping[str, float]) -> None:
         """Print a line."""
-        shown = [name for name in CONSOLE_KEYS if name in metrics] or list(metrics)
+        of_sets = (name for name in metrics if name.startswith("val-") and name.count("/") == 1 and "/score" in name)
+        shown = [*(name for name in CONSOLE_KEYS if name in metrics), *of_sets] or list(metrics)
         print(f"{phase} step {step}  " + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown), flush=True)
 
     def truncate_after(self, phase: Phase, step: int) -> None:

@@ -242,6 +242,8 @@ def test_a_plan_that_cannot_be_written_names_the_file(tmp_path: Path, capsys: py
     words = ["--model", "llama-3.1-70b", "--trainer", "ranks=8,tp=8", "--engines", "tp=8", "--write", str(tmp_path)]
     assert main(["reshard", "plan", *words]) == 1
     assert capsys.readouterr().err == f"hybridflow: {tmp_path}: Is a directory; it is a folder; choose another name\n"
+    assert main(["reshard", "plan", *words[:-1], "/dev/full"]) == 1
+    assert capsys.readouterr().err.startswith("hybridflow: /dev/full: No space left on device; make room")
 
 
 def test_prepare_without_its_source_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:

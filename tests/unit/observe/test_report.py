@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -333,3 +334,10 @@ def test_step_ticks_are_whole_numbers() -> None:
     assert scale.steps([1, 2, 3], 0, 100).ticks == (1, 2, 3)
     assert scale.steps([5], 0, 100).ticks == (5,)
     assert all(tick == int(tick) for tick in scale.steps(range(1, 501), 0, 100).ticks)
+
+
+def test_a_report_on_a_full_disk_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / f".report.html.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_report(tmp_path)
+    assert caught.value.filename == str(tmp_path / "report.html")

@@ -1,0 +1,109 @@
+"""`hybridflow replay`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.cli.job import run_job
+from hybridflow.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import RunConfig
+
+REPLAY = """\
+examples:
+  hybridflow replay runs/tiny-moe-grpo 3                        step 3 again, from its dump and the checkpoint of step 2
+  hybridflow replay runs/tiny-moe-grpo 3 cluster=in-process     in one process, where a breakpoint() works
+  hybridflow replay runs/tiny-moe-grpo 3 actor.backend=fsdp     with another setting
+
+The run must have dumped the step (trainer.dump_rollouts_every_steps) and kept the checkpoint before it
+(trainer.save_every_steps, trainer.max_checkpoints_to_keep). Nothing of it is changed: the replay is a run of its own in
+RUN_DIR/replay/. The exit status is 0 where every number is the same bit for bit, and 1 where one differs.
+"""
+
+
+def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Put the command into the parser."""
+    parser = add_command(commands, "replay", "repeat a step of a run from its dump and compare", REPLAY, run_replay)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
+    parser.add_argument("step", type=int, metavar="STEP", help="the step to repeat, from 1 on")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the run's")
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """`hybridflow replay`."""
+    run_dir: Path = args.run_dir
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run: it has no config.yaml")
+    from hybridflow.config.check import check
+    from hybridflow.config.load import load_config
+    from hybridflow.observe.rollouts import dump_path, list_dumps
+
+    dump = dump_path(run_dir / "rollouts", args.step)
+    if not dump.is_file():
+        there = ", ".join(str(step) for step, _ in list_dumps(run_dir / "rollouts")) or "none"
+        raise ConfigError(f"{dump}: no such dump (steps with a dump: {there})")
+    folder = _new_folder(run_dir / "replay", args.step)
+    own = {
+        "name": folder.name,
+        "output_dir": str(folder.parent),
+        "trainer.rollouts_from": str(dump),
+        "trainer.dump_rollouts_every_steps": 1,
+        "trainer.export": "false",
+        "trainer.report": "false",
+    }
+    try:
+        words = [*args.overrides, *(f"{key}={value}" for key, value in own.items())]
+        run = load_config("config", words, run_dir)
+        check(run, "train")
+        _link_checkpoint(run, run_dir, folder, args.step - 1)
+    except BaseException:
+        folder.rmdir()
+        raise
+    return _replay(run, run_dir, folder, args.step)
+
+
+def _replay(run: RunConfig, run_dir: Path, folder: Path, step: int) -> int:
+    from hybridflow.observe.compare import compare_step, describe
+
+    run_job("train", run)
+    differences = compare_step(run_dir, folder, step)
+    print(f"\nstep {step} of {run_dir} -> {folder}\n{describe(differences)}")
+    return int(any(one.differing for one in differences))
+
+
+def _new_folder(parent: Path, step: int) -> Path:
+    """A folder that no other replay uses."""
+    number = 0
+    while True:
+        folder = parent / (f"step_{step:06d}" + (f".{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        return folder
+
+
+def _link_checkpoint(run: RunConfig, run_dir: Path, folder: Path, step: int) -> None:
+    """Let the replay begin from the run's checkpoint after `step`, or before the first step from the run's beginning.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from hybridflow.saving.store import CheckpointStore, Retention
+
+    kept = CheckpointStore(run_dir / "checkpoints", Retention()).of_loop()
+    if step not in kept:
+        if step == 0 and not run.sft.steps:
+            return
+        there = ", ".join(map(str, kept)) or "none"
+        raise CheckpointError(
+            f"{run_dir / 'checkpoints'} has no checkpoint after step {step} (kept: {there}); replay a step that "
+            "follows one of them, or keep more with trainer.save_every_steps=1 and trainer.max_checkpoints_to_keep=0"
+        )
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / kept[step].folder.name).symlink_to(kept[step].folder.resolve(), target_is_directory=True)

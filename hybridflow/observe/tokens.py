@@ -1,0 +1,116 @@
+"""The tokens of a dumped response as the report shows them: how far engine and trainer differ at each, which weights
+sampled it, and what the policy did not sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hybridflow.batch import DataProto, Jagged, read_parquet
+from hybridflow.errors import DataError
+
+MOST_TOKENS = 600  # of a response
+# |trainer - engine| log-probability from which a token is coloured more strongly
+LEVELS = (1e-3, 1e-2, 0.05, 0.2, 1.0)
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a response. `kind` is its CSS class: `obs` for one that was put in, else `same`, or how much more or
+    less likely the trainer finds it: `more1` to `more5`, `less1` to `less5`."""
+
+    text: str
+    kind: str
+    about: str
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens in a row that the policy sampled with weights of one version, or that it was shown."""
+
+    title: str
+    tokens: list[Token]
+
+
+def open_decoder(folder: Path) -> Decode | None:
+    """Decodes token ids with the tokenizer of a run's `model/`; None where there is none that can be read."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception:  # the library raises a bare Exception for a damaged file
+        return None
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def read_stretches(path: Path, rows: Sequence[int], decode: Decode | None) -> list[list[Stretch]]:
+    """The tokens of each of these rows of a dump, from the first on; empty where the dump has none."""
+    try:
+        batch = read_parquet(path)
+        needed = ("response_ids", "rollout_log_probs", "response_mask", "response_versions")
+        if decode is None or any(name not in batch for name in needed):
+            return [[] for _ in rows]
+        picked = batch.rows(np.array(rows, np.int64))
+        return [_stretches(picked, row, decode) for row in range(len(rows))]
+    except (DataError, IndexError, ValueError, AttributeError):  # written by something else
+        return [[] for _ in rows]
+
+
+def texts_of(ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text that each token adds to those before it; of a character in several tokens, the last one has it."""
+    texts, start, shown = list[str](), 0, ""
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids) and end - start < 4 + 32:
+            texts.append("")
+            continue
+        texts.append(text[len(shown) :])
+        shown = text
+        if end - start > 32:  # what came long ago changes nothing, and would be decoded again for each token
+            start = end - 1
+            shown = decode(ids[start:end])
+    return texts
+
+
+def _stretches(batch: DataProto, row: int, decode: Decode) -> list[Stretch]:
+    ids = [int(token) for token in _row(batch, "response_ids", row)[:MOST_TOKENS]]
+    mask, versions = (
+        np.repeat(*_row(batch, name, row).reshape(-1, 2).T) for name in ("response_mask", "response_versions")
+    )
+    engine = _row(batch, "rollout_log_probs", row)
+    trainer = _row(batch, "old_log_probs", row) if "old_log_probs" in batch else None
+    found: list[Stretch] = []
+    answers, last = 0, (-1, -1)
+    for at, text in enumerate(texts_of(ids, decode)):
+        sampled, version = bool(mask[at]), int(versions[at])
+        if (int(sampled), version if sampled else -1) != last:
+            answers += sampled and last[0] != 1
+            last = (int(sampled), version if sampled else -1)
+            found.append(Stretch(f"answer {answers}, weights {version}" if sampled else "put in, not trained on", []))
+        found[-1].tokens.append(_token(text or "\u00b7", sampled, float(engine[at]), trainer, at))
+    left = len(_row(batch, "response_ids", row)) - len(ids)
+    return [*found, Stretch(f"{left:,} more tokens", [])] if left else found
+
+
+def _row(batch: DataProto, name: str, row: int) -> np.ndarray:
+    column: Jagged = batch.jagged(name)
+    return column.values[column.offsets[row] : column.offsets[row + 1]]
+
+
+def _token(text: str, sampled: bool, engine: float, trainer: np.ndarray | None, at: int) -> Token:
+    if not sampled:
+        return Token(text, "obs", "")
+    if trainer is None:
+        return Token(text, "same", f"log p {engine:.4f} in the engine")
+    difference = float(trainer[at]) - engine
+    level = sum(abs(difference) >= bound for bound in LEVELS) if np.isfinite(difference) else len(LEVELS)
+    kind = f"{'more' if difference > 0 else 'less'}{level}" if level else "same"
+    return Token(text, kind, f"log p {engine:.4f} in the engine, {trainer[at]:.4f} in the trainer: {difference:+.1e}")
