@@ -7,12 +7,14 @@ All problems of a configuration are reported at once, each with its keys, their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import num_experts
 from hybridflow.config import (
     check_backend,
+    check_dumps,
     check_engines,
     check_entries,
     check_files,
@@ -22,6 +24,7 @@ from hybridflow.config import (
     check_staleness,
     derived,
     roles,
+    val_sets,
 )
 from hybridflow.config.keys import out_of_range, value_at
 from hybridflow.config.schema import OptimConfig, RunConfig
@@ -56,13 +59,13 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     Args:
         files: whether the files and folders that a run reads must be there; a plan is made without them.
     """
-    found = [*out_of_range(config), *_names(config), *check_entries.problems(config)]
+    found = [*out_of_range(config), *_names(config), *check_entries.problems(config), *val_sets.problems(config)]
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _agent, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
-        check_staleness.problems,
+        *(check_staleness.problems, check_dumps.problems),
     )
     found = [line for one in checks for line in one(config)]
     found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
@@ -70,7 +73,12 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
         found += _optim(f"{section}.optim", getattr(config, section).optim)
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
     if not any(line.startswith("model.") for line in found):
-        found += [*_model_sizes(config), *_router_replay(config), *check_lora.target_problems(config)]
+        found += [
+            *_model_sizes(config),
+            *_router_replay(config),
+            *_router_losses(config),
+            *check_lora.target_problems(config),
+        ]
     return found
 
 
@@ -211,11 +219,6 @@ def _agent(config: RunConfig) -> Iterator[str]:
         return
     if agent.loop == "tools" and not agent.tools:
         yield "rollout.agent.loop=tools without rollout.agent.tools; name some, for example [calculator]"
-    if derived.needs_engine_routes(config):
-        yield (
-            f"actor.router_replay={config.actor.router_replay} replays the experts of one answer, and "
-            f"rollout.agent.loop={agent.loop} makes several; set it to none or r2"
-        )
 
 
 def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
@@ -324,6 +327,24 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
         yield (
             f"max_position_embeddings={limit} of the model is less than data.max_prompt_length + "
             f"data.max_response_length = {longest}; shorten the lengths"
+        )
+
+
+def _router_losses(config: RunConfig) -> Iterator[str]:
+    actor = config.actor
+    keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(actor, key)]
+    if not keys or actor.backend == "fsdp":  # refused by the backend
+        return
+    named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
+    with suppress(ConfigError):  # reported by the sizes
+        if not num_experts(derived.hf_config(config.model)):
+            yield f"{named}: losses of routers need a mixture of experts, and the model is dense; set 0"
+    if actor.lora.rank:
+        yield f"{named} with actor.lora.rank={actor.lora.rank}: adapters leave routers as they are; set one to 0"
+    if actor.rollout_correction.reject:
+        yield (
+            f"{named} with actor.rollout_correction.reject={actor.rollout_correction.reject}: the routers' losses "
+            "are weighed by the tokens that the policy's loss counts, which are known too late then; leave one out"
         )
 
 

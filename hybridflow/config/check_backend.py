@@ -22,6 +22,8 @@ def problems(config: RunConfig) -> Iterator[str]:
         ("recompute", actor.recompute, "none"),
         ("router_replay", actor.router_replay, "none"),
         ("expert_bias_update_rate", actor.expert_bias_update_rate, 0),
+        ("router_aux_loss_coef", actor.router_aux_loss_coef, 0),
+        ("router_z_loss_coef", actor.router_z_loss_coef, 0),
     )
     for key, value, wanted in refused:
         if value != wanted:

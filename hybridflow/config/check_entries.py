@@ -74,6 +74,38 @@ def loss_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def recorded_problems(config: RunConfig) -> Iterator[str]:
+    """What training on recorded pairs excludes."""
+    if config.data.answers != "pairs":
+        return
+    pairs, actor, algorithm = "data.answers=pairs", config.actor, config.algorithm
+    able = [name for name in ESTIMATORS.names() if ESTIMATORS.get(name).preferences]
+    if algorithm.adv_estimator not in able:
+        yield (
+            f"{pairs} with algorithm.adv_estimator={algorithm.adv_estimator}, which learns from the policy's own "
+            f"answers: recorded ones are others; set adv_estimator to {', '.join(able)}, or data.answers=sampled"
+        )
+    if config.rollout.n != 2:
+        yield f"rollout.n={config.rollout.n} with {pairs}: a prompt has two answers, chosen and rejected; set it to 2"
+    if actor.rollout_correction.weight != "none" or actor.rollout_correction.reject:
+        yield f"actor.rollout_correction with {pairs}: no engine has sampled the answers; remove it"
+    refused = {
+        "actor.old_log_probs": (actor.old_log_probs, "trainer"),
+        "actor.router_replay": (actor.router_replay, "none"),
+        "trainer.max_staleness": (config.trainer.max_staleness, 0),
+        "algorithm.dynamic_sampling": (algorithm.dynamic_sampling, 0),
+        "algorithm.overlong_filter": (algorithm.overlong_filter, False),
+        "reward_model.path": (config.reward_model.path, None),
+        "data.dataset_class.path": (config.data.dataset_class.path, None),
+        "data.weight_key": (config.data.weight_key, None),
+        "data.difficulty_key": (config.data.difficulty_key, None),
+    }
+    for key, (given, wanted) in refused.items():
+        if given != wanted:
+            default = str(wanted).lower().replace("none", "null") if not isinstance(wanted, str) else wanted
+            yield f"{key}={given} is of answers that engines sample, and {pairs} has recorded ones; set it to {default}"
+
+
 def _bound_problem(name: str, bound: Any) -> str:
     """What is wrong with the bound of a statistic of rejection; empty when nothing is."""
     if name not in STATISTICS:
@@ -92,7 +124,7 @@ def _bound_problem(name: str, bound: Any) -> str:
 
 def sample_problems(config: RunConfig) -> Iterator[str]:
     """An estimator that compares the samples of a prompt needs two of them, ReMax a greedy answer; which samples a step
-    trains on, and how many answers validation takes."""
+    trains on."""
     algorithm, rollout, reward = config.algorithm, config.rollout, config.reward
     name, entry = algorithm.adv_estimator, ESTIMATORS.get(algorithm.adv_estimator)
     if algorithm.dynamic_sampling == 1:
@@ -126,11 +158,6 @@ def sample_problems(config: RunConfig) -> Iterator[str]:
             f"actor.router_replay={config.actor.router_replay} with algorithm.adv_estimator={name}: its pass over the "
             "vocabulary's probabilities would go through other experts; set router_replay=none, or choose another "
             "estimator"
-        )
-    if rollout.val_samples > 1 and not temperature:
-        yield (
-            f"rollout.val_samples={rollout.val_samples} with rollout.val_sampling.temperature=0: all answers to a "
-            "prompt would be the same; raise the temperature, or set val_samples to 1"
         )
     if config.rollout.n == 1 and ESTIMATORS.get(name).compares_samples:
         others = [other for other in ESTIMATORS.names() if not ESTIMATORS.get(other).compares_samples]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
+from hybridflow.config.val_sets import val_sets
 
 
 def problems(config: RunConfig, job: str) -> Iterator[str]:
@@ -15,6 +16,7 @@ def problems(config: RunConfig, job: str) -> Iterator[str]:
     if job == "train":
         wanted["data.train_files"] = config.data.train_files
         wanted["data.val_files"] = config.data.val_files
+        wanted |= {f"data.val_sets.{name}.files": held_out.files for name, held_out in val_sets(config).items() if name}
         if not config.data.train_files:
             yield "data.train_files is empty; give parquet files, for example data.train_files=[train.parquet]"
     if job == "train-reward":
@@ -57,6 +59,13 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
         yield (
             f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
             "give the number of pairs, for example data.prepare.options.num_pairs=9500"
+        )
+    recorded = config.data.train_files if config.data.answers == "pairs" else ()
+    pairs = [file for file in recorded if available(config, file) and not Path(file).exists()]
+    if prepare.task == "arithmetic" and pairs and not prepare.options.get("num_pairs"):
+        yield (
+            f"data.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; give the "
+            "number of pairs, for example data.prepare.options.num_pairs=9500"
         )
     missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
     if prepare.task == "gsm8k" and prepare.source is None and missing:

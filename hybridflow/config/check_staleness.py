@@ -12,6 +12,11 @@ def problems(config: RunConfig) -> Iterator[str]:
     if not config.trainer.max_staleness:
         return
     stale = f"trainer.max_staleness={config.trainer.max_staleness}"
+    if config.trainer.tail_batching:
+        yield (
+            f"{stale} trains while long answers go on, and trainer.tail_batching={config.trainer.tail_batching} cuts "
+            "them off and asks anew; set one of them to 0"
+        )
     actor, rollout = config.actor, config.rollout
     correction = actor.rollout_correction
     if correction.weight == "none" and not correction.reject and actor.old_log_probs != "engine":

@@ -172,6 +172,12 @@ def needs_sum_pi_squared(config: RunConfig) -> bool:
     return "sum_pi_squared" in ESTIMATORS.get(config.algorithm.adv_estimator).reads
 
 
+def short_round_prompts(config: RunConfig) -> int:
+    """Prompts that a step with tail batching hands out, of which it trains `data.train_batch_size`."""
+    size = config.data.train_batch_size
+    return size + max(1, round(size * config.trainer.tail_batching))
+
+
 def needs_engine_routes(config: RunConfig) -> bool:
     """Whether engines must return the experts of every token."""
     return config.actor.router_replay in ("compare", "r3")
@@ -236,9 +242,19 @@ def shares_devices(config: RunConfig) -> bool:
     return pool_of(config, "rollout") == "actor"
 
 
+def generates(config: RunConfig) -> bool:
+    """Whether a run has engines; without, it trains on dumps."""
+    return config.trainer.rollouts_from is None
+
+
 def alternates(config: RunConfig) -> bool:
     """Whether engines release the devices that they share with the trainer while it uses them, from their start on."""
-    return shares_devices(config) and config.rollout.sleep_while_training and not config.cluster.in_process
+    return (
+        generates(config)
+        and shares_devices(config)
+        and config.rollout.sleep_while_training
+        and not config.cluster.in_process
+    )
 
 
 def role_layout(config: RunConfig, role: str) -> ParallelConfig:

@@ -41,6 +41,8 @@ class Estimator:
         options: a frozen dataclass; every field has a default.
         aggregations: the values of actor.loss_agg_mode under which it is what its paper defines; empty: any.
         takes_parts: whether it is given the rewards of turns or tokens.
+        preferences: whether it learns which answers are preferred; these may then be recorded ones
+            (`data.answers=pairs`).
     """
 
     function: Callable[..., Any]
@@ -50,6 +52,7 @@ class Estimator:
     options: type
     aggregations: tuple[str, ...] = ()
     takes_parts: bool = False
+    preferences: bool = False
 
 
 @dataclass(frozen=True)

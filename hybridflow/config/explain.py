@@ -78,6 +78,11 @@ def _given(config: RunConfig, origins: Origins) -> list[str]:
 def _rollout(config: RunConfig) -> list[str]:
     prompts, n, engines = config.data.train_batch_size, config.rollout.n, config.rollout.num_engines
     samples = derived.samples_per_step(config)
+    if config.data.answers == "pairs":
+        return [
+            "Rollout: none in a step; engines answer held-out prompts alone",
+            f"  samples   = data.train_batch_size recorded pairs = {prompts} x 2 = {samples}",
+        ]
     return [
         "Rollout (one step)",
         f"  ranks     = {_engine_shape(config)}",
@@ -90,6 +95,12 @@ def _rollout(config: RunConfig) -> list[str]:
 
 def _staleness(config: RunConfig) -> str:
     steps, samples = config.trainer.max_staleness, derived.samples_per_step(config)
+    if config.trainer.tail_batching:
+        size, short = config.data.train_batch_size, derived.short_round_prompts(config)
+        return (
+            f"tail batching: a step hands out {short} prompts and trains the {size} that end first; once {size} "
+            "prompts have been cut off, a step answers them anew"
+        )
     if not steps:
         return "a step waits for all of its samples, which the present weights make"
     return (
@@ -196,11 +207,15 @@ def _reference(config: RunConfig) -> list[str]:
 def _teacher(config: RunConfig) -> list[str]:
     if not derived.has_teacher(config):
         return ["Teacher: none (teacher.path is null)"]
-    teacher = config.teacher
-    return [
-        f"Teacher: {teacher.path}; its {teacher.top_k} most likely tokens at every response token, "
-        f"{_place(config, 'teacher')}"
-    ]
+    teacher, distillation = config.teacher, config.actor.distillation
+    what = f"its {teacher.top_k} most likely tokens at every response token"
+    if distillation.coef and distillation.loss != "forward_kl_topk":
+        what = "its log-probability of every response token"
+    learned = "not learned from (actor.distillation.coef is 0)"
+    if distillation.coef:
+        rewards = "beside the rewards" if distillation.task_rewards else "and nothing else is learned"
+        learned = f"learned by {distillation.loss} with actor.distillation.coef {distillation.coef:g}, {rewards}"
+    return [f"Teacher: {teacher.path}; {what}, {_place(config, 'teacher')}", f"  {learned}"]
 
 
 def _sync(config: RunConfig) -> list[str]:

@@ -17,7 +17,13 @@ def problems(config: RunConfig, job: str, files: bool = True) -> list[str]:
     """Every problem as one line, for `hybridflow train` or `train-reward`; without `files` folders may be missing."""
     found: list[str] = []
     if job == "train":
-        found += [*_steering(config), *check_entries.sample_problems(config), *check_entries.loss_problems(config)]
+        found += [
+            *_steering(config),
+            *_distillation(config),
+            *check_entries.sample_problems(config),
+            *check_entries.loss_problems(config),
+            *check_entries.recorded_problems(config),
+        ]
         if derived.has_critic(config):
             found += [*_role(config, "critic", files), *_critic_batches(config)]
         elif config.trainer.critic_warmup:
@@ -47,6 +53,20 @@ def _steering(config: RunConfig) -> Iterator[str]:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves none of trainer.total_steps={trainer.total_steps} "
             "to the policy; lower it"
+        )
+
+
+def _distillation(config: RunConfig) -> Iterator[str]:
+    distillation = config.actor.distillation
+    if distillation.coef and not derived.has_teacher(config):
+        yield (
+            f"actor.distillation.coef={distillation.coef:g} without a teacher to learn from: set teacher.path to the "
+            "Hugging Face folder of a model of the policy's vocabulary, or coef=0"
+        )
+    if not distillation.task_rewards and not distillation.coef:
+        yield (
+            "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would be learned; set coef "
+            "to 1, or task_rewards=true"
         )
 
 

@@ -2,7 +2,7 @@
 
 Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or said in the comment. "prompts" counts rows of the
 dataset, "samples" counts generated responses: samples = prompts x `rollout.n`. The sections `algorithm` and `reward`
-are in `hybridflow.config.schema_rewards`.
+are in `hybridflow.config.schema_rewards`, parts of `actor` in `hybridflow.config.schema_losses`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from hybridflow.config.keys import (
     Positive,
     PositiveInt,
 )
-from hybridflow.config.schema_rewards import VERL_KL, AlgorithmConfig, RewardConfig
+from hybridflow.config.schema_losses import DistillationConfig, KlLoss, RolloutCorrectionConfig
+from hybridflow.config.schema_rewards import AlgorithmConfig, RewardConfig
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 _VERL_LOSSES = Aliases((("vanilla", "ppo"), ("geo_mean", "gmpo")))
-# with +: the value of the estimate, and the gradient of k2, whose mean is that of the divergence
-KlLoss = Annotated[Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"], VERL_KL]
 Placement = Literal["colocated", "own"]
 Section = Literal["actor", "critic", "reference", "reward_model", "teacher", "rollout"]
 Packing = Literal["pack", "spread", "whole_nodes"]
@@ -77,8 +76,16 @@ class DataConfig:
     """Prompts: parquet rows {data_source, prompt, ability, reward_model{style, ground_truth}, extra_info}."""
 
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    # which answers a step trains on; sampled: the policy's own; pairs: recorded ones, for dpo, ipo and kto: train_files
+    # then has rows {prompt, chosen, rejected}
+    answers: Literal["sampled", "pairs"] = "sampled"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     train_files: tuple[str, ...] = ()
     val_files: tuple[str, ...] = ()
+    # more held-out sets, each with metrics of its own: {name: {files: [...], max_prompts: ..., samples: ..., sampling:
+    # {...}}}; what a set leaves out is as val_max_prompts, rollout.val_samples and rollout.val_sampling say
+    val_sets: dict[str, Any] = field(default_factory=dict)
     prompt_key: str = "prompt"
     train_batch_size: PositiveInt = 64  # prompts a step
     val_max_prompts: PositiveInt | None = None  # null: all of them
@@ -167,20 +174,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig:
-    """What becomes of tokens that the engine gave another probability than the trainer: low precision, other kernels,
-    weights of an earlier step (docs/rollout-correction.md; verl's names in brackets)."""
-
-    # importance weight, trainer / engine, of each token's loss; token: its own; sequence: the product over its sequence
-    weight: Literal["none", "token", "sequence"] = "none"  # [rollout_is]
-    upper: Positive = 2.0  # larger weights count as it [rollout_is_threshold]
-    lower: Positive | None = None  # with it, weights outside lower..upper count 0 (IcePop); null: without
-    # bounds of statistics; tokens or sequences beyond them are left out of the loss and its counts, e.g. {seq_mean_k1:
-    # [0.999, 1.001], token_k3: 0.5} [rollout_rs, rollout_rs_threshold]
-    reject: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ActorConfig:
     """The trained policy: layout, optimizer and PPO update."""
 
@@ -220,8 +213,13 @@ class ActorConfig:
     entropy_coef_step: Positive = 0.005
     # a step of DeepSeek's loss-free balancing an update (published: 0.001); 0: biases stay
     expert_bias_update_rate: NonNegative = 0.0
+    # added to the loss for every layer with routers: load balancing over the real tokens of a micro-batch (Switch,
+    # pre-training: 0.001 to 0.01) and the squared logsumexp of the routers' logits (ST-MoE, 0.001)
+    router_aux_loss_coef: NonNegative = 0.0
+    router_z_loss_coef: NonNegative = 0.0
     kl_loss_coef: NonNegative = 0.0  # 0 with algorithm.kl_coef 0: no reference pass at all
     kl_loss_type: KlLoss = "k3"  # estimate of the KL divergence at each token
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     # which experts the tokens of an update go through; none: those the live router chooses; compare: the same, and how
     # often the engine chose otherwise is measured; r2: those of the old-log-prob pass; r3: those the engine used, in
     # the old-log-prob pass and in updates
@@ -257,7 +255,8 @@ class ReferenceConfig(RoleConfig):
 
 @dataclass(frozen=True)
 class TeacherConfig(RoleConfig):
-    """A model of the policy's vocabulary, whose most likely tokens become columns of the batch. `path: null`: none."""
+    """A model of the policy's vocabulary, whose most likely tokens become columns of the batch, for
+    `actor.distillation`. `path: null`: none."""
 
     path: str | None = None  # HF folder of a causal model
     placement: Placement = "own"
@@ -440,6 +439,9 @@ class TrainerConfig:
     # how many weight versions the oldest token of a step may be behind; 0: a step waits for all prompts that it hands
     # out; 1: it trains while engines answer those of the next; more: fully asynchronous (docs/asynchronous.md)
     max_staleness: NonNegativeInt = 0
+    # tail batching (RollPacker): a step hands out so many more prompts, as a share of its own, and trains those whose
+    # samples end first; the others are answered anew in a step of their own. 0: never (docs/asynchronous.md)
+    tail_batching: NonNegative = 0.0
     critic_warmup: NonNegativeInt = 0  # first steps in which the critic alone is trained
     val_before_train: bool = True
     test_every_steps: NonNegativeInt = 0  # 0: only before and after
@@ -456,6 +458,11 @@ class TrainerConfig:
     export: bool = True  # write a Hugging Face folder at the end
     loggers: tuple[Annotated[str, TRACKER], ...] = ("console", "jsonl", "tensorboard")
     dump_rollouts_every_steps: NonNegativeInt = 1  # parquet; 0: never
+    # generate, score and dump, without training: the weights stay those that the run begins with (docs/debugging.md)
+    rollout_only: bool = False
+    # train on these dumps instead of generating, without engines: the folder of a run's rollouts, or the file of one
+    # step; the run ends after the last of them
+    rollouts_from: str | None = None
     report: bool = True
 
 

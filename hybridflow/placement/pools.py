@@ -51,7 +51,7 @@ def pools_of(config: RunConfig, job: str = "train", kind: Kind = "cuda") -> tupl
     """
     roles = [role for role in derived.roles_in_use(config, job) if role == "actor" or not _is_guest(config, role)]
     groups = [Group(role, derived.role_world_size(config, role)) for role in roles]
-    if job == "train":
+    if job == "train" and derived.generates(config):
         nodes = config.rollout.nodes_per_engine
         ranks = derived.engine_ranks(config) // nodes if kind == "cuda" else 1
         groups.append(Group("rollout", config.rollout.num_engines, ranks, nodes))

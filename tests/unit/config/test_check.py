@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,6 +203,8 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("data.max_response_length=2000",), ("max_position_embeddings=1024", "2032")),
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p=0.9", "logprob_diff_bound=null")),
         (("trainer.max_staleness=1",), ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")),
+        ((*STALE, "trainer.tail_batching=0.25"), ("trainer.tail_batching=0.25", "set one of them to 0")),
+        (("trainer.tail_batching=-1",), ("trainer.tail_batching=-1", "at least 0")),
         ((*STALE, "rollout.sync.pause=abort"), ("rollout.sync.pause=abort", "retract or in_place")),
         ((*STALE, "rollout.sync.pause=in_place"), ("rollout.sync.pause=in_place", "logprob_diff_bound=null")),
         ((*STALE, "rollout.sleep_while_training=true"), ("rollout.sleep_while_training=true", "max_staleness to 0")),
@@ -262,13 +266,19 @@ def test_a_temperature_below_zero_gets_one_answer() -> None:
     assert found("rollout.sampling.temperature=-1") == ["rollout.sampling.temperature=-1.0 must be more than 0"]
 
 
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """A configuration that passes every check, as nested mappings."""
+    return to_plain(small())
+
+
 @pytest.mark.parametrize("key", [key for key, kind in all_keys(RunConfig) if kind.type in (int, float)])
-def test_numbers_out_of_range_name_their_key(key: str) -> None:
+def test_numbers_out_of_range_name_their_key(key: str, plain: dict[str, Any]) -> None:
     kind = dict(all_keys(RunConfig))[key]
     outside: dict[type[Bound], float] = {Above: 0.0, AtLeast: -1.0}
     bad = [kind.type(bound.limit + outside.get(type(bound), 1)) for bound in kind.bounds]
     for value in (*bad, *((math.nan, math.inf) if kind.type is float else ())):
-        values = to_plain(small())
+        values = copy.deepcopy(plain)
         *groups, name = key.split(".")
         functools.reduce(dict.__getitem__, groups, values)[name] = value
         assert any(line.startswith(f"{key}=") for line in problems(build(values))), value
@@ -413,3 +423,32 @@ def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
     assert derived.expert_tensor_size(small(*TP2).actor.parallel) == 2
     assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert=2").actor.parallel) == 1
     assert derived.expert_tensor_size(small(*TP2, "actor.parallel.expert_tensor=1").actor.parallel) == 1
+
+
+def test_bfloat16_has_a_bound_of_its_own_on_differences_of_log_probs() -> None:
+    """Engines' and trainer's differ by 0.01 to 0.05 in the mean there: the bound for fp32 stopped the first step."""
+
+    def bound(*overrides: str) -> float | None:
+        return derived.logprob_diff_bound(load_config("tiny-moe-grpo", list(overrides)))
+
+    assert bound("model.dtype=float32") == 0.01
+    assert bound("model.dtype=bfloat16") == 0.1
+    assert bound("model.dtype=bfloat16", "rollout.logprob_diff_bound=0.2") == 0.2
+    assert bound("model.dtype=bfloat16", "rollout.logprob_diff_bound=null") is None
+
+
+@pytest.mark.parametrize("key", ["router_aux_loss_coef", "router_z_loss_coef"])
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (("model=tiny-dense",), "the model is dense"),
+        (("actor.lora.rank=4",), "adapters leave routers as they are"),
+        (("actor.rollout_correction.reject={token_k1: [0.5, 2.0]}",), "known too late"),
+    ],
+)
+def test_losses_of_routers_are_refused_where_they_cannot_be_trained(
+    key: str, others: tuple[str, ...], said: str
+) -> None:
+    (line,) = [line for line in found(f"actor.{key}=0.01", *others, name="tiny-moe-grpo") if key in line]
+    assert said in line
+    assert not [line for line in found(*others, name="tiny-moe-grpo") if key in line]

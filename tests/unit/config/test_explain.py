@@ -47,6 +47,7 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
     [
         ("actor.kl_loss_coef=0.1", "Reference: one forward pass"),
         ("sft.steps=0", "Warm start: none"),
+        ("trainer.tail_batching=0.25", "trains the 64 that end first"),
         ("trainer.max_staleness=2", "engines have the samples of up to 1 + 2 steps"),
         ("rollout.tensor=4", "rollout.tensor x rollout.pipeline = 4 x 1 = 4 an engine, on one node"),
         ("rollout.sync.staging_bytes=4000", "4000 / (2 x 2) = 1000 bytes"),

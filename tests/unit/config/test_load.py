@@ -49,31 +49,38 @@ def test_every_group_file_can_be_chosen(group: Path) -> None:
         assert dataclasses.is_dataclass(getattr(config, group.name))
 
 
-@pytest.mark.parametrize("key", list(KEYS))
-def test_every_key_can_be_overridden_on_a_recipe_that_mentions_none(key: str, own: Path) -> None:
+@pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in KEYS}))
+def test_every_key_can_be_overridden_on_a_recipe_that_mentions_none(section: str, own: Path) -> None:
     (own / "empty.yaml").write_text("# nothing\n{}\n")
-    value: object = to_plain(RunConfig())
+    plain = to_plain(RunConfig())
+    given = {key: another(key, at(plain, key)) for key in KEYS if key.partition(".")[0] == section}
+    found = to_plain(load_config("empty", [f"{key}={text}" for key, (text, _) in given.items()], own))
+    for key, (_, expected) in given.items():
+        value, default = at(found, key), at(plain, key)
+        assert value == expected, key
+        assert type(value) is type(default) or default is None, key
+
+
+def at(plain: object, key: str) -> object:
+    """The value of a key in nested mappings."""
     for part in key.split("."):
-        value = value[part]  # type: ignore[index]
+        plain = plain[part]  # type: ignore[index]
+    return plain
+
+
+def another(key: str, value: object) -> tuple[str, object]:
+    """A value of the key's kind that is not its default where there is one: as an override writes it, and itself."""
     if isinstance(value, bool):
-        text, expected = str(not value).lower(), not value
-    elif isinstance(value, (int, float)):
-        text, expected = "3", 3
-    elif isinstance(value, dict):
-        text, expected = "{a: 1}", {"a": 1}
-    elif isinstance(value, list):
-        text, expected = "[]", []
-    elif key in CHOICES:
-        text, expected = CHOICES[key][-1], CHOICES[key][-1]
-    elif value is None:
-        text, expected = "null", None
-    else:
-        text, expected = "abc", "abc"
-    found: object = to_plain(load_config("empty", [f"{key}={text}"], own))
-    for part in key.split("."):
-        found = found[part]  # type: ignore[index]
-    assert found == expected
-    assert type(found) is type(value) or value is None
+        return str(not value).lower(), not value
+    if isinstance(value, (int, float)):
+        return "3", 3
+    if isinstance(value, dict):
+        return "{a: 1}", {"a": 1}
+    if isinstance(value, list):
+        return "[]", []
+    if key in CHOICES:
+        return str(CHOICES[key][-1]), CHOICES[key][-1]
+    return ("null", None) if value is None else ("abc", "abc")
 
 
 def test_overrides_win_over_the_recipe_and_the_rest_keeps_its_value() -> None:

@@ -11,7 +11,8 @@ from hybridflow.config.check import problems
 from hybridflow.config.explain import Origins, explain
 from hybridflow.config.load import load_config
 from hybridflow.errors import SchemaError
-from hybridflow.trainer.groups import check_steps
+from hybridflow.trainer.groups import check_steps, update_step
+from hybridflow.workers.model_role import teacher_method
 
 PPO = ("algorithm=ppo", "+critic=tiny")
 OWN = ("algorithm=ppo", "+critic=tiny-own")
@@ -130,6 +131,38 @@ def test_a_teacher_speaks_the_language_of_the_policy() -> None:
     check_steps(load_config("e2e", settings))
 
 
+def test_distillation_needs_a_teacher_and_reads_what_it_writes() -> None:
+    (Path(model_folder("teacher")) / "config.json").write_text('{"vocab_size": 16}')
+    one, alone = "actor.distillation.coef=0.5", "actor.distillation.task_rewards=false"
+    [line] = found(one)
+    assert "actor.distillation.coef=0.5 without a teacher to learn from: set teacher.path" in line
+    [line] = found(alone)
+    assert "actor.distillation.task_rewards=false with actor.distillation.coef=0: nothing would be learned" in line
+    given = ("teacher.path=teacher", "teacher.top_k=4")
+    sampled = (*given, one, alone, "actor.distillation.loss=low_var_kl+")
+    for settings, said, reads, writer in (
+        (given, "not learned from (actor.distillation.coef is 0)", (), "compute_teacher_top"),
+        (
+            (*given, one),
+            "learned by forward_kl_topk with actor.distillation.coef 0.5, beside the rewards",
+            ("teacher_top_log_probs", "teacher_top_ids"),
+            "compute_teacher_top",
+        ),
+        (
+            sampled,
+            "by k3+ with actor.distillation.coef 0.5, and nothing",
+            ("teacher_log_probs",),
+            "compute_teacher_log_probs",
+        ),
+    ):
+        assert found(*settings, "model.hf_config.vocab_size=16") == []
+        config = load_config("e2e", settings)
+        assert said in explain(config, Origins(frozenset(), {}))
+        assert tuple(name for name in update_step(config).reads if name.startswith("teacher")) == reads
+        assert teacher_method(config.actor.distillation).__name__ == writer
+        check_steps(config)
+
+
 def test_reward_training_needs_pairs_that_fit() -> None:
     settings = {"job": "train-reward", "name": "tiny-moe-reward"}
     [line] = found("data.prepare.options.num_pairs=0", **settings)
@@ -165,3 +198,29 @@ def test_the_columns_of_every_step_are_there(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(groups.ModelWorker, "compute_values", groups.ModelWorker.compute_scores)
     with pytest.raises(SchemaError, match="advantages reads column 'values'"):
         check_steps(config)
+
+
+def test_recorded_pairs_are_for_estimators_of_preferences() -> None:
+    def of_pairs(*overrides: str) -> list[str]:
+        return found(*overrides, name="tiny-dpo")
+
+    assert of_pairs() == [] and of_pairs("algorithm=ipo") == [] and of_pairs("algorithm=kto") == []
+    config = load_config("tiny-dpo")
+    check_steps(config)
+    assert "Rollout: none in a step" in explain(config, Origins(frozenset(), {}))
+    [line] = of_pairs("algorithm.adv_estimator=grpo")
+    assert "learns from the policy's own answers: recorded ones are others; set adv_estimator to dpo, ipo, kto" in line
+    [line] = of_pairs("rollout.n=8")
+    assert "rollout.n=8 with data.answers=pairs: a prompt has two answers, chosen and rejected; set it to 2" in line
+    [line] = of_pairs("data.prepare.options.num_pairs=0")
+    assert "pairs.parquet will not be made, because data.prepare.options.num_pairs is 0" in line
+    for override, default in (
+        ("actor.old_log_probs=engine", "trainer"),
+        ("algorithm.dynamic_sampling=2", "0"),
+        ("algorithm.overlong_filter=true", "false"),
+        ("data.weight_key=weight", "null"),
+    ):
+        [line] = of_pairs(override)
+        assert "is of answers that engines sample" in line and line.endswith(f"set it to {default}"), line
+    [line] = of_pairs("actor.rollout_correction.weight=token")
+    assert "actor.rollout_correction with data.answers=pairs: no engine has sampled the answers" in line

@@ -1,0 +1,93 @@
+"""The validation sets of a run: that of `data.val_files`, which has no name, and those of `data.val_sets`. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.config.build import build_options
+from hybridflow.config.keys import PositiveInt, out_of_range
+from hybridflow.config.schema import RunConfig, SamplingConfig, ValSamplingConfig
+from hybridflow.errors import ConfigError
+
+VAL_SET = "val_set"  # column of prompts that are answered as validation answers the set of this name [B]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class ValSet:
+    """Held-out prompts and how they are answered. What an entry of `data.val_sets` does not give is as for
+    `data.val_files`."""
+
+    files: tuple[str, ...] = ()
+    max_prompts: PositiveInt | None = None  # null: all of them
+    samples: PositiveInt = 1  # answers to each prompt
+    sampling: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+
+
+def val_sets(config: RunConfig) -> dict[str, ValSet]:
+    """{name: set}; "" is the name of the set of `data.val_files`, which is always there and may have no files.
+
+    Raises:
+        ConfigError: an entry of `data.val_sets` has an unknown key or a value of a wrong type, or is no group of keys.
+    """
+    unnamed = _unnamed(config)
+    return {"": unnamed} | {name: _built(unnamed, name, given) for name, given in config.data.val_sets.items()}
+
+
+def sampling_of(config: RunConfig, name: str) -> SamplingConfig:
+    """How the prompts of this set are answered."""
+    unnamed = _unnamed(config)
+    return (_built(unnamed, name, config.data.val_sets[name]) if name else unnamed).sampling
+
+
+def tag(name: str) -> str:
+    """What the metrics and the dumps of a set begin with, after "val" or "validation": nothing without a name."""
+    return f"-{name}" if name else ""
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with each entry of `data.val_sets`, and with the number of answers of every set."""
+    unnamed, found = _unnamed(config), dict[str, ValSet]()
+    for name, given in config.data.val_sets.items():
+        key = f"data.val_sets.{name}"
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            yield (
+                f"data.val_sets: {name!r} names metrics and a folder; use letters, digits, points, dashes and "
+                "underscores, and quote a name of digits"
+            )
+            continue
+        try:
+            found[name] = _built(unnamed, name, given)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        yield from (f"{key}.{line}" for line in out_of_range(found[name]))
+        if not found[name].files:
+            yield f"{key}.files is empty; give parquet files, for example {key}.files=[test.parquet]"
+        if found[name].sampling.top_k == 0:
+            yield f"{key}.sampling.top_k=0 would sample from no token; -1 switches it off"
+    for name, one in {"": unnamed, **found}.items():
+        if one.samples > 1 and not one.sampling.temperature:
+            samples, temperature = (
+                (f"data.val_sets.{name}.samples", f"data.val_sets.{name}.sampling.temperature")
+                if name
+                else ("rollout.val_samples", "rollout.val_sampling.temperature")
+            )
+            yield (
+                f"{samples}={one.samples} with {temperature}=0: all answers to a prompt would be the same; raise the "
+                "temperature, or set the samples to 1"
+            )
+
+
+def _unnamed(config: RunConfig) -> ValSet:
+    data, rollout = config.data, config.rollout
+    return ValSet(data.val_files, data.val_max_prompts, rollout.val_samples, rollout.val_sampling)
+
+
+def _built(unnamed: ValSet, name: str, given: Mapping[str, Any]) -> ValSet:
+    defaults = ValSet((), unnamed.max_prompts, unnamed.samples, unnamed.sampling)
+    made: ValSet = build_options(defaults, given, f"data.val_sets.{name}")
+    return made
