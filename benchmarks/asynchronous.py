@@ -1,4 +1,5 @@
-"""Steps of a synchronous, a one-step-off and an asynchronous run over engines of a fixed token rate, in virtual time.
+"""Steps of a synchronous run without and with tail batching, of a one-step-off and of an asynchronous run over engines
+of a fixed token rate, in virtual time.
 
 The buffer of groups, the requests and their placement are the ones of a run; the engines and the training are clocks.
 Lengths of responses are log-normal with median 500 and 99th percentile 5,000 tokens; training takes as long as the
@@ -28,6 +29,7 @@ MOST, RATE = 16384, 50.0  # tokens of a response; tokens a second of a request
 MEDIAN, P99 = 500, 5000
 _POLL_S = 1.0  # between two looks at the engines
 RUNNING = 64  # requests that an engine runs at a time
+TAIL = 0.25  # prompts beyond those of a step, as a share of them, with tail batching
 
 
 class Engine:
@@ -35,7 +37,7 @@ class Engine:
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self.running: list[tuple[float, int]] = []  # when it ends, ticket
+        self.running: list[tuple[float, int]] = []  # when it ends, ticket; sorted as a heap
         self.queued: deque[tuple[int, float]] = deque()  # ticket, seconds
         self.ended: list[int] = []
         self.now = self.busy = self.first_idle = 0.0
@@ -52,6 +54,14 @@ class Engine:
             self.ended.append(ticket)
             self._fill()
         self.now = now
+
+    def abort(self, tickets: set[int]) -> None:
+        """Give the places of these requests to others."""
+        self.busy -= sum(end - self.now for end, ticket in self.running if ticket in tickets)
+        self.running = [(end, ticket) for end, ticket in self.running if ticket not in tickets]
+        heapq.heapify(self.running)
+        self.queued = deque((ticket, seconds) for ticket, seconds in self.queued if ticket not in tickets)
+        self._fill()
 
     def _fill(self) -> None:
         while self.queued and len(self.running) < self.places:
@@ -94,8 +104,15 @@ class Engines(Requests):
         answer = Completion([0], [0.0], "stop", (WeightSpan("0", 0, 1),))
         return response_columns([answer] * len(tickets)).with_columns(ticket=np.array(tickets, np.int64))
 
+    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+        raise RuntimeError("nothing is saved")
+
     def _leave_out_lost(self, answers: int) -> None:
         raise RuntimeError("these engines are never lost")
+
+    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        for number, part in tickets.items():
+            self.engines[number].abort(set(part))
 
     def _forget(self, engines: Sequence[int]) -> None:
         raise RuntimeError("nothing is given up")
@@ -112,12 +129,12 @@ class Rows:
         return DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1]] * len(rows), np.int64)})
 
 
-def config_of(staleness: int = 0) -> RunConfig:
+def config_of(staleness: int = 0, tail: float = 0.0) -> RunConfig:
     """The run that is looked at."""
     return RunConfig(
         data=DataConfig(train_batch_size=PROMPTS, max_response_length=MOST),
         rollout=RolloutConfig(n=SAMPLES, num_engines=ENGINES, max_running_requests=RUNNING),
-        trainer=TrainerConfig(total_steps=STEPS, max_staleness=staleness),
+        trainer=TrainerConfig(total_steps=STEPS, max_staleness=staleness, tail_batching=tail),
     )
 
 
@@ -128,10 +145,11 @@ def lengths_of(count: int, seed: int) -> np.ndarray:
     return np.minimum(np.maximum(drawn, 1), MOST).astype(np.int64)
 
 
-def run(staleness: int, training_s: float) -> tuple[float, float, float]:
+def run(staleness: int, training_s: float, tail: float = 0.0) -> tuple[float, float, float]:
     """Seconds a step, the share of the trainer's time in which it waits, and the idle share of the engines' places."""
-    config = config_of(staleness)
-    engines, waited = Engines(config, lengths_of(PROMPTS * SAMPLES * STEPS, 1)), 0.0
+    config = config_of(staleness, tail)
+    count = 2 * PROMPTS * SAMPLES * STEPS  # what tail batching cuts off is answered anew, at most once
+    engines, waited = Engines(config, lengths_of(count, 1)), 0.0
     given: Any = (engines, Rows(), lambda batch: batch)
     groups = Groups(config, *given)
     for version in range(STEPS):
@@ -164,10 +182,10 @@ def main() -> None:
     """Simulate, and write the results."""
     training_s = run(0, 0.0)[0]
     synchronous, figures = 0.0, []
-    for staleness in (0, 1, 4):
-        step_s, waits, idle = run(staleness, training_s)
+    for staleness, tail in ((0, 0.0), (0, TAIL), (1, 0.0), (4, 0.0)):
+        step_s, waits, idle = run(staleness, training_s, tail)
         synchronous = synchronous or step_s
-        name = f"max_staleness {staleness}"
+        name = f"tail_batching {tail}" if tail else f"max_staleness {staleness}"
         figures += [
             Figure(f"{name}: a step", step_s, "s", "synchronous", synchronous, synchronous / step_s),
             Figure(f"{name}: trainer waits", waits, "of its time"),

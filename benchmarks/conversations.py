@@ -69,8 +69,14 @@ class Engines(Requests):
         tickets = [queue.popleft() for _ in range(min(_AT_ONCE, len(queue)))]
         return response_columns([self.answer] * len(tickets)).with_columns(ticket=np.array(tickets, np.int64))
 
+    def _so_far(self, engines: Sequence[int]) -> Sequence[DataProto]:
+        raise RuntimeError("nothing is saved")
+
     def _leave_out_lost(self, answers: int) -> None:
         raise RuntimeError("these engines are never lost")
+
+    def _abort(self, tickets: Mapping[int, Sequence[int]]) -> None:
+        raise RuntimeError("nothing is aborted")
 
     def _forget(self, engines: Sequence[int]) -> None:
         raise RuntimeError("nothing is given up")

@@ -19,6 +19,8 @@ if __name__ == "__main__":
     conditions.ensure()
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +63,22 @@ def peak_bytes(form: Form) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def compared(metric: str, ours: Form, others: dict[str, Form], limit: float | None = None) -> list[Figure]:
-    """One figure a peer; `limit` is what the machine takes at least."""
+@dataclass(frozen=True)
+class Work:
+    """What an operation must move and compute at least, and the seconds that this machine takes for it."""
+
+    limit: float
+    nbytes: int
+    flops: int = 0
+
+
+def compared(metric: str, ours: Form, others: dict[str, Form], least: Work) -> list[Figure]:
+    """One figure a peer, with the share of what was measured of this machine."""
     mine = seconds(ours)
-    return [faster(metric, mine, seconds(form), name, limit=limit) for name, form in others.items()]
+    return [
+        replace(faster(metric, mine, seconds(form), name, limit=least.limit), nbytes=least.nbytes, flops=least.flops)
+        for name, form in others.items()
+    ]
 
 
 def in_torch(module: Any, form: Form) -> Form:
@@ -143,14 +157,24 @@ def log_probs(tokens: int) -> list[Figure]:
     once, thrice = seconds(products), seconds(all_products)
     name = f"{tokens} tokens x {VOCAB} x {HIDDEN}"
     plain_forms = {"torch, chunked": in_torch(kernel, forward), "torch.compile": compiled}
-    figures = compared(f"log-probs and entropy, {name}", forward, plain_forms, once)
-    figures += compared(f"log-probs and top 32, {name}", highest, {"torch, chunked": in_torch(kernel, highest)}, once)
+    read, product = plain.nbytes + matrix.nbytes, 2 * tokens * VOCAB * HIDDEN
+    # read once; with gradients once more, and both gradients written, the weight's added to what is there
+    forwards = Work(once, read, product)
+    backwards = Work(thrice, 2 * read + 2 * plain.nbytes + 2 * grad_weight.nbytes, 3 * product)
+    figures = compared(f"log-probs and entropy, {name}", forward, plain_forms, forwards)
+    top_32 = {"torch, chunked": in_torch(kernel, highest)}
+    figures += compared(f"log-probs and top 32, {name}", highest, top_32, forwards)
     peers = {"torch, chunked": in_torch(kernel, both), **log_probs_peers(hidden, weight, targets)}
-    figures += compared(f"with gradients, {name}", both, peers, thrice)
-    figures.append(Figure(f"matrix rate, {name}", 2 * tokens * VOCAB * HIDDEN / once / 1e12, "TFLOP/s"))
+    figures += compared(f"with gradients, {name}", both, peers, backwards)
+    figures.append(Figure(f"matrix rate, {name}", product / once / 1e12, "TFLOP/s"))
     figures.append(Figure(f"memory of the forward, {name}", peak_bytes(forward) / tokens, "bytes a token"))
     figures.append(Figure(f"memory with gradients, {name}", peak_bytes(both) / tokens, "bytes a token"))
     return figures
+
+
+def moved(nbytes: int, bandwidth: float) -> Work:
+    """The work of an operation that memory traffic bounds."""
+    return Work(nbytes / bandwidth, nbytes)
 
 
 def messages(bandwidth: float) -> list[Figure]:
@@ -171,7 +195,7 @@ def messages(bandwidth: float) -> list[Figure]:
         for name, pieces in forms.items():
             prepared = slices.Slices(pieces, pieces[-1].end)
             payload = torch.empty(pieces[-1].end, dtype=torch.uint8, device="cuda")
-            least = (pieces[-1].tensor.nbytes + len(payload)) / bandwidth
+            least = moved(pieces[-1].tensor.nbytes + len(payload), bandwidth)
 
             def pack() -> None:
                 prepared.pack(payload, 7)  # noqa: B023  called within this turn
@@ -194,13 +218,13 @@ def messages(bandwidth: float) -> list[Figure]:
             buffer.copy_(payload.view(torch.bfloat16).view(buffer.shape))  # noqa: B023
 
         others = {"checksum, then copy": copied, "torch": in_torch(digest, copied)}
-        figures += compared(f"scatter bf16, {rows} x {columns}", scatter, others, 2 * len(payload) / bandwidth)
+        figures += compared(f"scatter bf16, {rows} x {columns}", scatter, others, moved(2 * len(payload), bandwidth))
     return figures
 
 
 def memory_bound(bandwidth: float) -> list[Figure]:
-    """Checksum, fp8 and scans; the limit is the least bytes over the bandwidth of a copy."""
-    from hybridflow_kernels import digest, fp8_cast, scans
+    """Messages, checksum and fp8; the limit is the least bytes over the bandwidth of a copy."""
+    from hybridflow_kernels import digest, fp8_cast
 
     figures = messages(bandwidth)
     for size in (1 << 24, 1 << 28):
@@ -210,7 +234,7 @@ def memory_bound(bandwidth: float) -> list[Figure]:
             digest.digest(body, 7)  # noqa: B023  called within this turn
 
         forms = {"torch": in_torch(digest, checksum)}
-        figures += compared(f"checksum of {size >> 20} MiB", checksum, forms, size / bandwidth)
+        figures += compared(f"checksum of {size >> 20} MiB", checksum, forms, moved(size, bandwidth))
     for rows, columns in ((4096, 4096), (14336, 4096)):
         weights = torch.randn(4, rows, columns, device="cuda", dtype=torch.bfloat16)
         scales = torch.empty(4, -(-rows // 128), -(-columns // 128), device="cuda")
@@ -221,18 +245,29 @@ def memory_bound(bandwidth: float) -> list[Figure]:
             fp8_cast.write_weights(weights, (128, 128), 0, 0, out)  # noqa: B023
 
         forms = {"torch": in_torch(fp8_cast, cast)}
-        figures += compared(f"fp8 of 4 x {rows} x {columns}", cast, forms, 3 * weights.numel() / bandwidth)
+        figures += compared(f"fp8 of 4 x {rows} x {columns}", cast, forms, moved(3 * weights.numel(), bandwidth))
+    return figures
+
+
+def packed_scans(bandwidth: float) -> list[Figure]:
+    """GAE, discounted sums and V-trace over packed rows; the limit is each column read and each result written once."""
+    from hybridflow_kernels import scans
+
+    figures = []
     for name, lengths in {
         "1024 rows of 7168": torch.full((1024,), 7168),
         "1024 rows of 1 to 7168": torch.randint(1, 7169, (1024,), generator=torch.Generator().manual_seed(1)),
     }.items():
         sizes, total = lengths.cuda(), int(lengths.sum())
-        rewards, values = (torch.randn(total, device="cuda") for _ in range(2))
-
-        def gae() -> None:
-            scans.gae(rewards, values, sizes, gamma=1.0, lam=0.95)  # noqa: B023
-
-        figures += compared(f"GAE, {name}", gae, {"torch": in_torch(scans, gae)}, 16 * total / bandwidth)
+        rewards, values, log_ratios = (torch.randn(total, device="cuda") for _ in range(3))
+        forms: dict[str, tuple[Form, int]] = {  # with the columns read and written
+            "GAE": (partial(scans.gae, rewards, values, sizes, gamma=1.0, lam=0.95), 4),
+            "discounted sums": (partial(scans.discounted_sums, rewards, sizes, gamma=0.99), 2),
+            "V-trace": (partial(scans.vtrace, rewards, values, log_ratios, sizes, gamma=0.99), 5),
+        }
+        for scan, (form, columns) in forms.items():
+            others = {"torch": in_torch(scans, form)}
+            figures += compared(f"{scan}, {name}", form, others, moved(4 * columns * total, bandwidth))
     return figures
 
 
@@ -248,6 +283,7 @@ def main() -> None:
         return
     bandwidth = copy_bandwidth()
     figures = [Figure("copy bandwidth, read and written", bandwidth / 1e9, "GB/s"), *memory_bound(bandwidth)]
+    figures += packed_scans(bandwidth)
     for tokens in TOKENS:
         figures += log_probs(tokens)
     note = {"rounds": ROUNDS, "statistic": "median", "limit": "bare matrix products, or least bytes over the bandwidth"}

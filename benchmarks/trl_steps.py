@@ -7,8 +7,9 @@ environment of its own:
 
 Every case is 64 prompts x 8 samples and two updates a step in fp32 from the same weights, whose samples have the same
 lengths in distribution (`support/lengths_model.py`). The sides run in turns, each round in processes of its own; the
-first step of a round warms up and is only counted as the first. Rounds of several calls are gathered in
-`results/trl_steps.samples.json`, and the figures are the medians of all of them.
+first step of a round warms up and is only counted as the first. Neither side is told a number of threads from outside.
+Rounds of several calls are gathered in `results/trl_steps.samples.json`, and the figures are the medians of those that
+were taken at the present commit.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hybridflow.observe.environment import describe_environment
 from support import lengths_model
 from support.report import RESULTS, Figure, faster, write
 
+LIMIT_S = 1800.0  # of a round
 NAME, PROMPTS, N, UPDATES = "trl_steps", 64, 8, 2
 SAMPLES = RESULTS / f"{NAME}.samples.json"
 SIZES: dict[str, dict[str, Any]] = {
@@ -72,6 +75,24 @@ def prepare(folder: Path, case: str) -> list[str]:
     return [f"{text}=" for text in texts]
 
 
+def inherited() -> dict[str, str]:
+    """The environment of both sides: each takes the threads that it takes for a user who says nothing."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
+def run(side: str, command: list[str], environment: dict[str, str], folder: Path) -> str:
+    """What one round of a side printed; SystemExit says why it has no figures."""
+    try:
+        done = subprocess.run(
+            command, env=environment, check=False, capture_output=True, text=True, cwd=folder, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{side}: a round had not ended after {LIMIT_S / 60:.0f} minutes; take fewer steps") from None
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
 def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
     """One run of `hybridflow train`."""
     (ranks, engines), most = LAYOUTS[layout], LENGTHS[case.split("-")[1]][0]
@@ -89,12 +110,10 @@ def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
         "trainer.dump_rollouts_every_steps=0", "trainer.loggers=[jsonl]", f"output_dir={folder}", "name=ours",
         "trainer.resume=disable",
     ]  # fmt: skip
-    environment = {**os.environ, "RAY_worker_niceness": "0"}
+    environment = {**inherited(), "RAY_worker_niceness": "0"}
     begun = time.time()
     command = [str(Path(sys.executable).with_name("hybridflow")), "train", *words]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        raise SystemExit(f"hybridflow train failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    run("hybridflow train", command, environment, folder)
     records = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if record["phase"] == "train"]
     shutil.rmtree(folder / "ours")
@@ -113,14 +132,10 @@ def theirs(folder: Path, case: str, texts: list[str], python: Path, steps: int) 
         "prompts": PROMPTS, "n": N, "updates": UPDATES, "threads": os.cpu_count(),
     }  # fmt: skip
     script = Path(__file__).parent / "support" / "trl_side.py"
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    environment = {name: value for name, value in inherited().items() if name != "PYTHONPATH"}
     environment["HF_HUB_OFFLINE"] = "1"
-    done = subprocess.run(
-        [str(python), str(script), json.dumps(settings)], env=environment, check=False, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [str(python), str(script), json.dumps(settings)]
+    found: dict[str, Any] = json.loads(run("TRL", command, environment, folder).splitlines()[-1])
     lengths = found.pop("lengths")
     return {**found, "mean_length": statistics.mean(lengths), "percentiles": np.percentile(lengths, [50, 99]).tolist()}
 
@@ -128,14 +143,21 @@ def theirs(folder: Path, case: str, texts: list[str], python: Path, steps: int) 
 def gather(case: str, side: str, found: dict[str, Any]) -> None:
     """Add a round to the samples of earlier ones."""
     samples = json.loads(SAMPLES.read_text()) if SAMPLES.exists() else {}
-    samples.setdefault(case, {}).setdefault(side, []).append({"date": time.strftime("%Y-%m-%d"), **found})
+    stamp = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    samples.setdefault(case, {}).setdefault(side, []).append({**stamp, **found})
     SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
 
 
+def commit() -> str:
+    """The commit of the tree, or nothing where there is none."""
+    return str((describe_environment().get("git") or {}).get("commit", ""))
+
+
 def figures() -> list[Figure]:
-    """Our best layout against TRL in each case that both sides have run."""
-    found = []
-    for case, sides in json.loads(SAMPLES.read_text()).items():
+    """Our best layout against TRL in each case that both sides have run at this commit."""
+    found, present = [], commit()
+    for case, gathered in json.loads(SAMPLES.read_text()).items():
+        sides = {side: kept for side, rounds in gathered.items() if (kept := taken_at(present, rounds))}
         steps = {side: [s for one in rounds for s in one["seconds"][1:]] for side, rounds in sides.items()}
         first = {side: statistics.median(one["first"] for one in rounds) for side, rounds in sides.items()}
         own = [side for side in sides if side != "trl" and steps[side]]
@@ -147,6 +169,11 @@ def figures() -> list[Figure]:
         found.append(faster(f"{case} step ({count})", middle[best], middle["trl"], "TRL"))
         found.append(faster(f"{case} start to end of first step ({best})", first[best], first["trl"], "TRL"))
     return found
+
+
+def taken_at(commit: str, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rounds that were run at a commit."""
+    return [one for one in rounds if one.get("commit") == commit]
 
 
 def has_trl(python: Path) -> str | None:
@@ -176,8 +203,10 @@ def main() -> None:
             texts = prepare(folder, case)
             for turn in range(given.rounds):
                 for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
-                    run = theirs(folder, case, texts, given.peer, given.steps) if side == "trl" else None
-                    found = run or ours(folder, case, side, given.steps)
+                    if side == "trl":
+                        found = theirs(folder, case, texts, given.peer, given.steps)
+                    else:
+                        found = ours(folder, case, side, given.steps)
                     gather(case, side, {**found, "load": round(os.getloadavg()[0], 1)})
                     shown = ", ".join(f"{seconds:.2f}" for seconds in found["seconds"])
                     print(f"{case} {side}: {shown} s, first after {found['first']:.1f} s, "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 # One thread a process: tests run several processes on few cores, where more threads cost a factor of ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,32 @@ os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
 # verdict.
 settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
 settings.load_profile("hybridflow")
+
+LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
+
+
+class Scheduling(LoadFileScheduling):
+    """A file's tests run in one process, which shares its fixtures; the files of tests/slurm share one Slurm."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    if error:
+        LOST.append(error)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Without this a process of tests that ends while it imports them looks as if there were none to run."""
+    if LOST and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.fixture

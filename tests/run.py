@@ -1,7 +1,7 @@
 """Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
 
 `python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on every core, then tests/dist,
-tests/e2e, tests/faults and tests/security, which start several processes themselves, one after another, and
+tests/e2e, tests/faults and tests/security, which start several processes themselves, two files at a time, and
 tests/slurm, left out where no Slurm is installed: the closing line says so. `--check` runs lint and types before; a
 check that fails counts as an error of the summary. Arguments that name files or folders run alone, in one part.
 """
@@ -21,7 +21,9 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
-SERIAL = ("tests/dist", "tests/e2e", "tests/faults", "tests/security")
+WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security")
+AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
+BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
 SLURM, SLURMCTLD = "tests/slurm", "slurmctld"
 CHECKS = ("ruff check .", "ruff format --check .", "mypy hybridflow")
 NOTHING_SELECTED = 5  # pytest's exit status
@@ -93,9 +95,13 @@ def main(words: Sequence[str]) -> int:
         parts = [part(rest)]
     else:
         cores = str(len(os.sched_getaffinity(0)))
-        serial = [*SERIAL, SLURM] if has_slurm() else SERIAL
+        # in this order, the longest first: tests/slurm is one piece of work (tests/conftest.py)
+        whole_runs = [SLURM, *WHOLE_RUNS] if has_slurm() else WHOLE_RUNS
         left_out = "" if has_slurm() else f"; {SLURM} left out, Slurm is not installed (make setup-slurm)"
-        parts = [part([*PARALLEL, "-n", cores, "--dist", "loadfile", *rest]), part([*serial, *rest])]
+        parts = [
+            part([*PARALLEL, "-n", cores, *BY_FILE, *rest]),
+            part([*whole_runs, "-n", str(AT_A_TIME), *BY_FILE, "--no-loadscope-reorder", *rest]),
+        ]
     outcomes += parts
     statuses = [status for status, _, _ in outcomes]
     if any(status != NOTHING_SELECTED for status, _, _ in parts):  # one part may hold none of what -k selects

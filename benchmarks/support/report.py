@@ -15,13 +15,15 @@ from hybridflow.bench.run import RESULT_VARIABLE
 from hybridflow.observe.environment import describe_environment
 from support import conditions, peer
 
+COUNTED = ("nbytes", "flops")  # left out of a figure that has none
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 @dataclass(frozen=True)
 class Figure:
     """One result. `ratio` compares with the peer (above 1: ours is better), `share` says how much of the machine's
-    `limit` is reached."""
+    `limit` is reached. `nbytes` and `flops` are counted, not measured: what the operation must move and compute at
+    least."""
 
     metric: str
     value: float
@@ -31,6 +33,8 @@ class Figure:
     ratio: float | None = None
     limit: float | None = None
     share: float | None = None
+    nbytes: int | None = None
+    flops: int | None = None
 
 
 def faster(metric: str, ours: float, theirs: float, name: str, unit: str = "s", limit: float | None = None) -> Figure:
@@ -47,7 +51,10 @@ def median(values: list[float]) -> float:
 def write(name: str, figures: list[Figure], conditions_text: Mapping[str, Any]) -> None:
     """`results/NAME.json`, the list of figures, and `results/NAME.environment.json` beside it; prints a table. Where
     `hybridflow bench run` asks, a list of figures where it says, and no other file."""
-    rounded = [{key: _rounded(value) for key, value in asdict(figure).items()} for figure in figures]
+    rounded = [
+        {key: _rounded(value) for key, value in asdict(figure).items() if value is not None or key not in COUNTED}
+        for figure in figures
+    ]
     asked = os.environ.get(RESULT_VARIABLE)
     target = Path(asked) if asked else RESULTS / f"{name}.json"
     target.parent.mkdir(exist_ok=True)

@@ -6,13 +6,15 @@ import difflib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from hybridflow.bench import result as results
 from hybridflow.bench.measurements.base import MEASUREMENTS, SUITES, Measurement, builtin
@@ -133,9 +135,7 @@ def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
     empty = Result(label, "", 0.0, results.fingerprint_of({}))
     try:
         with log.open("wb") as stream:
-            code = subprocess.run(
-                words, env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=limit_s, check=False
-            ).returncode
+            code = finish(words, environment, stream, limit_s)
         if code == 0 and out.exists():
             found = results.read(out)
             metrics = tuple(replace(metric, measurement=label) for metric in found.metrics)
@@ -150,6 +150,23 @@ def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
         return replace(empty, not_run=(NotRun(label, str(error), job.node),))
     finally:
         shutil.rmtree(local, ignore_errors=True)
+
+
+def finish(words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit_s: float) -> int:
+    """The exit status of a command. A command that takes too long, or that is interrupted, ends with all that it has
+    started in its session.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `limit_s`.
+    """
+    with subprocess.Popen(
+        words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(limit_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # the command itself has not been waited for: its group exists
+            raise
 
 
 def _processor() -> str:

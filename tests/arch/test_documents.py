@@ -9,10 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += sorted((ROOT / "examples").glob("*/README.md"))
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 JOURNEYS = {"A prompt on its way to a gradient": 30, "A weight on its way to an engine": 22}
 COLUMNS = 120
-# Documents that are still to be wrapped and brought up to date; nothing is added here.
 
 
 def steps(journey: str) -> list[str]:
@@ -54,6 +54,20 @@ def test_prose_fits_into_the_columns(document: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readmes_transcript_is_a_row_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^held-out accuracy after step (\d+): ([\d.]+)$", readme, re.MULTILINE))
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("\n## ")[1]
+    [columns] = re.findall(r"^\| seed \| after the warm start \| after (\d+) GRPO steps", results, re.MULTILINE)
+    rows = re.findall(r"^\| \d+ \| ([\d.]+) \| ([\d.]+) \|", results, re.MULTILINE)
+    assert (shown["0"], shown[columns]) in rows
+
+
+def test_the_readme_says_where_the_command_is_before_it_uses_it() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 0 < readme.find(".venv/bin/hybridflow") < re.search(r"^hybridflow ", readme, re.MULTILINE).start()  # type: ignore[union-attr]
 
 
 def test_a_decision_that_was_replaced_says_so() -> None:

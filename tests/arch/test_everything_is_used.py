@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.arch.files import ROOT, python_files
+
 Definition = tuple[str, int]  # name, line
 # Bases of ours in all but their place: methods of a class with any other base from outside may be called from there.
 OWN_BASES = {"Protocol", "Generic", "Enum", "IntEnum", "StrEnum", "NamedTuple", "TypedDict", "ABC", "Exception"}
@@ -97,7 +98,7 @@ def unused(package: Path, callers: Sequence[Path], documents: Sequence[Path]) ->
 
 
 def test_every_public_name_has_a_caller() -> None:
-    callers = [path for folder in ("benchmarks", "tests/dist", "tests/e2e") for path in (ROOT / folder).rglob("*.py")]
+    callers = python_files("benchmarks", "tests/dist", "tests/e2e")
     documents = [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "setup.py"]
     assert unused(ROOT / "hybridflow", callers, [path for path in documents if path.exists()]) == []
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.arch.files import ROOT, python_files
 from tests.arch.language import docstring_problem, findings
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("hybridflow", "benchmarks", "tests")
-# What is still to be rewritten; nothing is added here.
+FOLDERS = ("hybridflow", "benchmarks", "examples", "tests")
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_language_is_plain(folder: str) -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {problem}"
-        for path in (ROOT / folder).rglob("*.py")
+        for path in python_files(folder)
         for line, problem in findings(path.read_text(encoding="utf-8"), path.stem)
     }
     assert sorted(found) == []

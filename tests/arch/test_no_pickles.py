@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.arch.files import ROOT, python_files
+
 TREES = ("hybridflow", "benchmarks", "kernels", "launch")
 # what runs code that its argument brings, by the last names of the call
 RUNS_CODE = {
@@ -86,7 +86,7 @@ def _is(node: ast.expr | None, value: bool) -> bool:
 
 
 def test_nothing_reads_pickles_or_runs_text() -> None:
-    files = [path for tree in TREES for path in sorted((ROOT / tree).rglob("*.py"))]
+    files = python_files(*TREES)
     assert len(files) > 100
     found = {}
     for path in files:

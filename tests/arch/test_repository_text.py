@@ -4,12 +4,11 @@ registry."""
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.arch.files import ROOT, repository_files
+
 # A letter in brackets keeps each pattern from matching its own text here.
 FORBIDDEN = [
     r"(?<![\w./~-])/(wor[k]|roo[t]|hom[e]|User[s]|op[t]|mn[t]|scratc[h])/[\w.]",
@@ -30,16 +29,6 @@ FORBIDDEN = [
 def offending(text: str) -> list[str]:
     """The forbidden pieces of `text`."""
     return [match.group(0) for pattern in FORBIDDEN for match in re.finditer(pattern, text)]
-
-
-def repository_files() -> list[Path]:
-    """What git tracks or would track; without git, everything outside hidden and build folders."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if listed.returncode == 0:
-        return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-    skipped = {".venv", ".git", "build", "dist", "runs", "data", "__pycache__"}
-    return [path for path in ROOT.rglob("*") if path.is_file() and not skipped & set(path.relative_to(ROOT).parts)]
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:

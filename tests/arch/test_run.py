@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import run
+from tests.arch.files import ROOT
 
 PASSES, FAILS = "def test_a():\n    pass\n", "def test_a():\n    assert False\n"
 Tree = Callable[..., tuple[int, list[str]]]
@@ -22,7 +24,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.setattr(run, "CHECKS", ("compileall -q good", "compileall -q bad"))
     (tmp_path / "good").mkdir()
     (tmp_path / "bad").mkdir()
-    for folder in (*run.PARALLEL, *run.SERIAL, run.SLURM):
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    for folder in (*run.PARALLEL, *run.WHOLE_RUNS, run.SLURM):
         (tmp_path / folder).mkdir(parents=True)
 
     def ran(unit: str, dist: str, *words: str) -> tuple[int, list[str]]:

@@ -105,6 +105,47 @@ def test_a_setup_that_failed_is_done_again(tree: Tree, step: str) -> None:
     assert calls
 
 
+ENGINE = "requirements/transformer-engine.txt"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc."""
+    path = tmp_path / "cuda" / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    path.touch(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    return path
+
+
+def test_transformer_engine_is_built_once_where_there_is_a_compiler(tree: Tree, compiler: Path) -> None:
+    _, calls = tree.setup("gpu")
+    (build,) = [call for call in calls if ENGINE in call]
+    assert " wheel " in build and "--no-build-isolation" in build and "--no-deps" in build
+    folder = tree.folder / build.split(" -w ")[1].split()[0]
+    assert calls.index(build) > next(n for n, call in enumerate(calls) if call.endswith("requirements/gpu.txt"))
+    assert any(" install " in call and f"{folder.name}/" in call for call in calls[calls.index(build) :])
+    assert tree.setup("gpu") == (0, [])
+    folder.mkdir(parents=True)
+    (folder / "transformer_engine_torch-2.10.0-cp311-linux_x86_64.whl").touch()
+    for stamp in (tree.folder / ".venv").glob(".hybridflow-setup*"):
+        stamp.unlink()
+    _, again = tree.setup("gpu")  # a new environment takes the wheel that was kept
+    assert not any(" wheel " in call for call in again) and any("transformer_engine_torch" in call for call in again)
+
+
+def test_the_cpu_lane_builds_no_transformer_engine(tree: Tree, compiler: Path) -> None:
+    assert not any(ENGINE in call for call in tree.setup("cpu")[1])
+
+
+def test_a_transformer_engine_that_does_not_build_stops_nothing_and_is_tried_again(tree: Tree, compiler: Path) -> None:
+    (tree.folder / "fail_on").write_text(" wheel ")
+    assert tree.setup("gpu")[0] == 0
+    (tree.folder / "fail_on").unlink()
+    code, calls = tree.setup("gpu")
+    assert code == 0 and [ENGINE in call for call in calls] == [True, False]
+
+
 def test_an_unknown_lane_is_refused(tree: Tree) -> None:
     assert tree.setup("tpu") == (2, [])
 

@@ -148,13 +148,14 @@ class Run:
         for process in psutil.process_iter():
             try:
                 key = (process.pid, process.create_time())
-                if key in self.seen or key in self._strangers:
+                if key in self._strangers:
                     continue
-                found[key] = (
-                    process.ppid(),
-                    self._is_marked(process),
-                    " ".join(process.cmdline())[:100] or process.name(),
-                )
+                words = " ".join(process.cmdline())[:100]
+                if key in self.seen:
+                    # Between fork and exec a process has the command line of its parent.
+                    self.seen[key] = words or self.seen[key]
+                    continue
+                found[key] = (process.ppid(), self._is_marked(process), words or process.name())
             except psutil.Error:
                 continue  # it ended meanwhile
         parents = {pid for pid, _ in self.seen} | {self.process.pid}

@@ -14,13 +14,20 @@ from tests.e2e.runs import Run
 pytestmark = pytest.mark.slow
 
 OWN = """
+from openai import AsyncOpenAI
+
 from hybridflow.agents.loops.base import agent_loop
 
 @agent_loop("twice")
 async def twice(conversation, tools):
-    await conversation.answer()
-    conversation.observe(await tools.results(tools.calls("<calculator>1+2</calculator>")))
-    await conversation.answer()
+    question = conversation.tokenizer.decode(conversation.prompt).removesuffix("=")
+    [shown] = await tools.results(tools.calls("<calculator>1+2</calculator>"))
+    async with conversation.serve() as served, AsyncOpenAI(base_url=served.base_url, api_key=served.api_key) as client:
+        ask = client.chat.completions.create
+        messages = [{"role": "user", "content": question}]
+        said = (await ask(model="policy", messages=messages)).choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "tool", "tool_call_id": "sum", "content": shown}]
+        await ask(model="policy", messages=messages)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert extra_info["messages"][-1] == {"role": "assistant", "content": solution_str}
@@ -33,7 +40,8 @@ def records(folder: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def test_two_steps_with_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """The engine and the trainer agree on every token of conversations, and observations are not trained on."""
+    """An unmodified client of OpenAI's interface holds conversations with a tool. Engine and trainer agree on every
+    token of them, and observations are not trained on."""
     (tmp_path / "own.py").write_text(OWN)
     words = ["--config-name", "tiny-calculator-grpo", f"output_dir={tmp_path}", f"data.prepare.out={tmp_path / 'data'}"]
     words += [f"rollout.agent.loop={tmp_path / 'own.py'}:twice", f"reward.path={tmp_path / 'own.py'}"]

@@ -2,53 +2,148 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hybridflow.config.load import load_config
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
+from hybridflow.saving.reader import CheckpointFolder
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
 
+# `hybridflow train ...` for each list of words: what all of them import is imported once, and each is a fork of its own
+MANY = """
+import json, os, sys
+import hybridflow.engines.hf.engine, hybridflow.mcore.backend, hybridflow.trainer.app
+from hybridflow.cli.main import main
+codes = {}
+for name, words in json.loads(sys.argv[1]).items():
+    print("run", name, flush=True)
+    child = os.fork()
+    if child == 0:
+        sys.exit(main(["train", *words]))
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(codes), flush=True)
+"""
+CURE = Path(__file__).resolve().parents[2] / "examples" / "cure"
+GROUP = 4
+SMALL = [
+    "data.train_batch_size=4",
+    f"rollout.n={GROUP}",
+    "model.hf_config.num_hidden_layers=2",
+    "model.hf_config.hidden_size=64",
+    "model.hf_config.intermediate_size=128",
+    "sft=smoke",
+    "trainer.total_steps=2",
+    "trainer.test_every_steps=0",
+    "trainer.save_every_steps=0",
+    "trainer.export=false",
+    "trainer.report=false",
+    "trainer.loggers=[jsonl]",
+    "actor.optim.lr=3e-3",
+    "actor.optim.lr_warmup_steps=0",
+]
 CORRECTION = "actor.rollout_correction"
-TWICE = ["actor.ppo_epochs=2"]  # the second update of a step differs from the policy that sampled
+TWICE = "actor.ppo_epochs=2"  # the second update of a step differs from the policy that sampled
+BONUS = "actor.entropy_coef=0.01"  # a gradient where all answers to a prompt have one score
 CASES: dict[str, list[str]] = {
+    "rloo": ["tiny-rloo", TWICE],
+    "remax": ["tiny-remax", TWICE],
+    "gspo": ["tiny-gspo", TWICE],
+    "reinforce-plus-plus": ["tiny-reinforce-plus-plus", TWICE],
+    "online-dpo": ["tiny-online-dpo"],
+    "dapo": ["tiny-dapo", TWICE],
     "dapo-corrected": [
-        *TWICE,
-        "algorithm=dapo",
+        "tiny-dapo",
+        TWICE,
         "algorithm.dynamic_sampling=2",
         "algorithm.overlong_filter=true",
         "reward.overlong_tokens=2",
+        "data.val_max_prompts=8",
+        "trainer.test_every_steps=2",
         "rollout.val_samples=4",
         "rollout.val_sampling.temperature=1",
         f"{CORRECTION}.weight=token",
         f"{CORRECTION}.reject={{seq_mean_k1: [0.9, 1.1], token_k3: 0.5}}",
     ],
-    "dpo": ["algorithm=dpo"],
-    "kto": ["algorithm=kto"],
-    "optimal-token-baseline": ["algorithm.adv_estimator=optimal_token_baseline", *TWICE],
-    "remax": ["algorithm=remax", *TWICE],
-    "gspo": [*TWICE, "algorithm=gspo"],
-    "rloo": ["algorithm=rloo", *TWICE],
-    "reinforce-plus-plus": ["algorithm=reinforce-plus-plus", *TWICE],
+    "code": ["tiny-code-grpo", "sft.steps=60", "sft.batch_size=64", "sft.optim.lr=3e-3", BONUS],
+    "cure": [
+        "cure",
+        f"--config-dir={CURE}",
+        f"data.prepare.task={CURE}/problems.py:cure",
+        f"reward.path={CURE}/reward.py",
+        "sft.steps=60",
+        "sft.batch_size=64",
+        "sft.optim.lr=3e-3",
+        BONUS,
+    ],
+    "kto": ["tiny-online-dpo", "algorithm=kto"],
+    "optimal-token-baseline": ["tiny-rloo", "algorithm.adv_estimator=optimal_token_baseline", TWICE],
 }
-IN_EVERY_RUN = {"dapo-corrected", "gspo"}
+RUN_PROGRAMS = {"code", "cure"}  # they bring their own data and reward
+NUMBERS = ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/advantages/mean", "critic/rewards/mean")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.full) for name in CASES]
-)
-def test_two_steps(tmp_path: Path, settings: list[str], name: str) -> None:
+def rloo(rows: list[dict[str, Any]]) -> np.ndarray:
+    scores = np.array([row["score"] for row in rows])
+    return scores - (scores.sum() - scores) / (len(scores) - 1)
+
+
+def grpo(rows: list[dict[str, Any]]) -> np.ndarray:
+    scores = np.array([row["score"] for row in rows])
+    return (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
+
+
+def dpo(rows: list[dict[str, Any]]) -> np.ndarray:
+    """DPO's in the first step, in which policy and reference agree: half of beta, times the samples of the prompt."""
+    scores, found = np.array([row["score"] for row in rows]), np.zeros(len(rows))
+    if scores.max() > scores.min():
+        found[scores.argmax()], found[len(scores) - 1 - scores[::-1].argmin()] = 0.05 * len(rows), -0.05 * len(rows)
+    return found
+
+
+ADVANTAGES: dict[str, Callable[[list[dict[str, Any]]], np.ndarray]] = {
+    "rloo": rloo,
+    "gspo": grpo,
+    "dapo": grpo,
+    "online-dpo": dpo,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Mapping[str, tuple[int, Path, str]]:
+    """Exit code, folder and output of each case."""
+    folder: Path = tmp_path_factory.mktemp("algorithms")
+    given = [word for word in settings if word.startswith(("reward", "data.prepare.out="))]
+    options = json.dumps(load_config("e2e").data.prepare.options).replace('"', "")  # with which the data was made
+    sums = [*given, f"data.prepare.options={options}"]
+    words = {}
+    for name, (recipe, *own) in CASES.items():
+        data = [f"data.prepare.out={folder / 'data' / name}"] if name in RUN_PROGRAMS else sums
+        words[name] = ["--config-name", recipe, *SMALL, *data, *own, f"name={name}", f"output_dir={folder}"]
+    with Run(folder / "output", command=(sys.executable, "-c", MANY, json.dumps(words))) as run:
+        assert run.end(1200) == 0, run.out + run.err
+        codes = json.loads(run.out.splitlines()[-1])
+        said = run.out + run.err
+    return {name: (codes[name], folder / name, said) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps(runs: Mapping[str, tuple[int, Path, str]], name: str) -> None:
     """The policy moves, engine and trainer stay at one policy, and what the algorithm reports is reported."""
-    words = [*settings, "cluster=in-process", *CASES[name], "trainer.total_steps=2", f"output_dir={tmp_path}"]
-    with Run(tmp_path / "output", "train", *words, f"name={name}") as run:
-        assert run.end(240) == 0, run.out + run.err
-    records: list[dict[str, Any]] = [r for r in read_jsonl(tmp_path / name / "metrics.jsonl") if r["phase"] == "train"]
+    folder = folder_of(runs, name)
+    records: list[dict[str, Any]] = [r for r in read_jsonl(folder / "metrics.jsonl") if r["phase"] == "train"]
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
+        assert np.isfinite([record[number] for number in NUMBERS]).all()
         assert record["rollout/logprob_diff/max"] < 1e-4 and record["actor/grad_norm"] > 0
         assert abs(record["rollout/mismatch/kl"]) < 1e-4 and record["rollout/mismatch/ess"] == pytest.approx(
             1, abs=1e-3
@@ -59,6 +154,77 @@ def test_two_steps(tmp_path: Path, settings: list[str], name: str) -> None:
             assert 1 <= record["sampling/batches"] <= 2 and 0 < record["sampling/tokens_used"] <= 1
             assert record["rollout_correction/weight"] == pytest.approx(1, abs=1e-3)
             assert record["rollout_correction/rejected"] == 0
+    if name in RUN_PROGRAMS:
+        return
+    before, after = (weights(folder / "checkpoints" / f"global_step_{step}" / "policy") for step in (0, 2))
+    assert np.isfinite(after).all() and np.abs(after - before).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_advantages_of_a_run_follow_from_its_scores(runs: Mapping[str, tuple[int, Path, str]], name: str) -> None:
+    groups = first_step(folder_of(runs, name))
+    assert len(groups) == 4 and any(row["score"] != rows[0]["score"] for rows in groups for row in rows)
+    for rows in groups:
+        assert [row["advantage"] for row in rows] == pytest.approx(ADVANTAGES[name](rows), abs=1e-4), rows
+
+
+def test_remax_compares_all_answers_to_a_prompt_with_one_score(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+    for rows in first_step(folder_of(runs, "remax")):
+        baselines = np.array([row["score"] - row["advantage"] for row in rows])
+        assert baselines == pytest.approx(baselines[0], abs=1e-5)
+        assert baselines[0] * 7 == pytest.approx(round(baselines[0] * 7), abs=1e-4)  # scores are sevenths
+
+
+def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+    """In the first step, in which the penalty for leaving the reference is 0."""
+    rows = [row for group in first_step(folder_of(runs, "reinforce-plus-plus")) for row in group]
+    scores = np.array([row["score"] for row in rows])
+    tokens = scores.repeat([row["response_length"] for row in rows])
+    expected = (scores - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    assert [row["advantage"] for row in rows] == pytest.approx(expected, abs=1e-4)
+
+
+def test_programs_are_run_and_their_tests_counted(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+    rows = [row for group in first_step(folder_of(runs, "code")) for row in group]
+    extras = [json.loads(row["reward_extra"]) for row in rows]
+    assert any(extra["failed_with"] != "no program" for extra in extras)
+    for row, extra in zip(rows, extras, strict=True):
+        assert extra["tests"] == 2 and row["score"] == (extra["passed"] == 2)
+
+
+def test_programs_and_unit_tests_are_compared_with_their_own_kind(runs: Mapping[str, tuple[int, Path, str]]) -> None:
+    """CURE's advantages follow from the scores of the codes, or of the unit tests, for one problem."""
+    groups = first_step(folder_of(runs, "cure"))
+    assert [rows[0]["data_source"] for rows in groups] == ["cure/code", "cure/test"] * 2
+    for rows in groups:
+        assert len({row["prompt_text"] for row in rows}) == 1
+        assert [row["advantage"] for row in rows] == pytest.approx(grpo(rows), abs=1e-4), rows
+        assert all("right" in json.loads(row["reward_extra"]) for row in rows)
+
+
+def folder_of(runs: Mapping[str, tuple[int, Path, str]], name: str) -> Path:
+    """The folder of a run that has ended well; skips where it needs the sandbox and this machine forbids that."""
+    code, folder, said = runs[name]
+    if code and name in RUN_PROGRAMS and "programs cannot be run safely on this machine" in said:
+        pytest.skip("this machine forbids the sandbox")
+    assert code == 0, said
+    return folder
+
+
+def first_step(folder: Path) -> list[list[dict[str, Any]]]:
+    """The rows of the first step, prompt by prompt."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in read_rollouts(folder / "rollouts" / "step_000001.parquet"):
+        groups.setdefault(row["uid"], []).append(row)
+    assert {len(rows) for rows in groups.values()} == {GROUP}
+    return list(groups.values())
+
+
+def weights(folder: Path) -> np.ndarray:
+    """The output layer of a checkpoint."""
+    source = CheckpointFolder(folder)
+    found: np.ndarray = source.read("lm_head.weight", (0, 0), (17, 64)).numpy()
+    return found
 
 
 # the first sample that a step scores is never answered

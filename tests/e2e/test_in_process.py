@@ -37,8 +37,8 @@ def train(output: Path, words: Sequence[str], name: str) -> tuple[str, Path]:
         exit_code = run.end(120)
         assert exit_code == 0, run.out + run.err
         # it is one process, but for git, which is asked for the commit; a helper that it starts has its command line
-        # until the helper's program runs
-        programs = {name for name in run.seen.values() if not name.startswith("git ")}
+        # until the helper's program runs, and none, but the name of its parent's program, once it has ended
+        programs = {name for name in run.seen.values() if not name.startswith("git ") and name != "python"}
         assert run.left_behind() == [] and len(programs) == 1
         return run.out, output / name
 
@@ -69,6 +69,7 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
         assert all(row["response_versions"] == [[step - 1, row["response_length"]]] for row in rows)
     grown = numbers(folder)
     assert all(one["actor/grad_norm"] > 0 and "actor/ref_kl" in one for one in grown)
+    replays_step_three(folder)
     half = tmp_path / "half"
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("summary.json", "export", "global_step_3"))
     (half / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_2"}))
@@ -77,6 +78,58 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
     assert numbers(half) == grown
     [one], [two] = ([*(at / "export").glob("*.safetensors")] for at in (folder, half))
     assert one.read_bytes() == two.read_bytes()
+
+
+def replays_step_three(folder: Path) -> None:
+    """From the dump of step 3 and the checkpoint of step 2 come the same metrics and weights, bit for bit."""
+    command = (sys.executable, "-c", MAIN, "replay")
+    with Run(folder.parent / "output-replay", str(folder), "3", command=command) as run:
+        assert run.end(120) == 0, run.out + run.err
+    of_replay = folder / "replay" / "step_000003"
+    table = run.out.partition("step 3 of")[2]
+    for name in ("old_log_probs", "ref_log_probs", "advantages"):
+        assert any(line.split()[0] == name and line.split()[2] == "0" for line in table.splitlines()[2:]), table
+    assert "metrics are the same\n" in table
+    of_generation = {"rollout/restarts", "trainer/restarts"}
+    [replayed], wanted = numbers(of_replay), numbers(folder)[2]
+    assert {k: v for k, v in replayed.items() if k not in of_generation and not k.startswith("sync/")} == {
+        k: v for k, v in wanted.items() if k not in of_generation and not k.startswith("sync/")
+    }
+    weights, again = (at / "checkpoints" / "global_step_3" / "policy" for at in (folder, of_replay))
+    files = [path.relative_to(weights) for path in weights.rglob("*") if path.suffix != ".json" and path.is_file()]
+    assert files and all((weights / name).read_bytes() == (again / name).read_bytes() for name in files)
+
+
+@pytest.mark.full
+def test_rollouts_alone_are_trained_on_by_ranks_of_their_own(tmp_path: Path, settings: list[str]) -> None:
+    """What one process generated is trained on with Ray, without engines."""
+    _, folder = train(tmp_path, [*settings, "cluster=in-process", "trainer.rollout_only=true"], "rollouts")
+    assert not (folder / "checkpoints").exists() and not (folder / "export").exists()
+    words = [*settings, "name=trained", f"output_dir={tmp_path}", f"trainer.rollouts_from={folder / 'rollouts'}",
+             "rollout.logprob_diff_bound=null"]  # fmt: skip
+    with Run(tmp_path / "output-trained", "train", *words) as run:
+        assert run.end(300) == 0, run.out + run.err
+        assert not any("sglang" in name for name in run.seen.values())
+    first, second = numbers(tmp_path / "trained")
+    assert first["actor/grad_norm"] > 0 and first["rollout/logprob_diff/mean"] <= 1e-5
+    assert second["rollout/logprob_diff/mean"] > 1e-4  # sampled with the first weights, trained on with the second
+
+
+@pytest.mark.full
+def test_an_asynchronous_run_goes_on_with_the_answers_that_it_had(tmp_path: Path, settings: list[str]) -> None:
+    """Answers of older weights, which the present ones would make otherwise: resumed, a run is bit for bit the same."""
+    words = [*settings, "cluster=in-process", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1",
+             "trainer.max_checkpoints_to_keep=0", "trainer.max_staleness=2", "trainer.val_before_train=false",
+             "actor.rollout_correction.weight=token", "trainer.export=false"]  # fmt: skip
+    _, folder = train(tmp_path, words, "whole")
+    grown = numbers(folder)
+    assert [one["rollout/staleness/max"] for one in grown] == [0, 1, 2]
+    half = tmp_path / "half"
+    shutil.copytree(folder, half, ignore=shutil.ignore_patterns("summary.json", "global_step_[23]"))
+    assert (half / "checkpoints" / "global_step_1" / "rollouts.parquet").exists()
+    (half / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "global_step_1"}))
+    train(tmp_path, words, "half")
+    assert numbers(half) == grown
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from hybridflow.engines.sglang import closed_sockets
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.process.rendezvous import master_store
 from hybridflow.process.secret import VARIABLE, job_secret
-from tests.e2e.runs import Run
+from tests.e2e.runs import HYBRIDFLOW, Run
 from tests.security.intruder import ATTEMPTS, CONTROL
 from tests.security.sockets import Listener, listeners, processes_of
 
@@ -124,7 +125,9 @@ def test_another_user_gets_nothing(shared: Path, shape: Sequence[str]) -> None:
     words = ["--config-name", "e2e", f"data.prepare.out={shared / 'data'}", *shape, "actor=tiny"]
     words += ["reward=custom", f"reward.path={shared / 'reward.py'}", f"+reward.kwargs.folder={shared}"]
     words += [f"output_dir={shared}", "sft.steps=1", "trainer.total_steps=2", "trainer.val_before_train=false"]
-    with Run(shared / "output", "train", *words) as run:
+    # the job's secret is given, as ranks that are forks do not show in /proc what they were told
+    command = ("env", f"{VARIABLE}={secrets.token_hex(32)}", HYBRIDFLOW)
+    with Run(shared / "output", "train", *words, command=command) as run:
         os.chmod(run.temp_dir, 0o1777)  # as /tmp is: what protects must not be the test's own folder
         run.wait_for((shared / "live").exists, 600)
         facts = facts_of(run, shared)

@@ -1,0 +1,30 @@
+"""A measurement that takes too long ends with everything that it has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.bench.run import finish
+from hybridflow.process.children import is_running
+
+
+def test_what_a_late_measurement_has_started_ends_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with (tmp_path / "log").open("wb") as log, pytest.raises(subprocess.TimeoutExpired):
+        finish(["sh", "-c", f"sleep 300 & echo $$ $! > {pids}; wait"], os.environ, log, 2.0)
+    started = pids.read_text().split() if pids.exists() else []  # on a machine that did not run it for two seconds
+    deadline = time.monotonic() + 60
+    while alive := [pid for pid in map(int, started) if is_running(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def test_the_status_and_the_words_of_a_measurement_are_kept(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        assert finish(["sh", "-c", "echo said; exit 3"], os.environ, log, 60.0) == 3
+    assert (tmp_path / "log").read_bytes() == b"said\n"
