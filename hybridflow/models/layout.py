@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class Coordinates:
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Coordinates:
         """The inverse of `row`."""
-        count = len(fields(cls)) - 1
-        return cls(*row[:count], layers_per_stage=tuple(row[count:]))
+        names = [one.name for one in fields(cls)[:-1]]
+        numbers: dict[str, Any] = dict(zip(names, row, strict=False))
+        return cls(**numbers, layers_per_stage=tuple(row[len(names) :]))
 
     @property
     def is_even(self) -> bool:
