@@ -77,12 +77,13 @@ class _Local:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(temp_dir, lock, _start_guard(temp_dir))
 
-    def keep_guarded(self) -> None:
-        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory."""
+    def keep_guarded(self) -> list[int]:
+        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory. Returns its pid."""
         if self.guard.poll() is not None:
             assert self.guard.stdin is not None
             self.guard.stdin.close()
             self.guard = _start_guard(self.temp_dir)
+        return [self.guard.pid]
 
     def remove(self) -> None:
         """Dismiss the guard and delete the folder, once Ray is down."""
