@@ -69,7 +69,7 @@ class Watch:
             self._wait(kept)
 
     def _wait(self, kept: Sequence[int]) -> None:
-        """Wait until the next look is due, a process ends, or `stop` is called. The end of a process is noticed once."""
+        """Wait until the next look is due, a process ends (which is noticed once), or `stop` is called."""
         fresh = [pid for pid in (*self._watched.pids(), *kept) if pid not in self._noticed]
         if all(map(is_running, fresh)):  # else one has ended since the look
             with _ends_of(fresh) as ends:
