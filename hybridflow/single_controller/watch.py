@@ -1,8 +1,9 @@
 """Noticing that Ray itself is lost: its processes on this machine, or the cluster that was joined, are looked at every
 second, and as soon as one of the processes ends.
 
-Ray's own client waits for a dead gcs for a minute and then aborts the driver. Here the main thread is interrupted
-wherever it waits, as by Ctrl-C, and `Cluster` says why when it is left.
+Ray's own client waits for a dead gcs for a minute and then aborts the driver, and for a stopped one for ever. Here the
+main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` says why when it is left. Only inside of Ray's
+C++ code, which hears no signal, it cannot be interrupted; such a driver is ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +24,7 @@ _POLL_S = 1.0
 _STOPPED_LOOKS = 10  # a process that stands still for so many looks is lost; a driver that was suspended too looks less
 _FAILED_LOOKS = 3
 _CONNECT_S = 2.0
+_DEAF_S = 15.0  # a main thread that has not heard a signal by then is in a call that does not return
 
 
 class Watch:
@@ -37,7 +40,8 @@ class Watch:
         self._noticed: set[int] = set()  # processes that have ended
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the thread is to end
         # a signal that nobody else uses: its handler raises in the main thread, also while that waits for Ray
-        self._before = signal.signal(signal.SIGUSR2, _interrupt) if _in_main_thread() else None
+        self._heard = threading.Event()
+        self._before = signal.signal(signal.SIGUSR2, self._interrupt) if _in_main_thread() else None
         self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
         self._thread.start()
 
@@ -62,11 +66,23 @@ class Watch:
                 kept = self._keep()
             self._lost = self._watched.ended() or self._watched.silent()
             if self._lost:
-                ours = self._before is not None and signal.getsignal(signal.SIGUSR2) is _interrupt
+                ours = self._before is not None and signal.getsignal(signal.SIGUSR2) == self._interrupt
                 if ours and not self._over.is_set():  # without the handler the signal would end this process
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+                    if not self._heard.wait(_DEAF_S):
+                        self._end()
                 return
             self._wait(kept)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        self._heard.set()
+        raise KeyboardInterrupt
+
+    def _end(self) -> None:
+        """End the process; a local cluster's guard clears up behind it, as after a SIGKILL."""
+        text = f"hybridflow: {self._lost}; the driver waited for it in a call that cannot be interrupted and was ended"
+        print(f"{text}; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _wait(self, kept: Sequence[int]) -> None:
         """Wait until the next look is due, a process ends (which is noticed once), or `stop` is called."""
@@ -162,7 +178,3 @@ class Address:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -84,6 +84,7 @@ class Campaign:
     def _play_once(self, left: list[Fault]) -> int:
         before = set(os.listdir(SHARED_MEMORY))
         moments = _Moments(moments_path(self.folder))
+        self._is_driver_starved = False
         with Run(self.output, *self.words) as run:
             killed = self._watch(run, moments, left)
             code = run.process.returncode
@@ -122,6 +123,7 @@ class Campaign:
                 self._restored[1]()
                 self._restored = None
             if now - heard > PATIENCE_S:
+                heard = now
                 self.trials[-1].faults.append(f"no sign of life for {PATIENCE_S:.0f} s")
                 run._look()
                 os.kill(run.process.pid, signal.SIGKILL)
@@ -131,13 +133,7 @@ class Campaign:
         if self._restored is not None:
             self._restored[1]()
             self._restored = None
-        return killed or self._starved_driver(run)
-
-    def _starved_driver(self, run: Run) -> bool:
-        """Whether the kernel killed the driver for the memory that we took from it."""
-        last = self.trials[-1] if self.trials else None
-        ours = last is not None and (last.kind, last.victim) == (NO_MEMORY, "driver")
-        return ours and run.process.returncode == -signal.SIGKILL
+        return killed or (self._is_driver_starved and run.process.returncode == -signal.SIGKILL)
 
     def _notice(self, word: str, name: str, step: int, left: list[Fault]) -> None:
         now = time.monotonic()
@@ -179,6 +175,7 @@ class Campaign:
             return True
         if fault.kind == NO_MEMORY and pid is not None:
             limits.starve(pid)
+            self._is_driver_starved |= victim == "driver"
         elif pid is not None:
             os.kill(pid, signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
             if fault.kind == STOP and victim == "driver":
@@ -191,6 +188,7 @@ class Campaign:
         return fault.kind == KILL and victim == "driver"
 
     _damage_next: float | None = None
+    _is_driver_starved = False  # since its start; the kernel kills it when it next asks for memory
 
     def _repair(self) -> None:
         """Between two starts: space is made, the file system can be written; a checkpoint is damaged, refused, and
