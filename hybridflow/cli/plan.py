@@ -194,6 +194,7 @@ def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
         derived.expert_tensor_size(parallel),
         parallel.first_stage_layers,
         parallel.last_stage_layers,
+        parallel.layers_per_stage,
     )
     engines = [
         EngineShape(

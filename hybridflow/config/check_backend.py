@@ -51,6 +51,7 @@ def _layout(parallel: ParallelConfig) -> Iterator[str]:
     for key in (
         "first_stage_layers",
         "last_stage_layers",
+        "layers_per_stage",
         "sequence",
         "distributed_optimizer",
         "overlap_grad_reduce",

@@ -234,9 +234,12 @@ def out_of_range(config: Any) -> Iterator[str]:
     """Every number of `config` that lies outside of its key's range or is not finite, as one line each."""
     for key, kind in all_keys(type(config)):
         value = value_at(config, key)
-        if kind.type not in (int, float) or value is None or kind.is_list:
+        if kind.type not in (int, float) or value is None:
             continue
-        if not math.isfinite(value) or not all(type(bound).compare(value, bound.limit) for bound in kind.bounds):
+        if not all(
+            math.isfinite(number) and all(type(bound).compare(number, bound.limit) for bound in kind.bounds)
+            for number in (value if kind.is_list else [value])
+        ):
             wanted, meaning = " and ".join(map(str, kind.bounds)) or "finite", description(type(config), key)
             yield f"{key}={value} must be {wanted}" + (f" ({meaning})" if meaning else "")
 

@@ -123,6 +123,9 @@ class ParallelConfig:
     # layers of the first and of the last stage, where these have another number than the others; 0: an even share
     first_stage_layers: NonNegativeInt = 0
     last_stage_layers: NonNegativeInt = 0
+    # layers of every stage, where no other key says them: pipeline x virtual_pipeline numbers in the order of the model
+    # [pipeline_model_parallel_layout]; the first and the last may be 0
+    layers_per_stage: tuple[NonNegativeInt, ...] = ()
     virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline rank holds, interleaved; null: 1
     # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
     context: PositiveInt = 1

@@ -52,6 +52,17 @@ def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
     return {"overlap_p2p_comm": True, "batch_p2p_comm": False} if virtual_pipeline_size(parallel) > 1 else {}
 
 
+def stage_contents(family: Family, parallel: ParallelConfig) -> list[list[str]] | None:
+    """`actor.parallel.layers_per_stage` as Megatron's `pipeline_model_parallel_layout`: what each (virtual) stage
+    holds, in the order of the model. None where it is not set."""
+    if not parallel.layers_per_stage or parallel.pipeline == 1:
+        return None
+    stages = [["decoder"] * count for count in parallel.layers_per_stage]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * int(family.megatron_config().get("mtp_num_layers") or 0) + ["loss"]
+    return stages
+
+
 def transformer_config(
     family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none"
 ) -> TransformerConfig:
@@ -69,6 +80,7 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel.pipeline,
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
+        "pipeline_model_parallel_layout": stage_contents(family, parallel),
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline
         if virtual_pipeline_size(parallel) > 1
         else None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -15,7 +13,7 @@ from hybridflow.device.platform import Platform
 from hybridflow.models.layout import Coordinates
 from hybridflow.process.rendezvous import join_world
 
-_stage_layers = (0, 0)  # of the first and last stage; Megatron's groups do not know it
+_layout = ParallelConfig()  # layers of the stages are taken from it; Megatron's groups do not know them
 
 
 def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float) -> None:
@@ -23,8 +21,8 @@ def initialize(config: ParallelConfig, seed: int, backend: str, timeout_s: float
 
     `timeout_s` bounds every collective: when a rank dies, the others fail instead of waiting for ever.
     """
-    global _stage_layers
-    _stage_layers = (config.first_stage_layers, config.last_stage_layers)
+    global _layout
+    _layout = config
     join_world(backend, timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
@@ -63,17 +61,18 @@ def coordinates() -> Coordinates:
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         vpp_size=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        first_stage_layers=_stage_layers[0],
-        last_stage_layers=_stage_layers[1],
+        first_stage_layers=_layout.first_stage_layers,
+        last_stage_layers=_layout.last_stage_layers,
+        layers_per_stage=_layout.layers_per_stage,
     )
 
 
 def all_coordinates() -> list[Coordinates]:
     """Every rank's coordinates, by global rank. A collective over the world."""
-    mine = torch.tensor(astuple(coordinates()), dtype=torch.int64, device=device())
+    mine = torch.tensor(coordinates().row(), dtype=torch.int64, device=device())
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return [Coordinates(*row.tolist()) for row in everyone]
+    return [Coordinates.of_row(row.tolist()) for row in everyone]
 
 
 def context_rank() -> int:

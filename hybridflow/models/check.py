@@ -43,6 +43,7 @@ def check_cut(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
             vpp_size=derived.virtual_pipeline_size(parallel),
             first_stage_layers=parallel.first_stage_layers,
             last_stage_layers=parallel.last_stage_layers,
+            layers_per_stage=parallel.layers_per_stage,
         )
     )
 

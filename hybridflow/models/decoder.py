@@ -182,30 +182,64 @@ class Decoder:
         ]
         if self.num_mtp:
             rules.append(("hidden_size", self.hidden, TENSOR, at.tp_size))
+        rules += self._listed_stages(at) if at.layers_per_stage else self._pipeline_rules(at)
+        for field, value, key, size in rules:
+            if size < 1 or value % size:
+                raise ModelError(f"{field} is {value}, which {key} {size} does not divide; choose a divisor of {value}")
+
+    def _pipeline_rules(self, at: Coordinates) -> list[Division]:
         first, last = at.first_stage_layers, at.last_stage_layers
         middle = at.pp_size - (first > 0) - (last > 0)
+        rules: list[Division] = []
         if first or last:
             field = f"num_hidden_layers without the {first} of the first and the {last} of the last stage"
-            if at.pp_size == 1 or first + last >= self.num_layers:
+            if at.pp_size == 1 or first + last > self.num_layers or (middle and first + last == self.num_layers):
                 raise ModelError(
                     f"actor.parallel: first_stage_layers {first} and last_stage_layers {last} leave no layer for "
                     "another stage; set them to 0"
                 )
-            if not middle:
+            if not middle and first + last != self.num_layers:
                 raise ModelError(
                     f"num_hidden_layers is {self.num_layers}, and {PIPELINE} {at.pp_size} has no stage besides the "
                     f"first with first_stage_layers {first} and the last with last_stage_layers {last}; set one to 0"
                 )
-            rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
+            if middle:
+                rules.append((field, self.num_layers - first - last, f"{PIPELINE} (its other stages)", middle))
         else:
             rules.append(("num_hidden_layers", self.num_layers, PIPELINE, at.pp_size))
-        rules += [
+        return rules + [
             (f"layers of pipeline stage {stage}", count, "actor.parallel.virtual_pipeline", at.vpp_size)
             for stage, count in enumerate(at.stage_layers(self.num_layers))
         ]
-        for field, value, key, size in rules:
-            if size < 1 or value % size:
-                raise ModelError(f"{field} is {value}, which {key} {size} does not divide; choose a divisor of {value}")
+
+    def _listed_stages(self, at: Coordinates) -> list[Division]:
+        """Refuse a list of layers that is not this model's cut; what it says needs no division."""
+        listed, stages = at.layers_per_stage, at.pp_size * at.vpp_size
+        key = f"actor.parallel.layers_per_stage {list(listed)}"
+        if at.first_stage_layers or at.last_stage_layers:
+            raise ModelError(
+                f"{key} already says the layers of every stage; set first_stage_layers {at.first_stage_layers} and "
+                f"last_stage_layers {at.last_stage_layers} to 0"
+            )
+        if len(listed) != stages:
+            raise ModelError(
+                f"{key} has {len(listed)} numbers, and {PIPELINE} {at.pp_size} x virtual_pipeline {at.vpp_size} has "
+                f"{stages} stages; give one number for each"
+            )
+        if sum(listed) != self.num_layers:
+            raise ModelError(
+                f"{key} adds up to {sum(listed)} layers, and num_hidden_layers is {self.num_layers}; make them equal"
+            )
+        if empty := [stage for stage, count in enumerate(listed[1:-1], 1) if not count]:
+            raise ModelError(
+                f"{key} leaves stage {empty[0]} without a layer; only the first stage, with the embedding, and the "
+                "last, with the output layer, may have none"
+            )
+        if self.num_mtp and not listed[-1]:
+            raise ModelError(
+                f"{key} leaves the last stage without a layer, and its multi-token-prediction heads need one"
+            )
+        return []
 
     def _layer(self, source: str, target: str, layer: int, at: Coordinates) -> list[LocalTensor]:
         return [*self.attention(layer).local(source, target, at), *self.mlp(layer).local(source, target, at)]

@@ -9,8 +9,9 @@ the cuts any other way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ class Coordinates:
     """Where a rank, or one virtual stage (`vpp_rank`) of it, stands in the Megatron layout.
 
     `etp` is the tensor parallelism of experts. `first_stage_layers` and `last_stage_layers` are Megatron's
-    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 leaves the stage an even share. All fields are integers,
-    so that a row of them can travel as one tensor.
+    `num_layers_in_first_pipeline_stage` and `..._last_...`; 0 leaves the stage an even share. `layers_per_stage` says
+    the layers of every (virtual) stage in the order of the model, `pp_size * vpp_size` numbers; empty: not listed. All
+    numbers are integers, so that a `row` of them can travel as one tensor.
     """
 
     tp_rank: int = 0
@@ -76,9 +78,35 @@ class Coordinates:
     vpp_size: int = 1
     first_stage_layers: int = 0
     last_stage_layers: int = 0
+    layers_per_stage: tuple[int, ...] = ()
+
+    def row(self) -> list[int]:
+        """All numbers in the order of the fields, the listed layers last."""
+        return [*(getattr(self, one.name) for one in fields(self)[:-1]), *self.layers_per_stage]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> Coordinates:
+        """The inverse of `row`."""
+        names = [one.name for one in fields(cls)[:-1]]
+        numbers: dict[str, Any] = dict(zip(names, row, strict=False))
+        return cls(**numbers, layers_per_stage=tuple(row[len(names) :]))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every stage has an equal share of the layers."""
+        return not (self.first_stage_layers or self.last_stage_layers or self.layers_per_stage)
+
+    def chunk_layers(self, num_layers: int) -> list[int]:
+        """Number of layers of each virtual stage in the order of the model: the first of every pipeline stage, then the
+        second of every one, and so on. Everything that asks which layers a rank holds asks this."""
+        if self.layers_per_stage:
+            return list(self.layers_per_stage)
+        return [count // self.vpp_size for count in self.stage_layers(num_layers)] * self.vpp_size
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Number of layers of each pipeline stage, all virtual stages of it together."""
+        if self.layers_per_stage:
+            return [sum(self.layers_per_stage[stage :: self.pp_size]) for stage in range(self.pp_size)]
         first, last = self.first_stage_layers, self.last_stage_layers
         middle = self.pp_size - (first > 0) - (last > 0)
         counts = [(num_layers - first - last) // middle if middle > 0 else 0] * self.pp_size
@@ -88,9 +116,9 @@ class Coordinates:
     def layers(self, num_layers: int) -> range:
         """Global indices of this (virtual) stage's layers, as `get_transformer_layer_offset` of Megatron-Core 0.16
         gives them."""
-        shares = [count // self.vpp_size for count in self.stage_layers(num_layers)]
-        start = self.vpp_rank * sum(shares) + sum(shares[: self.pp_rank])
-        return range(start, start + shares[self.pp_rank])
+        counts, chunk = self.chunk_layers(num_layers), self.vpp_rank * self.pp_size + self.pp_rank
+        start = sum(counts[:chunk])
+        return range(start, start + counts[chunk])
 
     @property
     def is_first_stage(self) -> bool:

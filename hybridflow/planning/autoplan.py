@@ -25,7 +25,7 @@ _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the 
 _TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 4, 7, 8, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 
 # keys of a layout that a mapping chooses
-_LAYOUT = ("tensor", "pipeline", "first_stage_layers", "last_stage_layers", "expert", "sequence")
+_LAYOUT = ("tensor", "pipeline", "first_stage_layers", "last_stage_layers", "layers_per_stage", "expert", "sequence")
 
 
 @dataclass

@@ -212,4 +212,5 @@ def cut_of(parallel: ParallelConfig, ranks: int) -> Cut:
         distributed_optimizer=parallel.distributed_optimizer,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,
+        layers_per_stage=parallel.layers_per_stage,
     )

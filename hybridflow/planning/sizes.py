@@ -53,7 +53,7 @@ def decoder_of(hf: Mapping[str, Any], mtp: bool = False) -> Decoder:
 def chunk_layers(decoder: Decoder, at: Coordinates) -> range:
     """The layers of the virtual stage at `at`: those that Megatron gives it, and where they do not divide evenly and no
     stage's number is given, which the trainer refuses and other systems allow, the nearest even share."""
-    if at.first_stage_layers or at.last_stage_layers:
+    if not at.is_even:
         return at.layers(decoder.num_layers)
     number, chunks = at.vpp_rank * at.pp_size + at.pp_rank, at.pp_size * at.vpp_size
     first, last = (round(decoder.num_layers * index / chunks) for index in (number, number + 1))

@@ -56,6 +56,7 @@ class Cut:
     fully_sharded: bool = False  # FSDP2: weights and gradients over all ranks as well
     first_stage_layers: int = 0  # of the first and of the last pipeline stage; 0: an even share
     last_stage_layers: int = 0
+    layers_per_stage: tuple[int, ...] = ()
 
     @property
     def data(self) -> int:
@@ -84,6 +85,7 @@ class Cut:
             vpp_size=self.virtual,
             first_stage_layers=self.first_stage_layers,
             last_stage_layers=self.last_stage_layers,
+            layers_per_stage=self.layers_per_stage,
         )
 
 
@@ -319,7 +321,8 @@ class Training:
         """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with the pipeline's
         bubble."""
         p, v = self.cut.pipeline, self.cut.virtual
-        stages = [self.stage_seconds(stage, micro_tokens, length) for stage in {0, p // 2, p - 1}]
+        asked = range(p) if self.cut.layers_per_stage else {0, p // 2, p - 1}
+        stages = [self.stage_seconds(stage, micro_tokens, length) for stage in asked]
         each = max(forward + (back if backward else 0.0) for forward, back in stages)
         handover = 0.0
         if p > 1:

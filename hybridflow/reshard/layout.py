@@ -182,6 +182,7 @@ class ParallelShape:
     expert_tensor: int = 1
     first_stage_layers: int = 0
     last_stage_layers: int = 0
+    layers_per_stage: tuple[int, ...] = ()
 
     def coordinates(self) -> list[Coordinates]:
         """Each rank's place, in Megatron's default order (tensor, context, expert, data, pipeline; the last varies
@@ -196,7 +197,6 @@ class ParallelShape:
                 raise WeightSyncError(
                     f"{self.ranks} ranks are no multiple of {product}, the product of the parallel sizes {self}"
                 )
-        uneven = {"first_stage_layers": self.first_stage_layers, "last_stage_layers": self.last_stage_layers}
         return [
             Coordinates(
                 tp_rank=rank % self.tensor,
@@ -208,7 +208,9 @@ class ParallelShape:
                 etp_rank=rank % stage % self.expert_tensor,
                 etp_size=self.expert_tensor,
                 vpp_size=self.virtual_pipeline,
-                **uneven,
+                first_stage_layers=self.first_stage_layers,
+                last_stage_layers=self.last_stage_layers,
+                layers_per_stage=self.layers_per_stage,
             )
             for rank in range(self.ranks)
         ]

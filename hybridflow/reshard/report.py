@@ -33,6 +33,7 @@ SHORT = {
     "etp": "expert_tensor",
 }
 SHORT |= {"dpa": "data_attention", "first": "first_stage_layers", "last": "last_stage_layers"}
+SHORT["layers"] = "layers_per_stage"
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,19 @@ class DryRun:
         }
 
 
-def parse_shape(text: str) -> dict[str, int]:
-    """`tp=8,pp=16` or `32xtp=32,ep=32` as keyword arguments; the leading number is `count`.
+def parse_shape(text: str) -> dict[str, Any]:
+    """`tp=8,pp=3,layers=3+4+2` or `32xtp=32,ep=32` as keyword arguments; the leading number is `count`.
 
     Raises:
-        ConfigError: a word is not NAME=NUMBER.
+        ConfigError: a word is not NAME=NUMBER, or layers=NUMBER+NUMBER.
     """
     count, found, rest = text.partition("x")
-    values = {"count": int(count)} if found and count.isdigit() else {}
+    values: dict[str, Any] = {"count": int(count)} if found and count.isdigit() else {}
     for word in (rest if values else text).split(","):
         name, _, number = word.strip().partition("=")
+        if name == "layers" and all(part.isdigit() for part in number.split("+")):
+            values["layers_per_stage"] = tuple(map(int, number.split("+")))
+            continue
         if not number.isdigit() or int(number) < (0 if name in ("first", "last") else 1):
             raise ConfigError(
                 f"{word!r} in {text!r}: write NAME=NUMBER, for example tp=8,pp=4; names are {', '.join(SHORT)}, ranks"

@@ -40,16 +40,24 @@ class Case:
         return prod(self.parallel.get(key, 1) for key in ("tensor", "pipeline", "context")) * self.data
 
 
-def _cases() -> Iterator[Case]:
-    tp2, sp = {"tensor": 2}, {"tensor": 2, "sequence": True}
-    pp2, vpp = {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}
-    cp2, plain = {"context": 2}, {"distributed_optimizer": False}
-    both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    gather = {"moe_dispatcher": "allgather"}
+TP2: dict[str, Any] = {"tensor": 2}
+SP: dict[str, Any] = {"tensor": 2, "sequence": True}
+PP2: dict[str, Any] = {"pipeline": 2}
+VPP: dict[str, Any] = {"pipeline": 2, "virtual_pipeline": 2}
+CP2: dict[str, Any] = {"context": 2}
+PLAIN: dict[str, Any] = {"distributed_optimizer": False}
+BOTH: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
+
+def _cases() -> Iterator[Case]:
     for model in MODELS:
         yield Case(f"{model} one process", model, quick=True)
-    # dense
+    yield from _dense_cases()
+    yield from _mixture_cases()
+
+
+def _dense_cases() -> Iterator[Case]:
+    tp2, sp, pp2, vpp, cp2, plain, both = TP2, SP, PP2, VPP, CP2, PLAIN, BOTH
     yield Case("dense TP2", "dense", tp2)
     yield Case("dense TP2 SP", "dense", sp)
     yield Case("dense TP4 (2 KV heads)", "dense", {"tensor": 4})
@@ -58,6 +66,8 @@ def _cases() -> Iterator[Case]:
     yield Case("dense PP4", "dense", {"pipeline": 4}, quick=True)
     yield Case("dense PP3, 1 + 2 + 1 layers", "dense", {"pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 1})
     yield Case("dense PP2, 3 + 1 layers", "dense", {"pipeline": 2, "first_stage_layers": 3})
+    three = {"pipeline": 3, "layers_per_stage": (0, 3, 1)}
+    yield Case("dense PP3, layers 0 + 3 + 1", "dense", three, quick=True)
     yield Case("dense PP2 VPP2", "dense", vpp, quick=True)
     yield Case("dense CP2", "dense", cp2)
     yield Case("dense CP4", "dense", {"context": 4}, quick=True)
@@ -81,10 +91,17 @@ def _cases() -> Iterator[Case]:
     yield Case("dense TP2 SP PP2 VPP2 CP2", "dense", {**sp, **vpp, **cp2})
     yield Case("dense TP2 SP CP2 DP2 overlap", "dense", {**sp, **cp2, **both}, 2)
     yield Case("dense PP2 VPP2 CP2 DP2", "dense", {**vpp, **cp2}, 2)
-    # mixture of experts
+
+
+def _mixture_cases() -> Iterator[Case]:
+    sp, pp2, vpp, cp2, plain, both = SP, PP2, VPP, CP2, PLAIN, BOTH
+    gather = {"moe_dispatcher": "allgather"}
     yield Case("moe TP2 SP", "moe", sp)
     yield Case("moe PP2", "moe", pp2)
     yield Case("moe PP2 VPP2", "moe", vpp)
+    interleaved = {**vpp, "layers_per_stage": (1, 2, 1, 0)}
+    yield Case("moe PP2 VPP2, layers 1 + 2 + 1 + 0", "moe", interleaved, quick=True)
+    yield Case("moe PP2, 3 + 1 layers", "moe", {**pp2, "first_stage_layers": 3})
     yield Case("moe CP2", "moe", cp2)
     yield Case("moe DP2", "moe", plain, 2)
     yield Case("moe EP2", "moe", {"expert": 2}, 2)
@@ -114,6 +131,7 @@ def _cases() -> Iterator[Case]:
     yield Case("moe TP2 SP EP4 ETP1 DP4", "moe", {**sp, "expert": 4, "expert_tensor": 1}, 4)
     # latent attention, shared experts, biases, a first dense layer
     yield Case("deepseek TP2 SP EP2 PP2", "deepseek", {**sp, **pp2, "expert": 2}, quick=True)
+    yield Case("deepseek PP2, layers 3 + 1, EP2", "deepseek", {**pp2, "expert": 2, "layers_per_stage": (3, 1)}, 2)
     yield Case("deepseek PP2 VPP2 EP2", "deepseek", {**vpp, "expert": 2}, 2)
     yield Case("deepseek CP2 EP2", "deepseek", {**cp2, "expert": 2}, quick=True)
     yield Case("glm TP2 SP CP2 EP2", "glm", {**sp, **cp2, "expert": 2}, quick=True)
@@ -185,6 +203,7 @@ def _check_coordinates(case: Case) -> None:
         ranks=case.world, tensor=config.tensor, pipeline=config.pipeline, virtual_pipeline=config.virtual_pipeline or 1,
         context=config.context, expert=config.expert, expert_tensor=expert_tensor_size(config),
         first_stage_layers=config.first_stage_layers, last_stage_layers=config.last_stage_layers,
+        layers_per_stage=config.layers_per_stage,
     )  # fmt: skip
     assert all_coordinates() == shape.coordinates()
 

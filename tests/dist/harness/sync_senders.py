@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class MegatronRank(Rank):
     def coordinates(self) -> list[list[int]]:
         from hybridflow.mcore.parallel import all_coordinates
 
-        return [list(astuple(at)) for at in all_coordinates()]
+        return [at.row() for at in all_coordinates()]
 
     def send(self, orders: list[dict[str, Any]], go_timeout_s: float) -> list[dict[str, Any]]:
         """As `PolicyWorker.send_weights` does it."""

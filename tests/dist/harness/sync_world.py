@@ -128,7 +128,7 @@ class Senders:
     def plan_weights(self, host: str, port: int, engines: Sequence[EngineLayout]) -> list[PlanFacts]:
         if self.kind == "megatron":
             ranks = [
-                Coordinates(*at) for at in self.command("coordinates", wait_s=240.0)[0]
+                Coordinates.of_row(at) for at in self.command("coordinates", wait_s=240.0)[0]
             ]  # the ranks are still starting
         else:
             ranks = ParallelShape(**self.shape).coordinates()

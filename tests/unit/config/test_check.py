@@ -280,7 +280,7 @@ def test_numbers_out_of_range_name_their_key(key: str, plain: dict[str, Any]) ->
     for value in (*bad, *((math.nan, math.inf) if kind.type is float else ())):
         values = copy.deepcopy(plain)
         *groups, name = key.split(".")
-        functools.reduce(dict.__getitem__, groups, values)[name] = value
+        functools.reduce(dict.__getitem__, groups, values)[name] = [value] if kind.is_list else value
         assert any(line.startswith(f"{key}=") for line in problems(build(values))), value
 
 

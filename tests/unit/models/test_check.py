@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,6 +23,10 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import family_of
 from hybridflow.models.layout import Coordinates
 from hybridflow.models.published import published
+from hybridflow.planning.devices import DEVICES
+from hybridflow.planning.job import cut_of
+from hybridflow.planning.sizes import decoder_of
+from hybridflow.planning.training import Training
 from hybridflow.reshard.layout import ParallelShape
 from tests.models import FAMILIES
 from tests.unit.random_sizes import PARTS, draw_sizes
@@ -31,7 +37,7 @@ def ranks(parallel: ParallelConfig) -> Iterator[Coordinates]:
     etp, vpp = derived.expert_tensor_size(parallel), derived.virtual_pipeline_size(parallel)
     sizes = (parallel.tensor, parallel.pipeline, parallel.expert, etp, vpp)
     for tp, pp, ep, etp_rank, chunk in itertools.product(*map(range, sizes)):
-        uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
+        uneven = (parallel.first_stage_layers, parallel.last_stage_layers, parallel.layers_per_stage)
         yield Coordinates(tp, sizes[0], pp, sizes[1], ep, sizes[2], etp_rank, etp, chunk, vpp, *uneven)
 
 
@@ -61,6 +67,9 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
         pipeline=draw(st.sampled_from([1, 2, 3, 4])),
         first_stage_layers=draw(st.sampled_from([0, 0, 1, 2])),
         last_stage_layers=draw(st.sampled_from([0, 0, 1])),
+        layers_per_stage=draw(
+            st.sampled_from([(), (), (), (1, 3), (2, 1), (4, 0), (0, 2, 2), (1, 0, 3), (1, 1, 1, 1)])
+        ),
         virtual_pipeline=draw(st.sampled_from([None, 2])),
         expert=draw(PARTS) if experts else 1,
         expert_tensor=draw(st.sampled_from([None, 1, 2, 3])) if experts else None,
@@ -74,8 +83,10 @@ def test_what_passes_can_be_cut_and_what_is_refused_cannot(case: tuple[dict[str,
     try:
         check_cut(hf, parallel)
     except ModelError as error:
-        # heads are refused by Megatron even where their rows could be divided
-        assert "heads" in str(error) or "q, k and v" in str(error) or not is_whole(hf, parallel), str(error)
+        # heads are refused by Megatron even where their rows could be divided; two ways to say the same layers, and
+        # stages of nothing, are refused though they could be followed
+        by_choice = ("heads", "q, k and v", "already says the layers", "without a layer", "leave no layer")
+        assert any(part in str(error) for part in by_choice) or not is_whole(hf, parallel), str(error)
     else:
         assert is_whole(hf, parallel), "passes, and the ranks do not hold the whole model"
 
@@ -103,6 +114,47 @@ def test_layers_that_no_number_of_stages_divides_are_cut_unevenly(
     assert {one.stage_layers(hf["num_hidden_layers"])[one.pp_rank] for one in shape.coordinates()} == set(layers)
     with pytest.raises(ModelError, match="num_hidden_layers is"):
         check_cut(hf, ParallelConfig(pipeline=pipeline))
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline", "virtual", "layers"),
+    [
+        ("deepseek-v3", 8, 4, (1, *[2] * 30, 0)),  # arXiv 2603.07685: Et|(tt|)*30mL, without the MTP head
+        ("deepseek-v3", 16, 1, (3, *[4] * 14, 2)),
+        ("kimi-k2", 16, 2, (1, *[2] * 30, 0)),
+        ("kimi-k2", 7, 1, (8, 9, 9, 9, 9, 9, 8)),
+        ("qwen3-235b-a22b", 8, 4, (2, *[3] * 30, 2)),  # 32 virtual stages, which no number for the ends alone gives
+    ],
+)
+def test_run_planners_and_transfers_take_the_same_list(
+    model: str, pipeline: int, virtual: int, layers: tuple[int, ...]
+) -> None:
+    hf, experts = published(model), 8
+    parallel = ParallelConfig(
+        pipeline=pipeline, virtual_pipeline=virtual, expert=experts, layers_per_stage=layers, tensor=2, sequence=True
+    )
+    check_cut(hf, parallel)
+    decoder, ranks = decoder_of(hf), pipeline * experts
+    shape = ParallelShape(
+        ranks, 2, pipeline, virtual, expert=experts, expert_tensor=1, layers_per_stage=layers
+    )  # of the transfer
+    held = {
+        int(found.group(1))
+        for at in {one.pp_rank: one for one in shape.coordinates()}.values()
+        for chunk in at.virtual_stages()
+        for local in decoder.local_tensors(chunk)
+        for piece in local.pieces
+        if (found := re.match(r"model\.layers\.(\d+)\.", piece.source))
+    }
+    assert held == set(range(hf["num_hidden_layers"]))
+    cut = cut_of(parallel, ranks)  # of the planner of memory and time
+    training = Training(decoder, cut, DEVICES["H100"])
+    counts = [sum(layers[stage::pipeline]) for stage in range(pipeline)]
+    assert [sum(count for _, count in stage) for stage in training.layers] == counts
+    with pytest.raises(ModelError, match="num_hidden_layers is"):
+        check_cut(hf, replace(parallel, layers_per_stage=()))
+    with pytest.raises(ModelError, match="adds up to"):
+        check_cut(hf, replace(parallel, layers_per_stage=(layers[0] + 1, *layers[1:])))
 
 
 @pytest.mark.parametrize(

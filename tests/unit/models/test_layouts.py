@@ -3,7 +3,7 @@ divide."""
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from typing import Any
 
 import pytest
 
@@ -25,16 +25,25 @@ from tests.unit.reshard import reshard_cases as cases
             {"pp_size": 2, "vpp_size": 2, "first_stage_layers": 2, "last_stage_layers": 6},
             [[range(1), range(4, 5)], [range(1, 4), range(5, 8)]],
         ),
+        ({"pp_size": 2, "first_stage_layers": 5, "last_stage_layers": 3}, [[range(5)], [range(5, 8)]]),
+        ({"pp_size": 3, "layers_per_stage": (0, 5, 3)}, [[range(0)], [range(5)], [range(5, 8)]]),
+        (
+            {"pp_size": 2, "vpp_size": 2, "layers_per_stage": (1, 2, 4, 1)},
+            [[range(1), range(3, 7)], [range(1, 3), range(7, 8)]],
+        ),
     ],
 )
-def test_layers_of_each_virtual_stage(sizes: dict[str, int], layers: list[list[range]]) -> None:
+def test_layers_of_each_virtual_stage(sizes: dict[str, Any], layers: list[list[range]]) -> None:
     stages = [Coordinates(pp_rank=rank, **sizes) for rank in range(sizes["pp_size"])]
     assert [[chunk.layers(8) for chunk in at.virtual_stages()] for at in stages] == layers
 
 
 def test_coordinates_travel_as_integers() -> None:
     at = Coordinates(1, 2, 1, 2, vpp_rank=1, vpp_size=2, first_stage_layers=3)
-    assert Coordinates(*astuple(at)) == at
+    assert Coordinates.of_row(at.row()) == at
+    listed = Coordinates(1, 2, 1, 2, layers_per_stage=(3, 1))
+    assert Coordinates.of_row(listed.row()) == listed
+    assert all(type(number) is int for number in listed.row())
     assert at.is_last_stage
     assert not Coordinates(pp_rank=1, pp_size=2, vpp_rank=0, vpp_size=2).is_last_stage
 
@@ -87,6 +96,15 @@ def test_a_cut_may_go_through_a_part() -> None:
             "without the 2 of the first .* is 2, which .* 3 does not divide",
         ),
         ("llama", Coordinates(first_stage_layers=2), "leave no layer for another stage"),
+        ("llama", Coordinates(pp_size=3, layers_per_stage=(1, 3)), r"\[1, 3\] has 2 numbers, and .* 3 stages"),
+        ("llama", Coordinates(pp_size=2, vpp_size=2, layers_per_stage=(1, 3)), "x virtual_pipeline 2 has 4 stages"),
+        ("llama", Coordinates(pp_size=2, layers_per_stage=(1, 2)), "adds up to 3 layers, and num_hidden_layers is 4"),
+        ("llama", Coordinates(pp_size=3, layers_per_stage=(2, 0, 2)), "leaves stage 1 without a layer"),
+        (
+            "llama",
+            Coordinates(pp_size=2, first_stage_layers=1, layers_per_stage=(1, 3)),
+            "already says the layers of every stage; set first_stage_layers 1",
+        ),
         ("qwen3_moe", Coordinates(ep_size=3), "num_experts is 8, which actor.parallel.expert 3"),
         ("qwen3_moe", Coordinates(etp_size=3), "moe_intermediate_size is 32"),
         ("glm4_moe", Coordinates(tp_size=64), "num_attention_heads is 8"),

@@ -34,6 +34,10 @@ LAYOUTS: dict[str, tuple[ParallelShape, tuple[EngineShape, ...]]] = {
         ParallelShape(16, tensor=8, pipeline=2, expert=8, first_stage_layers=1),
         (EngineShape(tensor=4, expert=2, data_attention=2), EngineShape(tensor=8)),
     ),
+    "PP2.VPP2 of 1 + 1 + 2 + 0 layers to TP2": (
+        ParallelShape(2, pipeline=2, virtual_pipeline=2, layers_per_stage=(1, 1, 2, 0)),
+        (EngineShape(tensor=2),),
+    ),
     "TP1 to PP2.TP2": (ParallelShape(1), (EngineShape(tensor=2, pipeline=2),)),
 }
 Buffers = dict[str, np.ndarray]
@@ -203,7 +207,9 @@ def _global_layer(name: str, at: Coordinates, num_layers: int) -> tuple[int, str
     short = re.sub(r"^chunk\d+\.", "", name)
     if not (found := re.match(r"decoder\.layers\.(\d+)\.(.*)", short)):
         return -1, short
-    if at.first_stage_layers:
+    if at.layers_per_stage:
+        offset = sum(at.layers_per_stage[: chunk * at.pp_size + at.pp_rank])
+    elif at.first_stage_layers:
         offset = 0 if at.pp_rank == 0 else at.first_stage_layers
     else:
         offset = chunk * (num_layers // at.vpp_size) + at.pp_rank * (num_layers // at.pp_size // at.vpp_size)

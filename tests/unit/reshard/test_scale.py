@@ -18,7 +18,7 @@ from hybridflow.reshard.simulate import Fabric
     ("model", "trainer", "engines", "dtype"),
     [
         ("kimi-k2", "ranks=2048,tp=8,pp=16,ep=32,first=3,last=2", "32xtp=32,ep=32", None),
-        ("deepseek-v3", "ranks=256,tp=8,pp=8,ep=32,first=7,last=6", "tp=32,ep=32", None),
+        ("deepseek-v3", "ranks=256,tp=8,pp=8,ep=32,layers=7+8+8+8+8+8+8+6", "tp=32,ep=32", None),
         ("deepseek-v3", "ranks=256,tp=8,pp=8,ep=32,first=7,last=6", "tp=32,ep=32,dense=1", FP8),
     ],
 )
