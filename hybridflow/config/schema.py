@@ -310,6 +310,10 @@ class AgentConfig:
     environment: Annotated[str, ENVIRONMENT] | None = None  # takes the answers of the loop `environment`
     environment_processes: PositiveInt | None = None  # processes that hold environments; null: one a core, at most 16
     tools: tuple[Annotated[str, TOOL], ...] = ()  # what the policy may call: built-in ones, and path/to/file.py:name
+    tool_options: dict[str, Any] = field(default_factory=dict)  # by the tool's name: {retrieval: {documents: docs/}}
+    # servers of the Model Context Protocol, by names of yours; their tools are offered as well:
+    # {files: {command: [python, files.py]}} or {web: {url: "https://...", token_env: WEB_TOKEN}} (docs/agents.md)
+    mcp_servers: dict[str, Any] = field(default_factory=dict)
     call_format: Annotated[str, CALL_FORMAT] = "hermes"  # how the model writes a call
     observation_role: Literal["tool", "user"] = "tool"  # of the messages that show what a tool returned
     max_answers: PositiveInt = 8  # turns: answers in a conversation

