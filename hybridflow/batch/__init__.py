@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.batch.columns import Column, Deferred
 from hybridflow.batch.jagged import Jagged
 from hybridflow.batch.protocol import DataProto
-from hybridflow.batch.routes import FREE, ROUTES, num_experts, unknown_routes, with_free_end
+from hybridflow.batch.routes import FREE, ROUTED, ROUTES, num_experts, unknown_routes, with_free_end
 
 if TYPE_CHECKING:
     from hybridflow.batch.arrow import (
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE",
+    "ROUTED",
     "ROUTES",
     "Column",
     "DataProto",

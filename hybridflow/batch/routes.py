@@ -9,6 +9,7 @@ import numpy as np
 from hybridflow.errors import RouterReplayError
 
 ROUTES = "routed_experts"  # jagged int16 [prompt + response tokens, layers, experts a token]
+ROUTED = "routed_tokens"  # [B] int64: how many tokens of each row have routes, where that does not follow from lengths
 FREE = -1  # no route is known: the router decides. All k entries of a (token, layer) are free, or none
 
 

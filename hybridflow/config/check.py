@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridflow.batch import num_experts
 from hybridflow.config import (
+    check_agent,
     check_backend,
     check_dumps,
     check_engines,
@@ -63,9 +64,9 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     if found:
         return found  # the checks below divide by these numbers, and ask these entries what they need
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _agent, _model_source),
+        *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
-        *(check_staleness.problems, check_dumps.problems),
+        *(check_agent.problems, check_staleness.problems, check_dumps.problems),
     )
     found = [line for one in checks for line in one(config)]
     found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
@@ -198,27 +199,6 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             "rollout and trainer log-probabilities differ by design; switch both off, or set "
             "rollout.logprob_diff_bound=null"
         )
-
-
-def _agent(config: RunConfig) -> Iterator[str]:
-    """What a conversation of several turns excludes."""
-    agent = config.rollout.agent
-    if agent.loop == "environment" and agent.environment is None:
-        yield "rollout.agent.loop=environment without rollout.agent.environment; name one, for example guess"
-    if agent.loop in ("single_turn", "tools") and agent.environment is not None:
-        yield (
-            f"rollout.agent.environment={agent.environment} with rollout.agent.loop={agent.loop}, which has none: set "
-            "rollout.agent.loop=environment"
-        )
-    if agent.loop == "single_turn":
-        if agent.tools:
-            yield (
-                f"rollout.agent.tools={','.join(agent.tools)} with rollout.agent.loop=single_turn, which calls none: "
-                "set rollout.agent.loop=tools"
-            )
-        return
-    if agent.loop == "tools" and not agent.tools:
-        yield "rollout.agent.loop=tools without rollout.agent.tools; name some, for example [calculator]"
 
 
 def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:

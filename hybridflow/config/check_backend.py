@@ -20,6 +20,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     actor = config.actor
     refused: tuple[tuple[str, Any, Any], ...] = (
         ("recompute", actor.recompute, "none"),
+        ("recompute_modules", list(actor.recompute_modules), ["core_attn"]),
         ("router_replay", actor.router_replay, "none"),
         ("expert_bias_update_rate", actor.expert_bias_update_rate, 0),
         ("router_aux_loss_coef", actor.router_aux_loss_coef, 0),

@@ -16,7 +16,13 @@ from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.training import Cut, Practice, Precision, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
-RECOMPUTE = {"none": frozenset[str](), "selective": frozenset({"core_attn"}), "full": frozenset({"full"})}
+
+def recomputed(config: RunConfig) -> frozenset[str]:
+    """What `actor.recompute` computes again, in the words of `Practice`."""
+    actor = config.actor
+    return {"none": frozenset[str](), "full": frozenset({"full"})}.get(
+        actor.recompute, frozenset(actor.recompute_modules)
+    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
             machines.device,
             precision,
             Practice(
-                RECOMPUTE[config.actor.recompute] if trains else frozenset(),
+                recomputed(config) if trains else frozenset(),
                 logits_chunk=config.actor.logits_chunk_tokens,
             ),
             scalar_head=name in ("critic", "reward_model"),

@@ -79,3 +79,17 @@ def print_whole_lines() -> None:
     processes' lines mix."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become another program that ends with the process that started this one.
+
+    `python -I children.py PID PROGRAM ARGUMENT ...` serves callers with several threads, where no code of ours may run
+    between a fork and an exec. PID is theirs.
+    """
+    die_with_parent(int(argv[0]))
+    os.execvp(argv[1], list(argv[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

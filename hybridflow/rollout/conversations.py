@@ -26,8 +26,9 @@ from hybridflow.agents.completions import CompletionServer
 from hybridflow.agents.conversation import Conversation, ConversationOver, Sampled
 from hybridflow.agents.episodes import EpisodeError, Episodes
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.agents.tools.base import Toolbox
-from hybridflow.batch import ROUTES, DataProto, Jagged
+from hybridflow.agents.toolbox import toolbox
+from hybridflow.agents.tools.base import ToolLostError
+from hybridflow.batch import ROUTED, ROUTES, DataProto, Jagged
 from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
@@ -73,7 +74,7 @@ class Conversations:
         self.agent = config.rollout.agent
         log_path = None if logs is None else logs / "environments.log"
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
-        self._agent_loop, self._tools = LOOPS.get(self.agent.loop), Toolbox(self.agent)
+        self._agent_loop, self._tools = LOOPS.get(self.agent.loop), toolbox(config)
         tokenizer.continuation(self.agent.observation_role, ["?"], 1)
         self._next_ticket = 0
         self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
@@ -154,7 +155,8 @@ class Conversations:
         if not (any(one.training for one in records) and derived.needs_engine_routes(self.config)):
             return batch
         rows = [_routes(one, self.config) for one in found]
-        return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)})
+        known = np.array([0 if one.routes is None or one.failure else len(one.routes) for one in found], np.int64)
+        return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)}).with_columns(**{ROUTED: known})
 
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         """The answers of these conversations, in order, with `shown`, which tells what the policy had been shown."""
@@ -221,7 +223,7 @@ class Conversations:
             await self._agent_loop.function(conversation, self._tools)
         except ConversationOver as over:
             conversation.end = str(over)
-        except EpisodeError as error:
+        except (EpisodeError, ToolLostError) as error:
             conversation.failure = str(error)
         except (Exception, SystemExit) as error:  # of the user's loop: this conversation is lost, the run goes on
             conversation.failure = describe_error(error, Path(inspect.getfile(self._agent_loop.function)))

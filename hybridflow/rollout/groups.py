@@ -64,6 +64,8 @@ class Groups:
             HybridFlowError: what `RolloutService.poll` raises.
         """
         self._hand_out(version)
+        if self.config.trainer.max_staleness and self._left and not self.engines.ended(self._left[-1].tickets):
+            self.engines.poll()  # engines begin what was handed out now, also where the step has its groups already
         while (chosen := self._ready()) is None:
             self.engines.poll()
         taken = set(map(id, chosen))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.agents.environments.base import ENVIRONMENTS
-from hybridflow.agents.tools.base import Toolbox
+from hybridflow.agents.toolbox import toolbox
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +44,7 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
         raise ConfigError("model.tokenizer is null and there is no model.path: give a Hugging Face tokenizer folder")
     tokenizer = load_tokenizer(folder)
     agent = config.rollout.agent
-    tokenizer.tools = Toolbox(agent).schemas()
+    tokenizer.tools = toolbox(config).schemas()
     if agent.environment is not None:
         ENVIRONMENTS.get(agent.environment)  # a wrong name is said now; its processes start with the first conversation
     return tokenizer

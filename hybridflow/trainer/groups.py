@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto
+from hybridflow.batch import ROUTED, ROUTES, DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.balancing import SequenceCost
@@ -159,7 +159,8 @@ class PolicyGroup(ModelGroup):
         observations, self._unobserved = self.run(PolicyWorker.take_observations), False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
         observed = memory_metrics(observations, self.role) | model_metrics(observations)
-        observed |= replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs)
+        routed = [batch[ROUTED]] if ROUTED in batch else []
+        observed |= replay_metrics(observations, *lengths, actor.router_replay, actor.ppo_epochs, *routed)
         return [Update({**one.means, **observed}, one.grad_norm, one.lr, one.applied) for one in updates]
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:

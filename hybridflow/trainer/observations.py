@@ -54,28 +54,40 @@ def replayed_passes(kind: str, ppo_epochs: int) -> tuple[int, int]:
     return {"none": (0, 0), "compare": (1, 0), "r2": (0, ppo_epochs), "r3": (1, ppo_epochs)}[kind]
 
 
-def token_layers(prompts: np.ndarray, responses: np.ndarray, routers: int, kind: str) -> int:
+def token_layers(
+    prompts: np.ndarray, responses: np.ndarray, routers: int, kind: str, routed: np.ndarray | None = None
+) -> int:
     """Token-layers with recorded experts in one pass over a batch.
 
     Args:
         prompts, responses: [B] tokens of each sample.
         routers: layers with experts.
+        routed: [B] tokens of each sample that an engine has routed, where that does not follow from the lengths: what
+            a conversation shows after its last answer is none of them.
         kind: `actor.router_replay`. r3 and compare: an engine does not route the last token of a sample, and none of an
             empty response.
     """
-    tokens = int((prompts + responses).sum()) if kind == "r2" else int((prompts + responses - 1)[responses > 0].sum())
-    return tokens * routers
+    if kind == "r2":
+        tokens = prompts + responses
+    else:
+        tokens = (prompts + responses - 1)[responses > 0] if routed is None else routed
+    return int(tokens.sum()) * routers
 
 
 def replay_metrics(
-    observations: Sequence[Mapping[str, Any]], prompts: np.ndarray, responses: np.ndarray, kind: str, ppo_epochs: int
+    observations: Sequence[Mapping[str, Any]],
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    kind: str,
+    ppo_epochs: int,
+    routed: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Token-layers replayed over all ranks, and the shares of them for which the live router would have chosen
     otherwise: `differing` from the engine at the same weights, `drifted` during updates.
 
     Args:
         observations: `PolicyWorker.take_observations` of every rank.
-        prompts, responses, kind: see `token_layers`.
+        prompts, responses, kind, routed: see `token_layers`.
         ppo_epochs: updates go over the batch so often.
 
     Raises:
@@ -85,7 +97,7 @@ def replay_metrics(
         return {}
     counts = {name: sum(observed["routes"][name] for observed in observations) for name in observations[0]["routes"]}
     once, (scored, trained) = (
-        token_layers(prompts, responses, counts["routers"], kind),
+        token_layers(prompts, responses, counts["routers"], kind, routed),
         replayed_passes(kind, ppo_epochs),
     )
     expected = once * (scored + trained)

@@ -6,6 +6,7 @@ A built-in tool is a file of this package that bears its name; one of a user's i
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import difflib
 import inspect
 import threading
@@ -14,12 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.agents.formats.base import FORMATS, Call
+from hybridflow.config.build import build_options
 from hybridflow.config.keys import TOOL
 from hybridflow.config.registry import Registry
 from hybridflow.config.schema import AgentConfig
+from hybridflow.errors import ConfigError, HybridFlowError
 
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _MOST_CHARACTERS = 1 << 16  # of a result, before it is cut to tokens
+
+
+class ToolLostError(HybridFlowError):
+    """What runs a tool has ended, through no fault of the policy. The conversation that has called it is lost."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +39,46 @@ class Tool:
             may be async; one that is not runs in a thread of its own.
         description: what the policy is told of it: the first paragraph of the function's docstring.
         is_instant: it takes microseconds and cannot hang, so that it needs no thread.
+        options: a frozen dataclass, where the tool takes any. `function` is then called once as the run begins, with
+            what `rollout.agent.tool_options` gives of it, and returns the function that the policy may call.
+        declared: the JSON schema of its arguments, where that is not read from the function.
     """
 
     name: str
     function: Callable[..., Any]
     description: str
     is_instant: bool = False
+    options: type | None = None
+    declared: Mapping[str, Any] | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of its arguments."""
+        if self.declared is not None:
+            return tuple(self.declared.get("properties") or ())
         return tuple(inspect.signature(self.function).parameters)
+
+    def problem(self, arguments: Mapping[str, Any]) -> str:
+        """Which arguments are missing or unknown; empty where none is."""
+        if self.declared is None:
+            try:
+                inspect.signature(self.function).bind(**arguments)
+            except TypeError as error:
+                return str(error)
+            return ""
+        missing = [name for name in self.declared.get("required") or () if name not in arguments]
+        unknown = [name for name in arguments if name not in self.parameters]
+        if missing:
+            return f"missing a required argument: {missing[0]!r}"
+        if unknown and self.declared.get("additionalProperties", False) is False:
+            return f"got an unexpected keyword argument {unknown[0]!r}"
+        return ""
 
     def schema(self) -> dict[str, Any]:
         """Its declaration as chat templates take it."""
+        if self.declared is not None:
+            declared = {"name": self.name, "description": self.description, "parameters": dict(self.declared)}
+            return {"type": "function", "function": declared}
         found = inspect.signature(self.function, eval_str=True).parameters.values()
         kinds = {one.name: {"type": _JSON_TYPES.get(one.annotation, "string")} for one in found}
         required = [one.name for one in found if one.default is inspect.Parameter.empty]
@@ -57,26 +90,39 @@ class Tool:
 TOOLS: Registry[Tool] = Registry(TOOL.kind, TOOL.package, "rollout.agent.tools")
 
 
-def tool(name: str, *, is_instant: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def tool(
+    name: str, *, is_instant: bool = False, options: type | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the tool of this name; `Tool` says what it may look like."""
 
     def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        description = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-        TOOLS.register(name, Tool(name, function, description, is_instant))
+        TOOLS.register(name, Tool(name, function, _description(function), is_instant, options))
         return function
 
     return registered
 
 
+def _description(function: Callable[..., Any]) -> str:
+    return inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+
+
 class Toolbox:
     """The tools of a run, and the format in which they are called.
 
+    Args:
+        offered: tools besides those of `rollout.agent.tools`.
+
     Raises:
-        ConfigError: there is no tool or format of a name.
+        ConfigError: there is no tool or format of a name, two tools have the same one, or the options of a tool are
+            wrong.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
-        self.tools = {found.name: found for found in map(TOOLS.get, config.tools)}
+    def __init__(self, config: AgentConfig, offered: Sequence[Tool] = ()) -> None:
+        self.tools: dict[str, Tool] = {}
+        for found in [*(_opened(TOOLS.get(name), config) for name in config.tools), *offered]:
+            if found.name in self.tools:
+                raise ConfigError(f"rollout.agent.tools: two tools are called {found.name}; leave one of them out")
+            self.tools[found.name] = found
         self._format, self._timeout_s = FORMATS.get(config.call_format), config.tool_timeout_s
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -88,8 +134,11 @@ class Toolbox:
         return self._format(answer, {name: found.parameters for name, found in self.tools.items()})
 
     async def results(self, calls: Sequence[Call]) -> list[str]:
-        """What each call returned, or what was wrong with it, as text for the policy. The calls run at the same
-        time."""
+        """What each call returned, or what was wrong with it, as text for the policy. The calls run at the same time.
+
+        Raises:
+            ToolLostError: what runs one of the tools has ended.
+        """
         return list(await asyncio.gather(*map(self._result, calls)))
 
     async def _result(self, call: Call) -> str:
@@ -100,6 +149,8 @@ class Toolbox:
             found = await asyncio.wait_for(_run(self.tools[call.name], call.arguments), self._timeout_s)
         except TimeoutError:
             return f"error: {call.name} did not answer within {self._timeout_s:g} s"
+        except ToolLostError:
+            raise
         except (Exception, SystemExit) as error:  # whatever a tool raises, the policy is told
             found = f"error: {type(error).__name__}: {error}"
         text = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
@@ -110,11 +161,20 @@ class Toolbox:
             near = difflib.get_close_matches(call.name, self.tools, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             return f"there is no tool {call.name!r}{hint} (the tools are {', '.join(self.tools)})"
-        try:
-            inspect.signature(self.tools[call.name].function).bind(**call.arguments)
-        except TypeError as error:
-            return f"{call.name}: {error}"
-        return ""
+        problem = self.tools[call.name].problem(call.arguments)
+        return f"{call.name}: {problem}" if problem else ""
+
+
+def _opened(found: Tool, config: AgentConfig) -> Tool:
+    """The tool with its options."""
+    key = f"rollout.agent.tool_options.{found.name}"
+    given = config.tool_options.get(found.name, {})
+    if found.options is None:
+        if given:
+            raise ConfigError(f"{key}: this tool has no options; remove them")
+        return found
+    function = found.function(build_options(found.options(), given, key))
+    return dataclasses.replace(found, function=function, description=_description(function))
 
 
 async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:

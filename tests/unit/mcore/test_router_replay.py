@@ -121,6 +121,18 @@ def test_a_step_must_have_replayed_every_token_in_every_layer(kind: str, tokens:
             replay_metrics([ranks[0], observed(1, **broken)], PROMPTS, RESPONSES, kind, ppo_epochs=2)
 
 
+def test_what_a_conversation_shows_last_is_not_expected_to_have_experts() -> None:
+    """An engine has read 4 and 2 tokens of the first two samples, and none of the third, which failed."""
+    routed = np.array([4, 2, 0])
+    sent = 3 * 3 * int(routed.sum())  # three layers; a pass for the old log-probabilities and two epochs
+    ranks = [observed(3, sent=sent, used=sent)]
+    assert replay_metrics(ranks, PROMPTS, RESPONSES, "r3", 2, routed)["actor/router_replay/tokens"] == sent
+    with pytest.raises(RouterReplayError):
+        replay_metrics(ranks, PROMPTS, RESPONSES, "r3", 2)
+    with pytest.raises(RouterReplayError):
+        replay_metrics(ranks, PROMPTS, RESPONSES, "r3", 2, routed - 1)
+
+
 def test_without_replay_there_is_no_metric_of_it() -> None:
     assert replay_metrics([observed(1)], PROMPTS, RESPONSES, "none", 1) == {}
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hybridflow.agents.loops.base import LOOPS
-from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
+from hybridflow.batch import FREE, ROUTED, ROUTES, DataProto, Jagged
 from hybridflow.config.check import problems
 from hybridflow.config.schema import ActorConfig, AgentConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -284,6 +284,7 @@ def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tok
             zip(*map(found.jagged, (ROUTES, "response_ids", "response_mask")), strict=True)
         ):
             assert routes.shape == (lengths[number] + len(ids), 3, 2)
+            assert found[ROUTED][number] == (routes[:, 0, 0] != FREE).sum()
             if loop == "fails_for_two":
                 wanted = [FREE if number else 0] * (len(routes) - 1)
             else:
@@ -293,6 +294,21 @@ def test_each_token_keeps_the_experts_of_the_request_that_made_it(tokenizer: Tok
     assert ROUTES not in answers(
         Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, settings), asked, training=False
     )
+
+
+def test_a_conversation_whose_tool_was_lost_is_not_trained_on_and_the_others_go_on(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "lost.py").write_text(
+        "from hybridflow.agents.tools.base import ToolLostError, tool\n\n"
+        "@tool('calculator')\ndef calculator(expression: str) -> str:\n"
+        "    if expression.startswith('4'):\n        raise ToolLostError('its server has ended')\n    return '6'\n"
+    )
+    settings = config(loop="tools", tools=(f"{tmp_path}/lost.py:calculator",), call_format="tags")
+    service = Conversations(Engines(tokenizer, asks_the_calculator), tokenizer, settings)
+    found = answers(service, prompts(tokenizer, "2*3=", "4*5="), training=True)
+    assert found["agent_failure"].tolist() == [None, "its server has ended"]
+    assert [bool(row.any()) for row in found.jagged("response_mask")] == [True, False]
 
 
 def test_one_turn_needs_no_conversation(tokenizer: Tokenizer) -> None:

@@ -147,6 +147,20 @@ def test_a_long_answer_has_the_time_of_so_many_steps_as_it_may_be_old() -> None:
     assert held[0] in trained(groups, service, 2) and service.polls == polls + 50
 
 
+def test_engines_begin_what_a_step_hands_out_also_where_its_own_groups_have_ended_before() -> None:
+    service = Service(0)
+    groups = groups_of(service, 2, 9)
+
+    def poll() -> None:
+        for ticket in list(service.open):
+            service.done[ticket] = service.open.pop(ticket)
+
+    service.poll = poll  # type: ignore[method-assign]
+    for version in range(3):
+        trained(groups, service, version)
+        assert not service.open  # the engines have seen it before the policy trains
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> None:
     """What was under way is handed out again; also with another staleness and another size of the step."""

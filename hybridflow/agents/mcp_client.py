@@ -1,0 +1,272 @@
+"""Tools of servers of the Model Context Protocol, which `rollout.agent.mcp_servers` names.
+
+A connection lives in the event loop of one thread of this process, which goes on while conversations wait for engines.
+A server that is a program of the user's is a child of this process and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import cache, partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CONNECTION_CLOSED, CallToolResult
+from mcp_types import Tool as Declared
+
+from hybridflow.agents.mcp_process import MOST_BYTES, program
+from hybridflow.agents.tools.base import Tool, ToolLostError
+from hybridflow.config.check_agent import McpServer, mcp_servers
+from hybridflow.config.derived import run_dir
+from hybridflow.config.schema import RunConfig
+from hybridflow.errors import ConfigError
+from hybridflow.process.restart_limit import RestartLimit
+
+_KEY = "rollout.agent.mcp_servers"
+_END_S = 10.0  # for the connections to be closed at the end of the process
+_PAUSE_S, _MOST_PAUSE_S = 1.0, 30.0  # before another attempt to connect; twice as long after each
+_MOST_PAGES = 1000  # of a list of tools
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_opened: dict[str, _Server] = {}
+
+
+def offered(config: RunConfig) -> list[Tool]:
+    """The tools of the servers of `rollout.agent`, which are started where they do not run yet.
+
+    Raises:
+        ConfigError: a server cannot be started or reached, or has not a tool that is named.
+    """
+    found: list[Tool] = []
+    for name, settings in mcp_servers(config.rollout.agent).items():
+        timeout_s = config.rollout.agent.tool_timeout_s
+        key = json.dumps([name, repr(settings), timeout_s, os.getpid()])
+        if key not in _opened:
+            _opened[key] = _Server(name, settings, timeout_s, run_dir(config) / "logs" / f"mcp-{name}.log")
+        found += _opened[key].tools
+    return found
+
+
+class _Server:
+    """One server: connected, and connected again when the connection is lost, within a limit.
+
+    Attributes:
+        tools: those that it offers, as declared when it was first connected.
+    """
+
+    def __init__(self, name: str, settings: McpServer, timeout_s: float, log_path: Path) -> None:
+        self.key, self.settings, self.timeout_s, self.log_path = f"{_KEY}.{name}", settings, timeout_s, log_path
+        for variable in (*settings.env, *([settings.token_env] if settings.token_env else [])):
+            if not os.environ.get(variable):
+                raise ConfigError(f"{self.key} needs the environment variable {variable}, which is not set")
+        self._limit = RestartLimit(settings.max_restarts)
+        self._client: Client | None = None
+        self._given_up = self._lost = ""  # why there is no connection any more, and why the last one was lost
+        self._status = ""  # of the last answer over HTTP that was none
+        self._changed: asyncio.Event | None = None
+        self._declared: list[Declared] = []
+        self._task = _submit(self._stay_connected())
+        try:
+            self._declared = _submit(self._first()).result(settings.start_timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise ConfigError(f"{self.key} has not named its tools within {settings.start_timeout_s:g} s") from error
+        self.tools = [self._tool(one) for one in self._declared if not settings.tools or one.name in settings.tools]
+        has = [one.name for one in self._declared]
+        if missing := [one for one in settings.tools if one not in has]:
+            self.close()
+            raise ConfigError(f"{self.key}.tools: there is no {missing[0]} (it has: {', '.join(has) or 'none'})")
+
+    def close(self) -> None:
+        """End the connection, and with it the program."""
+        self._task.cancel()
+        with suppress(BaseException):
+            self._task.result(_END_S)
+
+    def _tool(self, declared: Declared) -> Tool:
+        async def function(**arguments: Any) -> str:
+            return await asyncio.wrap_future(_submit(self._call(declared.name, arguments)))
+
+        description = (declared.description or declared.title or "").strip()
+        return Tool(declared.name, function, description, declared=declared.input_schema)
+
+    # ---- in the thread of the connections
+
+    async def _first(self) -> list[Declared]:
+        """The tools once it is connected. ConfigError where it cannot be."""
+        await self._connected()
+        if self._given_up:
+            raise ConfigError(f"{self.key}: {self._given_up}")
+        return self._declared
+
+    async def _connected(self) -> Client | None:
+        while self._client is None and not self._given_up:
+            self._changed = self._changed or asyncio.Event()
+            await self._changed.wait()
+        return self._client
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    async def _stay_connected(self) -> None:
+        """Connect again and again until the limit is reached."""
+        failures = 0  # since it was connected last
+        while not self._given_up:
+            self._lost, self._status, over = "", "", asyncio.Event()
+            try:
+                async with asyncio.timeout(None) as limit:
+                    limit.reschedule(asyncio.get_running_loop().time() + self.settings.start_timeout_s)
+                    async with Client(self._transport(partial(self._lose, over))) as client:
+                        self._declared = self._declared or await _listed(client)
+                        limit.reschedule(None)
+                        self._client, self._over, failures = client, over, 0
+                        self._tell()
+                        await over.wait()
+                        self._client = None
+            except Exception as error:  # of the connection; what the package raises is not listed anywhere
+                self._lost = self._lost or f"{_said(error)}{self._status}"
+            self._client = None
+            first = not self._declared
+            if first or not self._limit.take():
+                again = "" if first else f" (restarted {self.settings.max_restarts} times within an hour)"
+                self._given_up = f"the server cannot be used: {self._lost}{again}"
+            else:
+                _log.warning("%s was lost and is connected again: %s", self.key, self._lost)
+                await asyncio.sleep(min(_PAUSE_S * failures, _MOST_PAUSE_S))
+                failures = 2 * failures + 1
+            self._tell()
+
+    def _lose(self, over: asyncio.Event, why: str) -> None:
+        self._lost = self._lost or why
+        over.set()
+
+    def _transport(self, lose: Callable[[str], None]) -> AbstractAsyncContextManager[Any]:
+        if self.settings.url is None:
+            return program(self.settings, self.log_path, lose)
+        return _over_http(self.settings, self.timeout_s, self._refused)
+
+    async def _refused(self, response: httpx2.Response) -> None:
+        if response.request.method == "POST" and response.status_code >= HTTPStatus.BAD_REQUEST:
+            self._status = f" (status {response.status_code})"
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """The text of the result. TimeoutError after `rollout.agent.tool_timeout_s`."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                client = await self._connected()
+        except TimeoutError as error:
+            raise ToolLostError(f"{self.key} was lost and is not connected again: {self._lost}") from error
+        if client is None:
+            raise ToolLostError(f"{self.key}: {self._given_up}")
+        over = self._over
+        async with asyncio.timeout(self.timeout_s):
+            try:
+                return _text(await client.call_tool(name, arguments))
+            except MCPError as error:
+                if error.code != CONNECTION_CLOSED:
+                    return f"error: {error.message}"
+                self._lose(over, error.message)
+                raise ToolLostError(f"{self.key} was lost during a call of {name}: {self._lost}") from error
+            except httpx2.TransportError as error:
+                self._lose(over, _said(error))
+                raise ToolLostError(f"{self.key} was lost during a call of {name}: {self._lost}") from error
+
+
+async def _listed(client: Client) -> list[Declared]:
+    found, cursor = list[Declared](), None
+    for _ in range(_MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return found
+
+
+def _text(result: CallToolResult) -> str:
+    """What the policy is shown of a result: its texts, and of anything else its kind."""
+    parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return ("error: " if result.is_error else "") + "\n".join(parts)
+
+
+def _said(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+@asynccontextmanager
+async def _over_http(
+    settings: McpServer, timeout_s: float, look: Callable[[httpx2.Response], Awaitable[None]]
+) -> AsyncIterator[Any]:
+    """The streams of a server behind an address, for `mcp.Client`; `look` is shown each response."""
+    assert settings.url is not None
+    headers = {"Authorization": f"Bearer {os.environ[settings.token_env]}"} if settings.token_env else {}
+    hooks = {"response": [look, _bound]}
+    timeout = httpx2.Timeout(30.0, read=timeout_s)
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http,
+        streamable_http_client(settings.url, http_client=http, max_sse_event_size=MOST_BYTES) as streams,
+    ):
+        yield streams
+
+
+async def _bound(response: httpx2.Response) -> None:
+    if response.request.method == "POST":
+        response.stream = _Bounded(response.stream)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A response of at most `MOST_BYTES`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
+        async for part in self._stream:
+            read += len(part)
+            if read > MOST_BYTES:
+                raise httpx2.StreamError(f"the response has more than {MOST_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+# ---- the thread
+
+
+@cache
+def _events() -> asyncio.AbstractEventLoop:
+    """The event loop of the connections. Its thread starts the programs, and lives as long as this process."""
+    events = asyncio.new_event_loop()
+    threading.Thread(target=events.run_forever, name="mcp", daemon=True).start()
+    atexit.register(close_all)
+    return events
+
+
+def _submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(work, _events())
+
+
+def close_all() -> None:
+    """End all connections of this process, and the programs behind them."""
+    for key in list(_opened):
+        _opened.pop(key).close()

@@ -1,0 +1,209 @@
+"""Search in documents of the user's: the passages that rank highest by BM25 (Robertson and Zaragoza, 2009)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import bm25s
+import numpy as np
+import pyarrow.parquet as pq
+
+from hybridflow.agents.tools.base import tool
+from hybridflow.config.keys import PositiveInt
+from hybridflow.errors import ConfigError
+
+_KEY = "rollout.agent.tool_options.retrieval"
+_TEXTS = (".txt", ".md")
+_TABLES = (".jsonl", ".parquet")
+_WORD = re.compile(r"\w+")
+_FORMAT = 1  # of the saved index; another one is built again
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the tool `retrieval`."""
+
+    # a .jsonl or .parquet file, whose rows are passages, or a folder of such and of .txt and .md files
+    documents: str = ""
+    text_column: str = "text"  # of .jsonl and .parquet
+    top_k: PositiveInt = 3  # passages that are shown
+    passage_characters: PositiveInt = 1000  # files of text are cut into such passages; longer rows are shown in part
+    index: str | None = None  # the folder that keeps the index; null: beside the documents
+
+
+@tool("retrieval", options=Options)
+def retrieval(options: Options) -> Callable[[str], str]:
+    """Read the documents and their index, which is built when it is not there or the documents have changed.
+
+    Raises:
+        ConfigError: there are no documents, or one cannot be read; names the key and the file.
+    """
+    for name in ("top_k", "passage_characters"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{_KEY}.{name}={getattr(options, name)} must be at least 1")
+    index = _index(options)
+
+    def search(query: str) -> str:
+        """Search the documents and return the passages that fit the query best."""
+        found = index.best(query, options.top_k)
+        texts = [passage[: options.passage_characters] for passage in found]
+        return "\n\n".join(f"[{place}] {text}" for place, text in enumerate(texts, 1)) or "nothing was found"
+
+    return search
+
+
+class _Index:
+    """Passages and their scores."""
+
+    def __init__(self, passages: Sequence[str], ranked: bm25s.BM25) -> None:
+        self.passages, self.ranked = passages, ranked
+
+    def best(self, query: str, count: int) -> list[str]:
+        """The passages with the highest scores above 0; of equal ones the first in the documents."""
+        words = [word for word in _words(query) if word in self.ranked.vocab_dict]
+        if not words:
+            return []
+        scores = np.asarray(self.ranked.get_scores(words))
+        order = np.argsort(-scores, kind="stable")[:count]
+        return [self.passages[place] for place in order if scores[place] > 0]
+
+
+@functools.lru_cache(maxsize=8)
+def _index(options: Options) -> _Index:
+    """The index of these documents; one in a process."""
+    if not options.documents:
+        raise ConfigError(f"{_KEY}.documents is not set; give a .jsonl or .parquet file, or a folder")
+    source = Path(options.documents)
+    files = _files(source)
+    passages = [passage for file in files for passage in _passages(file, options)]
+    if not passages:
+        raise ConfigError(f"{_KEY}.documents={source} holds no text")
+    kept = Path(options.index) if options.index else source.resolve().with_name(f"{source.resolve().name}.bm25")
+    digest = hashlib.sha256(json.dumps([_FORMAT, bm25s.__version__, passages]).encode()).hexdigest()[:16]
+    ranked = _loaded(kept / digest, len(passages))
+    if ranked is None:
+        ranked = bm25s.BM25(backend="numpy")
+        ranked.index([_words(passage) for passage in passages], show_progress=False)
+        _keep(ranked, kept, digest)
+    return _Index(passages, ranked)
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        if source.suffix not in _TABLES + _TEXTS:
+            raise ConfigError(f"{_KEY}.documents={source}: expected a file that ends in {', '.join(_TABLES + _TEXTS)}")
+        return [source]
+    if not source.is_dir():
+        raise ConfigError(f"{_KEY}.documents={source}: there is no such file or folder (looked in {Path.cwd()})")
+    found = sorted(path for path in source.rglob("*") if path.suffix in _TABLES + _TEXTS and path.is_file())
+    if not found:
+        raise ConfigError(f"{_KEY}.documents={source}: this folder has no file of {', '.join(_TABLES + _TEXTS)}")
+    return found
+
+
+def _passages(file: Path, options: Options) -> Iterator[str]:
+    try:
+        if file.suffix in _TEXTS:
+            text = file.read_text(encoding="utf-8")
+            if not text.strip():
+                raise ConfigError(f"{_KEY}.documents: {file} is empty; remove it")
+            yield from _parts(text, options.passage_characters)
+            return
+        for number, row in enumerate(_json_rows(file) if file.suffix == ".jsonl" else _rows(file, options), 1):
+            cell = row.get(options.text_column) if isinstance(row, dict) else None
+            if not isinstance(cell, str):
+                has = f" (it has: {', '.join(map(str, row)) or 'none'})" if isinstance(row, dict) else ""
+                raise ConfigError(
+                    f"{_KEY}.text_column={options.text_column}: row {number} of {file} has no text of this name{has}"
+                )
+            if not cell.strip():
+                raise ConfigError(f"{_KEY}.documents: row {number} of {file} is empty; remove it")
+            yield cell.strip()
+    except (OSError, ValueError) as error:  # also what is no UTF-8, no JSON or no parquet
+        raise ConfigError(f"{_KEY}.documents: {file} cannot be read: {error}") from error
+
+
+def _json_rows(file: Path) -> Iterator[object]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON ({error})") from error
+
+
+def _rows(file: Path, options: Options) -> Iterator[object]:
+    with pq.ParquetFile(file) as table:
+        if options.text_column not in table.schema_arrow.names:
+            has = ", ".join(table.schema_arrow.names)
+            raise ConfigError(f"{_KEY}.text_column={options.text_column}: {file} has no such column (it has: {has})")
+        for batch in table.iter_batches(columns=[options.text_column]):
+            yield from batch.to_pylist()
+
+
+def _parts(text: str, most: int) -> Iterator[str]:
+    """Paragraphs, put together as far as they fit in `most` characters; a longer one is cut between words."""
+    part = ""
+    for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):
+        for piece in _cut(paragraph, most):
+            if part and len(part) + len(piece) + 1 > most:
+                yield part
+                part = ""
+            part = f"{part}\n{piece}" if part else piece
+    if part:
+        yield part
+
+
+def _cut(paragraph: str, most: int) -> Iterable[str]:
+    while len(paragraph) > most:
+        end = paragraph.rfind(" ", 1, most + 1)
+        end = most if end < 0 else end
+        yield paragraph[:end].rstrip()
+        paragraph = paragraph[end:].lstrip()
+    yield paragraph
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _loaded(folder: Path, count: int) -> bm25s.BM25 | None:
+    """The saved index of so many passages; None where there is none that can be read. Arrays of numpy and JSON, never
+    a pickle."""
+    try:
+        ranked = bm25s.BM25.load(folder, allow_pickle=False, show_progress=False)
+        data, indices, indptr = (np.asarray(ranked.scores[name]) for name in ("data", "indices", "indptr"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        return None
+    whole = len(data) == len(indices) == indptr[-1] and len(indptr) > max(ranked.vocab_dict.values(), default=0) - 1
+    return ranked if whole and ranked.scores["num_docs"] == count and indices.max(initial=0) < count else None
+
+
+def _keep(ranked: bm25s.BM25, kept: Path, digest: str) -> None:
+    """Save the index in place of earlier ones. Without room or right to write it is built again by the next process."""
+    made = None
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".new-", dir=kept))
+        ranked.save(made, allow_pickle=False, show_progress=False)
+        for old in kept.iterdir():
+            if old != made and re.fullmatch(r"[0-9a-f]{16}", old.name):
+                shutil.rmtree(old, ignore_errors=True)
+        os.rename(made, kept / digest)
+    except OSError as error:
+        _log.warning("the index of %s is not kept in %s: %s", _KEY, kept, error)
+        if made is not None:
+            with suppress(OSError):
+                shutil.rmtree(made)

@@ -1,0 +1,100 @@
+"""What a conversation of several turns excludes, and its tools and servers of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridflow.config.build import build_options
+from hybridflow.config.keys import NonNegativeInt, Positive, out_of_range
+from hybridflow.config.registry import is_user_entry
+from hybridflow.config.schema import AgentConfig, RunConfig
+from hybridflow.errors import ConfigError
+
+_KEY = "rollout.agent.mcp_servers"
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """An entry of `rollout.agent.mcp_servers`.
+
+    Attributes:
+        command: program and arguments of a server that speaks over its standard input and output.
+        env: environment variables of the driver that this server is given besides PATH, HOME and the like.
+        url: of a server that speaks streamable HTTP.
+        token_env: the environment variable of the driver with the bearer token for `url`.
+        tools: those that the policy may call; empty: all.
+        start_timeout_s: until the server has named its tools.
+        max_restarts: how often it is started again within an hour.
+    """
+
+    command: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    url: str | None = None
+    token_env: str | None = None
+    tools: tuple[str, ...] = ()
+    start_timeout_s: Positive = 60.0
+    max_restarts: NonNegativeInt = 10
+
+
+def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
+    """The servers by name. ConfigError: a key of one is unknown or of the wrong type."""
+    found: dict[str, McpServer] = {}
+    for name, given in agent.mcp_servers.items():
+        found[str(name)] = build_options(McpServer(), given, f"{_KEY}.{name}")
+    return found
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Every problem as one line."""
+    agent = config.rollout.agent
+    if agent.loop == "environment" and agent.environment is None:
+        yield "rollout.agent.loop=environment without rollout.agent.environment; name one, for example guess"
+    if agent.loop in ("single_turn", "tools") and agent.environment is not None:
+        yield (
+            f"rollout.agent.environment={agent.environment} with rollout.agent.loop={agent.loop}, which has none: set "
+            "rollout.agent.loop=environment"
+        )
+    yield from _option_problems(agent)
+    yield from _server_problems(agent)
+    if agent.loop == "single_turn":
+        if agent.tools or agent.mcp_servers:
+            names = f"tools={','.join(agent.tools)}" if agent.tools else f"mcp_servers={','.join(agent.mcp_servers)}"
+            yield (
+                f"rollout.agent.{names} with rollout.agent.loop=single_turn, which calls none: "
+                "set rollout.agent.loop=tools"
+            )
+        return
+    if agent.loop == "tools" and not agent.tools and not agent.mcp_servers:
+        yield "rollout.agent.loop=tools without rollout.agent.tools; name some, for example [calculator]"
+
+
+def _option_problems(agent: AgentConfig) -> Iterator[str]:
+    names = [name.rpartition(":")[2] if is_user_entry(name) else name for name in agent.tools]
+    for name, given in agent.tool_options.items():
+        if name not in names:
+            yield (
+                f"rollout.agent.tool_options.{name}: rollout.agent.tools has no {name} (it has: "
+                f"{', '.join(names) or 'none'})"
+            )
+        elif not isinstance(given, dict):
+            yield f"rollout.agent.tool_options.{name}={given!r}: expected a group of options"
+
+
+def _server_problems(agent: AgentConfig) -> Iterator[str]:
+    try:
+        servers = mcp_servers(agent)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for name, server in servers.items():
+        key = f"{_KEY}.{name}"
+        if bool(server.command) == (server.url is not None):
+            yield f"{key} needs a command or a url, and not both"
+        elif server.url is not None and not server.url.startswith(("http://", "https://")):
+            yield f"{key}.url={server.url}: expected an address that begins with http:// or https://"
+        if server.token_env is not None and server.url is None:
+            yield f"{key}.token_env={server.token_env} is of a url; name what a command may read in {key}.env"
+        if server.env and server.url is not None:
+            yield f"{key}.env is of a command; a url is given its token with {key}.token_env"
+        yield from (f"{key}.{line}" for line in out_of_range(server))
