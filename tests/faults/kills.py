@@ -110,11 +110,11 @@ class Outcome:
     seed: int
     staleness: int
     victim: str
-    moment: str
+    moment: str  # what the driver had begun last
     step: int
     ended: bool = False  # the driver ended, and the same command was given again
     lost: int = 0  # conversations of the campaign that ended for it and were masked
-    seconds: float = 0.0  # until the next step was trained
+    seconds: float = -1.0  # until a step was trained; -1: none was any more
     faults: list[str] = field(default_factory=list)
 
 
@@ -162,11 +162,11 @@ def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[
             outcomes[-1].ended = True
         if code != -signal.SIGKILL and "failed in all" not in said:
             break
+    for one in outcomes:
+        one.seconds = max(one.seconds, -1.0)
     last = outcomes[-1] if outcomes else Outcome(seed, staleness, "", "", 0)
     if code != 0:
         last.faults.append(f"the run does not finish: code {code}, {said[-600:]}")
-    if code == 0 and left:
-        last.faults.append(f"never killed: {left}")
     if remaining := [process.pid for process in psutil.process_iter() if str(folder) in _command(process)]:
         time.sleep(5)
         remaining = [pid for pid in remaining if psutil.pid_exists(pid)]
@@ -191,39 +191,51 @@ def _start(folder: Path, seed: int, staleness: int, left: list[Kill], outcomes: 
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, env=environment) as driver,
     ):
         try:
-            for moment, step in _moments(driver):
-                if moment == "generate":
-                    for one in outcomes:
-                        one.seconds = one.seconds if one.seconds >= 0 else time.monotonic() + one.seconds
-                while left and (step, moment) >= (left[0].step, left[0].moment):
-                    kill = left[0]
-                    time.sleep(kill.part * MOMENTS[kill.moment])
-                    if not _kill(driver, kill.victim):
-                        break  # it has not begun yet; the next moment will do
-                    left.pop(0)
-                    outcomes.append(Outcome(seed, staleness, kill.victim, kill.moment, kill.step))
-                    outcomes[-1].seconds = -time.monotonic()
-        except TimeoutError:
+            _watch(driver, seed, staleness, left, outcomes)
+        except BaseException:
             driver.kill()
-            return 1, f"no word for {PATIENCE_S:g} s: {(folder / 'errors').read_text()[-600:]}"
-        finally:
-            driver.kill() if driver.poll() is None and sys.exc_info()[0] else None
+            raise
         return driver.wait(PATIENCE_S), (folder / "errors").read_text(errors="replace")
 
 
-def _moments(driver: subprocess.Popen[bytes]) -> Iterator[tuple[str, int]]:
+def _watch(
+    driver: subprocess.Popen[bytes], seed: int, staleness: int, left: list[Kill], outcomes: list[Outcome]
+) -> None:
+    """Kill what is due until the driver ends."""
     assert driver.stdout is not None
-    text = b""
+    text, now, due = b"", ("start", 0), None
     while True:
-        if not select.select([driver.stdout], [], [], PATIENCE_S)[0]:
-            raise TimeoutError
-        part = os.read(driver.stdout.fileno(), 1 << 16)
-        if not part:
-            return
-        *lines, text = (text + part).split(b"\n")
-        for line in lines:
-            moment, step = line.decode().split()
-            yield moment, int(step)
+        wait_s = PATIENCE_S if due is None else max(due - time.monotonic(), 0.0)
+        if select.select([driver.stdout], [], [], wait_s)[0]:
+            part = os.read(driver.stdout.fileno(), 1 << 16)
+            if not part:
+                return
+            *lines, text = (text + part).split(b"\n")
+            for line in lines:
+                moment, step = line.decode().split()
+                now = (moment, int(step))
+                _time(outcomes, moment)
+            if left and due is None and _order(*now) >= _order(left[0].moment, left[0].step):
+                due = time.monotonic() + left[0].part * MOMENTS[left[0].moment]
+        elif due is None:
+            driver.kill()
+            raise TimeoutError(f"no word of the driver for {PATIENCE_S:g} s, the last was {now}")
+        if due is not None and time.monotonic() >= due:
+            due = None
+            if _kill(driver, left[0].victim):  # else it has not begun yet; the next moment will do
+                outcomes.append(Outcome(seed, staleness, left.pop(0).victim, *now, seconds=-time.monotonic()))
+
+
+def _order(moment: str, step: int) -> tuple[int, int]:
+    """When in a run: a checkpoint has the number of the step that follows."""
+    return step, ("start", "save", "generate", "train", "end").index(moment)
+
+
+def _time(outcomes: Sequence[Outcome], moment: str) -> None:
+    """The next step is trained: its answers have come."""
+    for one in outcomes:
+        if moment == "train" and one.seconds < 0:
+            one.seconds += time.monotonic()
 
 
 def _kill(driver: subprocess.Popen[bytes], victim: str) -> bool:

@@ -19,11 +19,12 @@ This page is written by `python -m tests.faults.kills --table` from the outcomes
 checkpoints of `hybridflow/rollout`, two engines without a model whose tokens follow from those before them, two
 processes of an environment, an MCP server and the sandbox. Processes are killed with SIGKILL in several of its steps,
 at moments that a seed draws; when the driver ends, the same command is given again. A trial is one kill. A campaign
-passes when every prompt was trained once, in a group of the right size; every token, log-probability and version is
-the one that an engine gave, and no version is older than `trainer.max_staleness` allows; every observation and reward
-is the right one; conversations that have lost their environment or their MCP server are masked, with a reason, and
-none is where neither was killed; no process is left. Seconds run to the next step that begins to generate, on a machine
-that several jobs shared.
+passes when every prompt was trained once, in a group of the right size; every token, log-probability and version is the
+one that an engine gave, and no version is older than `trainer.max_staleness` allows; every observation and reward is
+the right one; conversations that have lost their environment or their MCP server are masked, with a reason, and none is
+where neither was killed; no process is left. A fault stays in the list below when it has been fixed since. The moment
+is what the driver had begun last. Seconds run until the answers of a step have come, on a machine that several jobs
+shared.
 """
 
 

@@ -26,7 +26,7 @@ def python(code: str) -> str:
     """
     result = _result(code)
     if result.why == ENDED:  # not for a limit, which a program is told of: somebody has killed it
-        result = _result(code)
+        result = _result(code, fresh=True)
     if result.why == ENDED:
         return "error: the sandbox has ended twice with this program"
     if result.why:
@@ -34,15 +34,15 @@ def python(code: str) -> str:
     return result.stdout if result.code == 0 else f"{result.stdout}error: {result.stderr.strip()[-2000:]}"
 
 
-def _result(code: str) -> ProgramResult:
-    with _sandbox() as sandbox:
+def _result(code: str, fresh: bool = False) -> ProgramResult:
+    with _sandbox(fresh) as sandbox:
         return sandbox.run(code)
 
 
 @contextmanager
-def _sandbox() -> Iterator[Sandbox]:
+def _sandbox(fresh: bool) -> Iterator[Sandbox]:
     with _lock:
-        found = _idle.pop() if _idle else None
+        found = _idle.pop() if _idle and not fresh else None
     sandbox = found or _starter.submit(Sandbox).result()
     try:
         yield sandbox
