@@ -20,6 +20,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     actor = config.actor
     refused: tuple[tuple[str, Any, Any], ...] = (
         ("recompute", actor.recompute, "none"),
+        ("recompute_modules", list(actor.recompute_modules), ["core_attn"]),
         ("router_replay", actor.router_replay, "none"),
         ("expert_bias_update_rate", actor.expert_bias_update_rate, 0),
         ("router_aux_loss_coef", actor.router_aux_loss_coef, 0),
@@ -28,6 +29,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     for key, value, wanted in refused:
         if value != wanted:
             yield f"actor.{key}={value} is not available with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
+    if actor.optim.precision_aware:
+        yield f"actor.optim.precision_aware=true is not available with {_FSDP}; set it to false, or {_MEGATRON}"
     for role in derived.roles_in_use(config)[1:]:
         if derived.is_colocated(config, role):
             yield (

@@ -25,13 +25,13 @@ from hybridflow.config.keys import (
     AtLeast,
     AtMost,
     Below,
-    Decay,
     NonNegative,
     NonNegativeInt,
     Positive,
     PositiveInt,
 )
 from hybridflow.config.schema_losses import DistillationConfig, KlLoss, RolloutCorrectionConfig
+from hybridflow.config.schema_megatron import OptimConfig, ParallelConfig, RecomputeModule
 from hybridflow.config.schema_rewards import AlgorithmConfig, RewardConfig
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -115,47 +115,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """Megatron parallel sizes (verl's names in brackets). docs/parallelism.md says which combinations are legal."""
-
-    tensor: PositiveInt = 1  # [tensor_model_parallel_size]
-    pipeline: PositiveInt = 1  # [pipeline_model_parallel_size]
-    # layers of the first and of the last stage, where these have another number than the others; 0: an even share
-    first_stage_layers: NonNegativeInt = 0
-    last_stage_layers: NonNegativeInt = 0
-    # layers of every stage, where no other key says them: pipeline x virtual_pipeline numbers in the order of the model
-    # [pipeline_model_parallel_layout]; the first and the last may be 0
-    layers_per_stage: tuple[NonNegativeInt, ...] = ()
-    virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline rank holds, interleaved; null: 1
-    # ranks that share each sequence (zigzag); a sequence is padded to a multiple of 2 x context
-    context: PositiveInt = 1
-    expert: PositiveInt = 1
-    expert_tensor: PositiveInt | None = None  # null: 1 when expert > 1, else `tensor`
-    sequence: bool = False  # sequence parallelism; needs tensor > 1
-    distributed_optimizer: bool = True  # main weights and moments are split over data-parallel ranks
-    overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks during the backward pass
-    # gather updated weights during the next forward pass; needs distributed_optimizer
-    overlap_param_gather: bool = False
-    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach their experts
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW as Megatron builds it."""
-
-    lr: Positive = 1e-6
-    min_lr: NonNegative = 0.0  # at most lr
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    lr_warmup_steps: NonNegativeInt = 0  # optimizer updates
-    lr_decay_steps: int | None = None  # optimizer updates; needed by linear and cosine
-    weight_decay: float = 0.01
-    adam_beta1: Decay = 0.9
-    adam_beta2: Decay = 0.999
-    adam_eps: float = 1e-8
-    clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: any
-
-
-@dataclass(frozen=True)
 class OffloadConfig:
     """What leaves the device (on CPU: this process's memory) while it is not needed, and comes back byte for byte."""
 
@@ -191,8 +150,10 @@ class ActorConfig:
     # packed tokens in one forward pass of a data-parallel rank (all its context ranks together)
     max_tokens_per_micro_batch: PositiveInt = 4096
     logits_chunk_tokens: PositiveInt = 1024  # response tokens whose logits exist at a time, forward and backward
-    # activations computed again in the backward pass: none, attention's core (selective) or whole layers (full)
+    # activations computed again in the backward pass: none, some modules (selective) or whole layers (full)
     recompute: Literal["none", "selective", "full"] = "none"
+    # what selective computes again; docs/parallelism.md says what each is and which models have it
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     # what to do with an update whose loss or gradient is NaN or infinite
     on_nonfinite: Literal["stop", "skip"] = "stop"
     # CONTRIBUTING.md says what a loss of yours holds; verl's bypass_mode is actor.old_log_probs=engine with ppo or

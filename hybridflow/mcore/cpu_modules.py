@@ -7,6 +7,8 @@ one HF map serves both.
 
 from __future__ import annotations
 
+import contextlib
+import types
 from typing import Any
 
 import torch
@@ -205,6 +207,7 @@ def install() -> None:
     """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, transformer_block
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -214,10 +217,19 @@ def install() -> None:
     # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without
     # TE
     multi_latent_attention.TELinear = DuplicatedLinear
+    # random.py:636 takes every module that selective recomputation discards for one in fp8, and asks TE for its state
+    if not random.HAVE_TE:
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = _without_fp8
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
     if not getattr(token_dispatcher.maybe_move_tensor_to_cpu, "from_hybridflow", False):
         token_dispatcher.maybe_move_tensor_to_cpu = _to_host(token_dispatcher.maybe_move_tensor_to_cpu)
+
+
+def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:
+    """TE's contexts around a forward pass and its repetition, where nothing is in fp8."""
+    return contextlib.nullcontext()
 
 
 def _to_host(original: Any) -> Any:

@@ -28,6 +28,7 @@ from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
 from hybridflow.models.lora import is_adapter
+from hybridflow.models.recompute import check_recompute
 from hybridflow.models.scalar_head import ScalarHead
 from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import rank_tensors
@@ -35,11 +36,14 @@ from hybridflow.reshard.layout import rank_tensors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
+CORE_ATTENTION = ("core_attn",)
+
+
+def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
+    """`actor.recompute` and `actor.recompute_modules` in Megatron's words."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if recompute != "none" else {}
 
 
 def schedule_settings(parallel: ParallelConfig) -> dict[str, Any]:
@@ -64,7 +68,11 @@ def stage_contents(family: Family, parallel: ParallelConfig) -> list[list[str]] 
 
 
 def transformer_config(
-    family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none"
+    family: Family,
+    parallel: ParallelConfig,
+    dtype: str,
+    recompute: str = "none",
+    recompute_modules: Sequence[str] = CORE_ATTENTION,
 ) -> TransformerConfig:
     """Megatron's config: what the family says, the layout, and what the device at hand allows (`device_settings`)."""
     is_cuda, params_dtype = Platform.detect().kind == "cuda", DTYPES[dtype]
@@ -99,7 +107,7 @@ def transformer_config(
         # losses return (sum, count); gradients are divided once, by the global count
         "calculate_per_token_loss": True,
         **schedule_settings(parallel),
-        **RECOMPUTE[recompute],
+        **recompute_settings(recompute, recompute_modules),
     }
     settings |= family.megatron_config()
     settings |= device_settings(family, is_cuda, bootstrap.HAVE_TRANSFORMER_ENGINE)
@@ -127,7 +135,13 @@ def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> 
     }
 
 
-def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute: str = "none") -> list[GPTModel]:
+def build_model(
+    family: Family,
+    parallel: ParallelConfig,
+    dtype: str,
+    recompute: str = "none",
+    recompute_modules: Sequence[str] = CORE_ATTENTION,
+) -> list[GPTModel]:
     """This rank's stage with uninitialised weights: one model, or one for each virtual stage."""
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import cpu_modules
@@ -139,7 +153,8 @@ def build_model(family: Family, parallel: ParallelConfig, dtype: str, recompute:
             "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; set "
             "model.dtype=bfloat16, or take Transformer Engine out of this environment"
         )
-    config = transformer_config(family, parallel, dtype, recompute)
+    check_recompute(family, recompute, recompute_modules)
+    config = transformer_config(family, parallel, dtype, recompute, recompute_modules)
     return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 
 

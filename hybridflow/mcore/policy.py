@@ -21,7 +21,15 @@ from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
 from hybridflow.mcore.expert_load import ExpertLoad
 from hybridflow.mcore.lora import Adapters
-from hybridflow.mcore.model import DTYPES, build_model, held_weights, load_weights, local_parameters, wrap_for_training
+from hybridflow.mcore.model import (
+    CORE_ATTENTION,
+    DTYPES,
+    build_model,
+    held_weights,
+    load_weights,
+    local_parameters,
+    wrap_for_training,
+)
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.mcore.packed import Cut, MicroBatch, build_micro_batches
@@ -58,6 +66,7 @@ class Policy(HoldsReference):
         expert_bias_update_rate: float = 0.0,
         router_losses: tuple[float, float] = (0.0, 0.0),
         recompute: str = "none",
+        recompute_modules: Sequence[str] = CORE_ATTENTION,
         logits_chunk_tokens: int = 1024,
         on_nonfinite: str = "stop",
         lora: AdapterMap | None = None,
@@ -69,13 +78,13 @@ class Policy(HoldsReference):
             expert_bias_update_rate: how far an update moves the expert biases of a sigmoid router towards even load; 0:
                 not at all.
             router_losses: coefficients of load balancing and of the z-loss.
-            recompute, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
+            recompute, recompute_modules, logits_chunk_tokens, on_nonfinite: see `ActorConfig`.
             lora: adapters to train in place of the weights.
             trains: without, there are no gradient buffers, and no optimizer can be set.
         """
         self.family, self.config, self.dtype = family, parallel_config, DTYPES[dtype]
         self.logits_chunk_tokens, self.on_nonfinite = logits_chunk_tokens, on_nonfinite
-        self.stages = build_model(family, parallel_config, dtype, recompute)
+        self.stages = build_model(family, parallel_config, dtype, recompute, recompute_modules)
         load_weights(self.stages, family, source)
         self.stages[0].config.moe_router_bias_update_rate = expert_bias_update_rate
         self.replay = RouterReplay(self.stages)

@@ -11,6 +11,7 @@ from hybridflow.config.schema import ModelConfig, ParallelConfig, RunConfig
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.family import family_of, use_family
 from hybridflow.models.layout import Coordinates
+from hybridflow.models.recompute import check_recompute
 
 
 def check(config: RunConfig, job: str = "train") -> None:
@@ -26,6 +27,9 @@ def problems(config: RunConfig, job: str = "train") -> Iterator[str]:
         parallel = config.actor.parallel if role == "actor" else derived.role_layout(config, role)
         try:
             check_cut(derived.hf_config(model), parallel)
+            if role in ("actor", "critic", "reward_model") and config.actor.backend == "megatron":
+                family = family_of({"vocab_size": 1, **derived.hf_config(model)})
+                check_recompute(family, config.actor.recompute, config.actor.recompute_modules)
         except ModelError as error:
             section = "actor" if role == "actor" else derived.layout_section(config, role)
             yield str(error).replace("actor.parallel", f"{section}.parallel")

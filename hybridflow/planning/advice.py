@@ -72,7 +72,8 @@ def _changes(config: RunConfig) -> Iterator[Change]:
             yield {"rollout.mem_fraction_static": fraction}
     for recompute in ("selective", "full"):
         if actor.recompute == "none" or (actor.recompute == "selective" and recompute == "full"):
-            yield {"actor.recompute": recompute}
+            plain = {"actor.recompute_modules": ("core_attn",)} if actor.recompute == "selective" else {}
+            yield {"actor.recompute": recompute, **plain}
     least = derived.padded_length(derived.max_sequence_length(config), actor.parallel)
     if actor.max_tokens_per_micro_batch > least:
         yield {"actor.max_tokens_per_micro_batch": least}

@@ -16,7 +16,13 @@ from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.training import Cut, Practice, Precision, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
-RECOMPUTE = {"none": frozenset[str](), "selective": frozenset({"core_attn"}), "full": frozenset({"full"})}
+
+def recomputed(config: RunConfig) -> frozenset[str]:
+    """What `actor.recompute` computes again, in the words of `Practice`."""
+    actor = config.actor
+    return {"none": frozenset[str](), "full": frozenset({"full"})}.get(
+        actor.recompute, frozenset(actor.recompute_modules)
+    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
     trains = name in ("actor", "critic")
     updates = {"actor": derived.updates_per_step(config), "critic": derived.critic_updates_per_step(config)}
     cut = cut_of(derived.role_layout(config, name), derived.role_world_size(config, name))
-    precision = Precision.of(config.model.dtype)
+    precision = Precision.of(config.model.dtype, section.optim if trains else None)
     if name == "actor" and config.actor.backend == "fsdp":
         cut, precision = replace(cut, fully_sharded=True), replace(precision, weight=4, main=0)
     return RolePlan(
@@ -184,7 +190,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
             machines.device,
             precision,
             Practice(
-                RECOMPUTE[config.actor.recompute] if trains else frozenset(),
+                recomputed(config) if trains else frozenset(),
                 logits_chunk=config.actor.logits_chunk_tokens,
             ),
             scalar_head=name in ("critic", "reward_model"),

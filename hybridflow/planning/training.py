@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hybridflow.config.schema import OptimConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import Coordinates
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.sizes import LayerShape, Numbers, Product, layer_shapes, stage_layers, stage_numbers
 
-ITEM = {"bfloat16": 2, "float32": 4}
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ class Precision:
     fp8: bool = False  # matrix products in fp8
 
     @classmethod
-    def of(cls, dtype: str) -> Precision:
-        """What the trainer does for `model.dtype`: gradients and optimizer in float32; float32 weights are their own
-        main copy."""
+    def of(cls, dtype: str, optim: OptimConfig | None = None) -> Precision:
+        """What the trainer does for `model.dtype`: gradients in float32, the optimizer as `optim` says (None: in
+        float32); float32 weights are their own main copy."""
         if dtype == "float32":
             return cls(weight=4, gradient=4, main=0, activation=4, linear_input=4)
-        return cls()
+        optim = optim or OptimConfig()
+        return cls(main=ITEM[optim.main_params_dtype], moments=ITEM[optim.exp_avg_dtype] + ITEM[optim.exp_avg_sq_dtype])
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Practice:
     """How a system trains, beyond its layout.
 
     Attributes:
-        recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm.
+        recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe, shared_experts.
         dispatch: alltoall sends a token to every expert, deepep once to each node.
         logits_chunk: tokens whose logits exist at a time; None: all.
         keeps_expert_outputs: without memory-efficient permutation.
@@ -167,11 +169,15 @@ class Training:
         whole, divided = self.tokens(micro_tokens), micro_tokens / cut.context / cut.tensor
         if "full" in recompute:
             return whole * layer.hidden * size
-        norms = 0.0 if "layernorm" in recompute else 2 * layer.hidden * small
+        # norms of their own are latent attention's and the experts'; others are part of a linear, which keeps its input
+        again = (layer.low_rank > 0) + (layer.experts > 0) if "layernorm" in recompute else 0
+        norms = (2 - again) * layer.hidden * small
         found = whole * (2 * layer.hidden * size + norms + layer.low_rank * size)
         heads = layer.heads - layer.core_output - (layer.expanded if "mla_up_proj" in recompute else 0)
         found += divided * (max(heads, 0) * size + layer.core_output * small)
-        if "mlp" not in recompute:
+        if layer.experts and "moe" in recompute:
+            return found
+        if ("shared_experts" if layer.experts else "mlp") not in recompute:
             found += divided * layer.ffn * (2 * size + small)
         gated = 0.0 if "moe_act" in recompute else layer.routed_ffn * small
         outputs = layer.topk * layer.hidden * size if self.practice.keeps_expert_outputs else 0.0
@@ -204,9 +210,13 @@ class Training:
     def activations(self, stage: int, micro_tokens: float, micro_batches: int) -> float:
         """The peak of activations: micro-batches in flight, logits, and the layer that is computed again."""
         layers = self.layers[stage]
-        kept = sum(count * self.layer_activations(layer, micro_tokens) for layer, count in layers)
-        again = max((self.layer_activations(layer, micro_tokens, everything=True) for layer, _ in layers), default=0.0)
-        working = again if "full" in self.practice.recompute else 0.5 * again
+        each = [(self.layer_activations(layer, micro_tokens), count) for layer, count in layers]
+        whole = [self.layer_activations(layer, micro_tokens, everything=True) for layer, _ in layers]
+        kept = sum(count * size for size, count in each)
+        again = max(whole, default=0.0)
+        # what one layer computes again exists at once
+        freed = max((every - size for every, (size, _) in zip(whole, each, strict=True)), default=0.0)
+        working = again if "full" in self.practice.recompute else max(0.5 * again, freed)
         return kept * self.in_flight(stage, micro_batches) + working + self.logits(stage, micro_tokens)
 
     def forward_activations(self, stage: int, micro_tokens: float) -> float:
@@ -255,7 +265,9 @@ class Training:
         again = {
             "full": forward,
             "core_attn": core,
-            "mlp": mlp,
+            "mlp": 0.0 if layer.experts else mlp,
+            "shared_experts": mlp if layer.experts else 0.0,
+            "moe": mlp + routed + 2 * dispatch + tensor if layer.experts else 0.0,
             "mla_up_proj": 0.6 * attention if layer.expanded else 0.0,
         }
         return forward, backward + sum(seconds for name, seconds in again.items() if name in recompute)

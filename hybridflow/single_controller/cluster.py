@@ -45,6 +45,7 @@ _RAY = "r"  # Ray's own subfolder: Ray makes the folder it is given writable for
 _MAX_TEMP_DIR = 38  # Ray appends /r and 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
 _POLL_S = 0.3
+_TOKEN_OF_SCRIPT = "~/.hybridflow-ray-token"  # where launch/ray/cluster.sh looks
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class _Local:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(temp_dir, lock, _start_guard(temp_dir))
 
-    def keep_guarded(self) -> None:
-        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory."""
+    def keep_guarded(self) -> list[int]:
+        """Replace the guard when it has ended: somebody killed it, or the kernel for its memory. Returns its pid."""
         if self.guard.poll() is not None:
             assert self.guard.stdin is not None
             self.guard.stdin.close()
             self.guard = _start_guard(self.temp_dir)
+        return [self.guard.pid]
 
     def remove(self) -> None:
         """Dismiss the guard and delete the folder, once Ray is down."""
@@ -173,6 +175,7 @@ class Cluster:
 
     @classmethod
     def _join(cls, config: ClusterConfig, run_dir: Path) -> Cluster:
+        _find_token()
         import ray
 
         _prepare_client(ray)
@@ -180,7 +183,10 @@ class Cluster:
         try:
             ray.init(address=config.address, log_to_driver=False, configure_logging=False)
         except Exception as error:
-            hint = "check the address, and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds the cluster's token"
+            hint = (
+                "check the address, and that RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or "
+                f"{_TOKEN_OF_SCRIPT} holds the cluster's token"
+            )
             raise ResourceError(f"cannot join the Ray cluster at {config.address}: {error}; {hint}") from error
         finally:
             _restore_sigterm(before)
@@ -346,6 +352,16 @@ def _set_environment() -> None:
     # get_node_ip_address (ray/_private/services.py:811) returns loopback only when clusters over several machines are
     # disabled.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _find_token() -> None:
+    """Let Ray's client use the token of the environment, or the one that `launch/ray/cluster.sh` starts Ray with. Ray
+    itself ignores a token unless RAY_AUTH_MODE says that there is one."""
+    path = Path(_TOKEN_OF_SCRIPT).expanduser()
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() and path.is_file():
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _answers_strangers(address: str) -> bool:

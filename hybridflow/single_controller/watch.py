@@ -1,25 +1,30 @@
 """Noticing that Ray itself is lost: its processes on this machine, or the cluster that was joined, are looked at every
-second.
+second, and as soon as one of the processes ends.
 
-Ray's own client waits for a dead gcs for a minute and then aborts the driver. Here the main thread is interrupted
-wherever it waits, as by Ctrl-C, and `Cluster` says why when it is left.
+Ray's own client waits for a dead gcs for a minute and then aborts the driver, and for a stopped one for ever. Here the
+main thread is interrupted wherever it waits, as by Ctrl-C, and `Cluster` says why when it is left. Only inside of Ray's
+C++ code, which hears no signal, it cannot be interrupted; such a driver is ended.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from hybridflow.process.children import STOPPED, state_of
+from hybridflow.process.children import STOPPED, is_running, state_of
 
 _POLL_S = 1.0
 _STOPPED_LOOKS = 10  # a process that stands still for so many looks is lost; a driver that was suspended too looks less
 _FAILED_LOOKS = 3
 _CONNECT_S = 2.0
+_DEAF_S = 15.0  # a main thread that has not heard a signal by then is in a call that does not return
 
 
 class Watch:
@@ -27,13 +32,16 @@ class Watch:
 
     Args:
         watched: what can be lost.
-        keep: called at each look, to replace what can be replaced.
+        keep: called at each look, to replace what can be replaced; returns the processes that `keep` would replace.
     """
 
-    def __init__(self, watched: Watched, keep: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, watched: Watched, keep: Callable[[], Sequence[int]] = tuple) -> None:
         self._watched, self._keep, self._lost, self._over = watched, keep, "", threading.Event()
+        self._noticed: set[int] = set()  # processes that have ended
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)  # readable once the thread is to end
         # a signal that nobody else uses: its handler raises in the main thread, also while that waits for Ray
-        self._before = signal.signal(signal.SIGUSR2, _interrupt) if _in_main_thread() else None
+        self._heard = threading.Event()
+        self._before = signal.signal(signal.SIGUSR2, self._interrupt) if _in_main_thread() else None
         self._thread = threading.Thread(target=self._watch, name="watch-ray", daemon=True)
         self._thread.start()
 
@@ -45,24 +53,68 @@ class Watch:
         """Look no more, and interrupt nobody."""
         self._lost = self.lost()
         self._over.set()
+        os.eventfd_write(self._stop, 1)
         self._thread.join()
+        os.close(self._stop)
         if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)
 
     def _watch(self) -> None:
-        while not self._over.wait(_POLL_S):
+        kept: Sequence[int] = ()
+        while not self._over.is_set():
             with suppress(OSError):  # no process or file can be made now: the next look tries again
-                self._keep()
+                kept = self._keep()
             self._lost = self._watched.ended() or self._watched.silent()
             if self._lost:
-                ours = self._before is not None and signal.getsignal(signal.SIGUSR2) is _interrupt
+                ours = self._before is not None and signal.getsignal(signal.SIGUSR2) == self._interrupt
                 if ours and not self._over.is_set():  # without the handler the signal would end this process
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+                    if not self._heard.wait(_DEAF_S):
+                        self._end()
                 return
+            self._wait(kept)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        self._heard.set()
+        raise KeyboardInterrupt
+
+    def _end(self) -> None:
+        """End the process; a local cluster's guard clears up behind it, as after a SIGKILL."""
+        text = f"hybridflow: {self._lost}; the driver waited for it in a call that cannot be interrupted and was ended"
+        print(f"{text}; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _wait(self, kept: Sequence[int]) -> None:
+        """Wait until the next look is due, a process ends (which is noticed once), or `stop` is called."""
+        fresh = [pid for pid in (*self._watched.pids(), *kept) if pid not in self._noticed]
+        if all(map(is_running, fresh)):  # else one has ended since the look
+            with _ends_of(fresh) as ends:
+                poll = select.poll()
+                for descriptor in (self._stop, *ends):
+                    poll.register(descriptor, select.POLLIN)
+                poll.poll(_POLL_S * 1000)
+        self._noticed.update(pid for pid in fresh if not is_running(pid))
+
+
+@contextmanager
+def _ends_of(pids: Sequence[int]) -> Iterator[list[int]]:
+    """Descriptors that are readable once the processes have ended."""
+    descriptors: list[int] = []
+    try:
+        for pid in pids:
+            with suppress(OSError):  # it has ended meanwhile, or no descriptor is left: the next look is not far
+                descriptors.append(os.pidfd_open(pid))
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class Watched(Protocol):
     """What can be lost."""
+
+    def pids(self) -> Sequence[int]:
+        """The processes whose end is to be noticed at once."""
 
     def ended(self) -> str:
         """What has ended, in words."""
@@ -76,6 +128,10 @@ class Processes:
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids, self._stopped = pids, dict.fromkeys(pids, 0)
+
+    def pids(self) -> Sequence[int]:
+        """All of them."""
+        return list(self._pids.values())
 
     def ended(self) -> str:
         """The first that has ended."""
@@ -99,6 +155,10 @@ class Address:
     def __init__(self, address: str) -> None:
         self._address, self._failures = address, 0
 
+    def pids(self) -> Sequence[int]:
+        """None: the gcs is elsewhere."""
+        return ()
+
     def ended(self) -> str:
         """Nothing: one failed connection says little."""
         return ""
@@ -118,7 +178,3 @@ class Address:
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

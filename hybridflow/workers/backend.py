@@ -160,6 +160,7 @@ def _megatron(config: RunConfig, family: Family, source: WeightSource, platform:
         expert_bias_update_rate=actor.expert_bias_update_rate,
         router_losses=(actor.router_aux_loss_coef, actor.router_z_loss_coef),
         recompute=actor.recompute,
+        recompute_modules=actor.recompute_modules,
         logits_chunk_tokens=actor.logits_chunk_tokens,
         on_nonfinite=actor.on_nonfinite,
         lora=AdapterMap(family, actor.lora, config.seed) if actor.lora.rank else None,

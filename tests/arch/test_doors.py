@@ -1,4 +1,4 @@
-"""What a room keeps to itself: the modules of the batch, and the words `torch.cuda`."""
+"""What a room keeps to itself: the modules of the batch, the words `torch.cuda`, and the clock on the wall."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ from tests.arch.files import ROOT, python_files
 
 # Megatron calls torch.cuda where there is no CUDA; this module gives those calls something to find.
 SAYS_CUDA = ("device/", "mcore/cpu_compat.py")
+# Everything else waits and measures by the monotonic clock, which no administrator and no time server moves.
+READS_THE_DATE = {
+    "agents/completions.py": "the door's `created`",
+    "bench/measurements/steps.py": "compared with `wall_time` of another process",
+    "bench/run.py": "when a suite began",
+    "launch/node.py": "when a node failed",
+    "launch/preflight.py": "the clock that is compared with the other nodes'",
+    "observe/timeline.py": "where a phase lies in the report",
+    "observe/tracker.py": "`wall_time` of a record",
+    "observe/trackers/tensorboard.py": "`wall_time` of an event",
+    "saving/store.py": "the name of a folder that is put aside",
+    "single_controller/cluster.py": "the age of a folder that a killed driver left; its lock decides",
+}
 
 
 def modules_named(source: str) -> set[str]:
@@ -61,6 +74,16 @@ def test_the_batch_is_imported_through_its_door(folder: str) -> None:
 
 def test_the_device_is_asked_in_one_room() -> None:
     assert who_says_cuda(ROOT / "hybridflow") == []
+
+
+def test_deadlines_do_not_follow_the_clock_on_the_wall() -> None:
+    package = ROOT / "hybridflow"
+    found = {
+        file.relative_to(package).as_posix()
+        for file in python_files("hybridflow")
+        if modules_named(file.read_text(encoding="utf-8")) & {"time.time", "datetime.now", "datetime.utcnow"}
+    }
+    assert found == set(READS_THE_DATE)
 
 
 @pytest.mark.parametrize(

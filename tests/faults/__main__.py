@@ -15,14 +15,13 @@ from pathlib import Path
 
 from hybridflow.process.stopping import terminate_as_interrupt
 from tests.e2e.runs import Run
-from tests.faults import oracle, table
+from tests.faults import limits, oracle, table
 from tests.faults.campaign import Campaign, Trial, durations, moments_path
 from tests.faults.faults import COVERING, Fault, draw
 from tests.faults.shapes import SHAPES, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _INSIDE = "HYBRIDFLOW_FAULTS_NAMESPACE"
-FILE_SYSTEM = "size=256m,mode=0700"
 
 
 def main() -> int:
@@ -32,10 +31,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first; each next one has the next seed")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of all campaigns; default: the shapes in turn")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults", help="for references and outcomes")
+    parser.add_argument("--outcomes", type=Path, help="file that a line is added to for each trial, and that the table "
+                        "is made of; default: trials.jsonl in the folder")  # fmt: skip
     parser.add_argument("--cover", action="store_true", help="play the covering campaign of `make test-full`")
     parser.add_argument("--table", action="store_true", help="write docs/faults.md")
     args = parser.parse_args()
-    outcomes = args.folder / "trials.jsonl"
+    outcomes = args.outcomes or args.folder / "trials.jsonl"
     if args.table:
         lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         (ROOT / "docs" / "faults.md").write_text(table.page([Trial(**json.loads(line)) for line in lines]))
@@ -48,7 +49,7 @@ def main() -> int:
     status = 0
     for number in range(args.seed, args.seed + args.campaigns):
         shape = args.shape or list(SHAPES)[number % len(SHAPES)]
-        trials = play(shape, number, args.folder, draw(shape, number, disks))
+        trials = play(shape, number, args.folder, draw(shape, number, disks, limits.can_starve()))
         with outcomes.open("a") as file:
             file.writelines(json.dumps(trial.__dict__) + "\n" for trial in trials)
         status |= shown(trials)
@@ -73,7 +74,7 @@ def play(shape: str, seed: int, folder: Path, todo: Sequence[Fault]) -> list[Tri
         words = words_of(shape, folder / "work", out)
         disks = os.environ[_INSIDE] == "1"
         if disks:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", FILE_SYSTEM, "faults", str(out)], check=True)
+            limits.make_disk(Path(name) / "disk", out)
         campaign = Campaign(shape, seed, words, out / "e2e", durations(reference / "moments"), Path(name) / "output")
         try:
             trials = campaign.play(todo)
@@ -82,7 +83,9 @@ def play(shape: str, seed: int, folder: Path, todo: Sequence[Fault]) -> list[Tri
                 shutil.copytree(name, folder / f"{shape}-{seed}".replace(" ", "-"), dirs_exist_ok=True)
         finally:
             if disks:
+                limits.thaw(out)
                 subprocess.run(["umount", "-l", str(out)], check=True)
+            limits.free_groups()
     return trials
 
 
@@ -104,9 +107,10 @@ def _in_own_namespace() -> int:
     """Run again with mounts and shared memory of its own, where this is allowed; elsewhere without disturbed disks."""
     script = 'mount -t tmpfs -o size=4g faults /dev/shm && exec "$@"'
     command = [sys.executable, "-m", "tests.faults", *sys.argv[1:]]
+    disks = str(int(limits.can_make_disks()))
     if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode == 0:
         wrapped = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *command]
-        return subprocess.run(wrapped, env={**os.environ, _INSIDE: "1"}, check=False).returncode
+        return subprocess.run(wrapped, env={**os.environ, _INSIDE: disks}, check=False).returncode
     return subprocess.run(command, env={**os.environ, _INSIDE: "0"}, check=False).returncode
 
 

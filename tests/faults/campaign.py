@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -9,18 +10,19 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from tests.e2e.runs import Run
-from tests.faults import victims
-from tests.faults.faults import DAMAGED, FULL, KILL, READ_ONLY, STOP, Fault
+from tests.faults import limits, victims
+from tests.faults.faults import DAMAGED, FULL, KILL, NO_MEMORY, OF_PROCESSES, READ_ONLY, SLOW, STOP, Fault
 
 PATIENCE_S = 420.0  # without any sign of life a trial has failed
 PAUSED_S = 4.0  # how long a driver that was stopped by us stands still
+FROZEN_S = 8.0  # how long a disk takes no write
 REMEDIES = ("same command", "run again", "start anew", "Let it name")
 OF_DISKS = ("make room", "make it writable")  # a remedy of a message that says where
 SHARED_MEMORY = Path("/dev/shm")
@@ -59,7 +61,7 @@ class Campaign:
         self.shape, self.seed, self.words, self.folder, self.durations = shape, seed, words, folder, durations
         self.output, self.trials, self._open = output, list[Trial](), list[Trial]()
         self._due: tuple[float, Fault] | None = None
-        self._restored: tuple[float, int] | None = None
+        self._restored: tuple[float, Callable[[], object]] | None = None
         self._filler = folder.parent / "filler"
 
     def play(self, todo: Sequence[Fault]) -> list[Trial]:
@@ -82,6 +84,7 @@ class Campaign:
     def _play_once(self, left: list[Fault]) -> int:
         before = set(os.listdir(SHARED_MEMORY))
         moments = _Moments(moments_path(self.folder))
+        self._is_driver_starved = False
         with Run(self.output, *self.words) as run:
             killed = self._watch(run, moments, left)
             code = run.process.returncode
@@ -117,16 +120,20 @@ class Campaign:
                 killed = self._disturb(run, fault) or killed
                 heard = now
             if self._restored is not None and now >= self._restored[0]:
-                os.kill(self._restored[1], signal.SIGCONT)
+                self._restored[1]()
                 self._restored = None
             if now - heard > PATIENCE_S:
+                heard = now
                 self.trials[-1].faults.append(f"no sign of life for {PATIENCE_S:.0f} s")
                 run._look()
                 os.kill(run.process.pid, signal.SIGKILL)
                 killed = True
             time.sleep(0.003)
         self._due = None
-        return killed
+        if self._restored is not None:
+            self._restored[1]()
+            self._restored = None
+        return killed or (self._is_driver_starved and run.process.returncode == -signal.SIGKILL)
 
     def _notice(self, word: str, name: str, step: int, left: list[Fault]) -> None:
         now = time.monotonic()
@@ -149,7 +156,7 @@ class Campaign:
         """Do it; returns whether the driver itself was killed by it."""
         victim, pid = "", None
         logs = self.folder / "logs"
-        if fault.kind in (KILL, STOP):
+        if fault.kind in OF_PROCESSES:
             run._look()
             found = ((name, victims.find(run, name, logs)) for name in fault.victims)
             victim, pid = next(((name, pid) for name, pid in found if pid is not None), ("", None))
@@ -166,16 +173,22 @@ class Campaign:
             self._damage_next = fault.draw
             os.kill(run.process.pid, signal.SIGKILL)
             return True
-        if pid is not None:
+        if fault.kind == NO_MEMORY and pid is not None:
+            limits.starve(pid)
+            self._is_driver_starved |= victim == "driver"
+        elif pid is not None:
             os.kill(pid, signal.SIGKILL if fault.kind == KILL else signal.SIGSTOP)
             if fault.kind == STOP and victim == "driver":
-                self._restored = (time.monotonic() + PAUSED_S, pid)
-            return fault.kind == KILL and victim == "driver"
-        if fault.kind == FULL:
+                self._restored = (time.monotonic() + PAUSED_S, functools.partial(os.kill, pid, signal.SIGCONT))
+        elif fault.kind == SLOW:
+            limits.freeze(self.folder.parent)
+            self._restored = (time.monotonic() + FROZEN_S, functools.partial(limits.thaw, self.folder.parent))
+        elif fault.kind == FULL:
             _fill(self._filler)
-        return False
+        return fault.kind == KILL and victim == "driver"
 
     _damage_next: float | None = None
+    _is_driver_starved = False  # since its start; the kernel kills it when it next asks for memory
 
     def _repair(self) -> None:
         """Between two starts: space is made, the file system can be written; a checkpoint is damaged, refused, and

@@ -9,12 +9,14 @@ from tests.faults.shapes import STEPS
 
 KILL, STOP = "SIGKILL", "SIGSTOP"
 FULL, READ_ONLY, DAMAGED = "disk full", "read-only", "damaged checkpoint"
+NO_MEMORY, SLOW = "out of memory", "disk stands still"
+OF_PROCESSES = (KILL, STOP, NO_MEMORY)
 STARTING = ("start_Ray", "start_engine_workers", "start_ranks", "warm_start", "wait_for_the_engines", "plan_the_sync")
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "testing", "save_checkpoint")
 ENDING = ("export", "shutdown")
 COMMON = (
     *("driver", "actor rank 0", "rollout worker", "engine guard", "engine main", "engine scheduler", "cluster guard"),
-    *("gcs", "raylet", "agent"),
+    *("gcs", "raylet", "agent", "reward host", "reward process"),
 )
 MORE = {
     "own critic": ("critic rank 0", "reference rank 0"),
@@ -29,7 +31,7 @@ class Fault:
     """One disturbance.
 
     Attributes:
-        kind: SIGKILL, SIGSTOP, disk full, read-only, damaged checkpoint.
+        kind: SIGKILL, SIGSTOP, out of memory, disk full, read-only, disk stands still, damaged checkpoint.
         moment: a stage of the start, a phase of a step, or part of the end.
         step: of the phase; 0 outside of steps.
         part: 0 to 1, how far into the moment.
@@ -63,12 +65,13 @@ COVERING = (
 )
 
 
-def draw(shape: str, seed: int, disks: bool) -> list[Fault]:
+def draw(shape: str, seed: int, disks: bool, memory: bool) -> list[Fault]:
     """The disturbances of a campaign in the order of their moments: one while it starts, one in every step but the
     last, one at its end.
 
     Args:
-        disks: whether the run has a file system of its own, which may fill up.
+        disks: whether the run has a file system of its own, which may fill up and stand still.
+        memory: whether the memory of a process can be limited.
     """
     chance = random.Random(f"{shape} {seed}")
     places = [(chance.choice(STARTING), 0), *((chance.choice(PHASES), step) for step in range(1, STEPS))]
@@ -77,14 +80,13 @@ def draw(shape: str, seed: int, disks: bool) -> list[Fault]:
     places = [("update_weights" if name == "testing" and step % 4 else name, step) for name, step in places]
     faults = []
     for moment, step in places:
-        kinds = (KILL, KILL, KILL, STOP, STOP, DAMAGED) + ((FULL, READ_ONLY) if disks else ())
+        kinds = (KILL, KILL, KILL, STOP, STOP, DAMAGED) + ((FULL, READ_ONLY, SLOW) if disks else ())
+        kinds += (NO_MEMORY,) if memory else ()
         kind = chance.choice(kinds)
         if kind == DAMAGED and step < 2:
             kind = KILL  # there is no checkpoint yet
         victims = [*COMMON, *MORE.get(shape, ())]
         chance.shuffle(victims)
-        of_processes = kind in (KILL, STOP)
-        faults.append(
-            Fault(kind, moment, step, chance.random(), tuple(victims) if of_processes else (), chance.random())
-        )
+        whom = tuple(victims) if kind in OF_PROCESSES else ()
+        faults.append(Fault(kind, moment, step, chance.random(), whom, chance.random()))
     return faults

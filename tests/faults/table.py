@@ -19,6 +19,11 @@ trial is one disturbance. A campaign passes when metrics, samples and final weig
 undisturbed run, each step is recorded once, no process, shared memory or temporary folder is left, no output has a
 traceback, and every message names a remedy. A fault stays in the list below when it has been fixed since. Seconds run
 to the end of the next whole step, on a machine that several jobs shared.
+
+"Out of memory": the process gets eight more MiB, and the kernel kills it when it asks for more. "Disk stands still":
+the file system of the run folder takes no write for eight seconds. A network that loses 1% of all frames, repeats 1%
+and delays each by 1 to 3 ms changes no number of a run over two nodes (`tests/faults/test_network.py`). Jumps of the
+clock are not tried: every wait follows the monotonic clock (`tests/arch/test_doors.py`).
 """
 
 

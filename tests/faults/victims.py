@@ -14,6 +14,7 @@ _BY_COMMAND = {
     "raylet": "raylet/raylet",
     "agent": "runtime_env/agent/main.py",
     "cluster guard": "single_controller/guard.py",
+    "reward host": "hybridflow.rewards.host",
 }
 
 
@@ -27,6 +28,9 @@ def find(run: Run, name: str, logs: Path) -> int | None:
         return _writer(descendants, logs / f"{role if rank else 'rollout'}-rank{rank or 0}.log")
     if name in _BY_COMMAND:
         return next((one.pid for one in descendants if _BY_COMMAND[name] in _command(one)), None)
+    if name == "reward process":
+        host = find(run, "reward host", logs)
+        return next((one.pid for one in descendants if one.ppid() == host), None)
     number = 1 if name.startswith("second") else 0
     guards = sorted(one.pid for one in descendants if "engines/sglang/guard.py" in _command(one))
     owner = _writer(descendants, logs / f"rollout-rank{number}.log")
@@ -34,9 +38,9 @@ def find(run: Run, name: str, logs: Path) -> int | None:
     if guard is None or name.endswith("guard"):
         return guard
     of_engine = psutil.Process(guard).children(recursive=True)
-    if name.endswith("scheduler"):
-        return next((one.pid for one in of_engine if "scheduler" in _command(one)), None)
-    return next((one.pid for one in of_engine if one.ppid() == guard), None)
+    is_scheduler = name.endswith("scheduler")
+    wanted = (one for one in of_engine if ("scheduler" in _command(one) if is_scheduler else one.ppid() == guard))
+    return next((one.pid for one in wanted), None)
 
 
 def _command(process: psutil.Process) -> str:

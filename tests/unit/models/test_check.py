@@ -185,6 +185,8 @@ def test_the_layouts_that_failed_after_the_start(
             ("model.hf_config.moe_intermediate_size=33", "actor.parallel.expert_tensor=2"),
             ("intermediate_size is 33",),
         ),
+        (("actor.recompute_modules=[moe]",), ("needs actor.recompute=selective, which is none",)),
+        (("actor.recompute=selective", "actor.recompute_modules=[mla_up_proj]"), ("have no multi-head latent",)),
         (("model.hf_config.num_experts=3",), ("num_experts is 3", "actor.parallel.expert 2")),
         (("model=tiny-dense", "model.hf_config.intermediate_size=33"), ("intermediate_size is 33", "tensor 2")),
         (

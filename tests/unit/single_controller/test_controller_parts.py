@@ -22,7 +22,7 @@ from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 from hybridflow.errors import ClusterLostError, WorkerError
 from hybridflow.process.children import state_of
 from hybridflow.single_controller import colocated, future
-from hybridflow.single_controller.cluster import _ip_key
+from hybridflow.single_controller.cluster import _find_token, _ip_key
 from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.host import Failure, Host
 from hybridflow.single_controller.pieces import At, ColumnRecipe, Header, Recipe, Request, gather
@@ -247,3 +247,28 @@ def test_a_call_ends_as_soon_as_no_answer_can_come(one_answer: Callable[[int], f
     )
     with pytest.raises(ClusterLostError, match="raylet has ended"):
         waiting.result()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "{home}/.hybridflow-ray-token"}),
+        ({"RAY_AUTH_TOKEN": "t"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t"}),
+        ({"RAY_AUTH_TOKEN_PATH": "/t"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/t"}),
+        ({"RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "t"}),
+    ],
+)
+def test_a_driver_that_joins_uses_the_token_that_ray_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: dict[str, str]
+) -> None:
+    """As `launch/ray/cluster.sh` says: on the machine of the head the command needs no variable."""
+    (tmp_path / ".hybridflow-ray-token").write_text("t")
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path), **environment})
+    _find_token()
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    assert found == {name: value.format(home=tmp_path) for name, value in expected.items()}
+    (tmp_path / ".hybridflow-ray-token").unlink()
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
+    _find_token()
+    assert set(os.environ) == {"HOME"}

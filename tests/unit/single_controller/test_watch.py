@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
+import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +89,53 @@ def test_a_guard_that_was_killed_is_replaced(sleeper: subprocess.Popen[bytes]) -
         local.remove()
     assert local.guard.poll() is not None
     assert not local.temp_dir.exists()
+
+
+def test_the_end_of_a_process_is_noticed_without_waiting_for_the_next_look(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a driver that is killed just after its guard has a guard."""
+    monkeypatch.setattr(watch, "_POLL_S", 3600.0)
+    looks = threading.Semaphore(0)
+
+    def keep() -> list[int]:
+        looks.release()
+        return [kept.pid]
+
+    with subprocess.Popen(["sleep", "600"]) as kept:
+        watched = watch.Watch(watch.Processes({"gcs_server": sleeper.pid}), keep)
+        assert looks.acquire(timeout=60)
+        kept.kill()
+        assert looks.acquire(timeout=60), "the kept process"
+        assert not looks.acquire(timeout=0.2), "an ended process is noticed once"
+    with pytest.raises(KeyboardInterrupt):
+        sleeper.kill()
+        time.sleep(120)
+    assert "has ended" in watched.lost()
+    watched.stop()
+
+
+def test_a_driver_inside_of_a_call_that_hears_no_signal_is_ended_with_a_message() -> None:
+    code = """
+        import ctypes, subprocess
+        from hybridflow.single_controller import watch
+
+        watch._DEAF_S = 0.5
+        with subprocess.Popen(["sleep", "600"]) as lost:
+            watch.Watch(watch.Processes({"gcs_server": lost.pid}))
+            lost.kill()
+            mutex = ctypes.create_string_buffer(64)
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)  # for ever, as a call of Ray's whose gcs was stopped
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.fullmatch(
+        r"hybridflow: Ray's gcs_server \(process \d+\) has ended; .* was ended; the same command resumes .*\n",
+        done.stderr,
+    )
 
 
 def test_a_rank_that_owes_an_answer_and_is_stopped_is_found(sleeper: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,151 @@
+"""Gradients with and without recomputation by module, and how often what is recomputed runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hybridflow.config.schema import OptimConfig
+from tests.dist.harness.policies import batch_of, policy_of, share_of
+from tests.models import DEEPSEEK, DENSE, GLM4, TINY
+
+# model, layout, modules
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ("dense", DENSE, {}, ("core_attn",)),
+    ("dense", DENSE, {}, ("mlp",)),
+    ("moe", TINY, {}, ("moe_act",)),
+    ("moe", TINY, {}, ("layernorm",)),
+    ("moe", TINY, {}, ("moe",)),
+    ("glm", GLM4, {}, ("mlp", "shared_experts", "moe_act")),
+    ("deepseek", DEEPSEEK, {}, ("mla_up_proj",)),
+    ("deepseek", DEEPSEEK, {}, ("layernorm",)),
+    ("deepseek", DEEPSEEK, {}, ("core_attn", "mla_up_proj", "layernorm", "moe_act", "mlp", "shared_experts")),
+    ("deepseek", DEEPSEEK, {}, ("moe", "mlp", "mla_up_proj")),
+]
+PARALLEL = {"tensor": 2, "sequence": True, "expert": 2}
+PARALLEL_CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ("deepseek", DEEPSEEK, PARALLEL, ("mla_up_proj", "layernorm", "moe_act", "mlp", "shared_experts")),
+    ("deepseek", DEEPSEEK, {"pipeline": 2, "virtual_pipeline": 2}, ("moe", "mla_up_proj", "layernorm")),
+]
+# what runs again, by a part of its name in the model
+SEEN = {
+    "core_attn": "core_attention",
+    "mlp": "mlp.linear_fc1",  # the first dense layer's
+    "moe": "mlp.router",
+    "moe_act": "",  # a function of the config, not a module
+    "shared_experts": "shared_experts.linear_fc1",
+    "mla_up_proj": "linear_kv_up_proj",
+    "layernorm": "pre_mlp_layernorm",
+}
+
+
+def run() -> list[dict[str, Any]]:
+    """Every case on this rank."""
+    return [_compare(*case) for case in CASES]
+
+
+def run_parallel() -> list[dict[str, Any]]:
+    """Every case of two ranks."""
+    from tests.dist.harness.worlds import Worlds
+
+    worlds, found = Worlds(), []
+    for case in PARALLEL_CASES:
+        assert worlds.mine(range(2))
+        with worlds.world(range(2)):
+            found.append(_compare(*case))
+    worlds.finish()
+    return found
+
+
+def _compare(name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
+    with _norms_as_one_node() if {"mlp", "layernorm"} & set(modules) else contextlib.nullcontext():
+        kept, plain = _gradients(hf, parallel)
+        again, twice = _gradients(hf, parallel, recompute="selective", recompute_modules=modules)
+    return {
+        "name": f"{name} {parallel} {modules}",
+        "modules": modules,
+        "differing": [key for key, value in kept.items() if not torch.equal(value, again[key])],
+        "same_keys": kept.keys() == again.keys(),
+        "nonzero": sum(bool(value.any()) for value in kept.values()) / len(kept),
+        "calls": {module: (plain[module], twice[module]) for module in modules},
+    }
+
+
+@contextlib.contextmanager
+def _norms_as_one_node() -> Iterator[None]:
+    """Torch composes an RMS norm on a CPU of nodes that use its input twice. Where a norm is computed again, its two
+    shares of a gradient are added before the residual's share and not after it, which rounds differently; here they are
+    always added before."""
+    from hybridflow.mcore import cpu_modules
+
+    original = cpu_modules.F.rms_norm
+
+    class Functions:
+        linear = staticmethod(torch.nn.functional.linear)
+
+        @staticmethod
+        def rms_norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return original(x.view_as(x), *rest)
+
+    functional, cpu_modules.F = cpu_modules.F, Functions  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        cpu_modules.F = functional  # type: ignore[misc]
+
+
+def _gradients(hf: dict[str, Any], parallel: dict[str, Any], **options: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """(each parameter's gradient after an update, how often each kind of module has run)."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from hybridflow.workers.losses import sft_loss
+
+    policy = policy_of(parallel, hf, **options)
+    calls = dict.fromkeys(SEEN, 0)
+
+    def count(kind: str) -> Any:
+        def hook(*_: Any) -> None:
+            calls[kind] += 1
+
+        return hook
+
+    for stage in policy.stages:
+        for name, module in stage.named_modules():
+            for kind, part in SEEN.items():
+                if part and name.endswith(part) and not isinstance(module, IdentityOp):
+                    module.register_forward_pre_hook(count(kind))
+            if name.endswith("mlp.experts"):
+                _count_activations(module, calls)
+    policy.set_optimizer(OptimConfig(lr=1e-2, clip_grad=0.0))
+    policy.train_mini_batch(
+        share_of(batch_of(16, 3)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
+    )
+    found = {
+        f"{chunk}.{name}": parameter.main_grad.clone()
+        for chunk, model in enumerate(policy.chunks)
+        for name, parameter in model.named_parameters()
+    }
+    return found, calls
+
+
+def _count_activations(experts: Any, calls: dict[str, int]) -> None:
+    activation = experts.activation_func
+
+    def counted(values: torch.Tensor) -> torch.Tensor:
+        calls["moe_act"] += 1
+        return activation(values)  # type: ignore[no-any-return]
+
+    config = experts.config = _with(experts.config, activation_func=counted)
+    experts.activation_func = config.activation_func
+
+
+def _with(config: Any, **changes: Any) -> Any:
+    import copy
+
+    changed = copy.copy(config)
+    for key, value in changes.items():
+        setattr(changed, key, value)
+    return changed
