@@ -5,7 +5,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full gpu faults lint type arch schema hooks bench clean \
+.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full gpu faults kills lint type arch schema hooks bench clean \
   distclean
 
 help: ## list the targets
@@ -40,6 +40,9 @@ gpu: setup-dev ## what only a GPU can show, on one GPU; says so and runs nothing
 
 faults: setup-dev ## disturb whole runs at seeded moments; ARGS="--campaigns 15 --seed 1", then ARGS="--table"
 	@$(PY) -m tests.faults $(ARGS)
+
+kills: setup-dev ## kill processes of conversations at seeded moments; ARGS="--seed 2", then ARGS="--table"
+	@$(PY) -m tests.faults.kills $(ARGS)
 
 lint: setup-dev ## ruff: rules and format
 	@$(PY) -m ruff check .

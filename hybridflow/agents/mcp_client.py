@@ -74,6 +74,7 @@ class _Server:
         self._limit = RestartLimit(settings.max_restarts)
         self._client: Client | None = None
         self._given_up = self._lost = ""  # why there is no connection any more, and why the last one was lost
+        self._before = ""  # why the connection before was lost
         self._status = ""  # of the last answer over HTTP that was none
         self._changed: asyncio.Event | None = None
         self._declared: list[Declared] = []
@@ -85,6 +86,9 @@ class _Server:
             raise ConfigError(f"{self.key} has not named its tools within {settings.start_timeout_s:g} s") from error
         self.tools = [self._tool(one) for one in self._declared if not settings.tools or one.name in settings.tools]
         has = [one.name for one in self._declared]
+        if not has:
+            self.close()
+            raise ConfigError(f"{self.key}: the server has no tools")
         if missing := [one for one in settings.tools if one not in has]:
             self.close()
             raise ConfigError(f"{self.key}.tools: there is no {missing[0]} (it has: {', '.join(has) or 'none'})")
@@ -92,7 +96,7 @@ class _Server:
     def close(self) -> None:
         """End the connection, and with it the program."""
         self._task.cancel()
-        with suppress(BaseException):
+        with suppress(Exception, asyncio.CancelledError):
             self._task.result(_END_S)
 
     def _tool(self, declared: Declared) -> Tool:
@@ -124,9 +128,17 @@ class _Server:
 
     async def _stay_connected(self) -> None:
         """Connect again and again until the limit is reached."""
+        try:
+            await self._connect()
+        finally:
+            self._given_up = self._given_up or "the server was closed"
+            self._tell()
+
+    async def _connect(self) -> None:
         failures = 0  # since it was connected last
         while not self._given_up:
-            self._lost, self._status, over = "", "", asyncio.Event()
+            self._before, self._lost = self._lost or self._before, ""
+            self._status, over = "", asyncio.Event()
             try:
                 async with asyncio.timeout(None) as limit:
                     limit.reschedule(asyncio.get_running_loop().time() + self.settings.start_timeout_s)
@@ -169,7 +181,9 @@ class _Server:
             async with asyncio.timeout(self.timeout_s):
                 client = await self._connected()
         except TimeoutError as error:
-            raise ToolLostError(f"{self.key} was lost and is not connected again: {self._lost}") from error
+            raise ToolLostError(
+                f"{self.key} was lost and is not connected again: {self._lost or self._before}"
+            ) from error
         if client is None:
             raise ToolLostError(f"{self.key}: {self._given_up}")
         over = self._over

@@ -72,6 +72,11 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim)
+        if getattr(config, section).optim.precision_aware and config.model.dtype != "bfloat16":
+            found.append(
+                f"{section}.optim.precision_aware=true needs model.dtype=bfloat16: weights in {config.model.dtype} are "
+                "their own main weights"
+            )
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
     if not any(line.startswith("model.") for line in found):
         found += [
@@ -202,6 +207,9 @@ def _rollout(config: RunConfig) -> Iterator[str]:
 
 
 def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
+    for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if not optim.precision_aware and getattr(optim, key) != "float32":
+            yield f"{prefix}.{key}={getattr(optim, key)} needs {prefix}.precision_aware=true; set it, or float32"
     if optim.min_lr > optim.lr:
         yield f"{prefix}.min_lr={optim.min_lr} must be at most {prefix}.lr={optim.lr}"
     if optim.lr_decay_style != "constant" and optim.lr_decay_steps is None:

@@ -29,6 +29,8 @@ def problems(config: RunConfig) -> Iterator[str]:
     for key, value, wanted in refused:
         if value != wanted:
             yield f"actor.{key}={value} is not available with {_FSDP}; set it to {wanted}, or {_MEGATRON}"
+    if actor.optim.precision_aware:
+        yield f"actor.optim.precision_aware=true is not available with {_FSDP}; set it to false, or {_MEGATRON}"
     for role in derived.roles_in_use(config)[1:]:
         if derived.is_colocated(config, role):
             yield (

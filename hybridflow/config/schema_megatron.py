@@ -51,3 +51,9 @@ class OptimConfig:
     adam_beta2: Decay = 0.999
     adam_eps: float = 1e-8
     clip_grad: NonNegative = 1.0  # largest norm of the gradient; 0: any
+    # FusedAdam of Transformer Engine holds the main weights and moments, in the precision of the next three keys; needs
+    # model.dtype=bfloat16 and parallel.distributed_optimizer [use_precision_aware_optimizer]
+    precision_aware: bool = False
+    main_params_dtype: Literal["float32", "float16"] = "float32"
+    exp_avg_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float16"] = "float32"

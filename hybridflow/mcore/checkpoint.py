@@ -55,6 +55,7 @@ def load(policy: Policy, folder: Path) -> None:
         policy, with_random_state=manifest.layout["world"] == dist.get_world_size() and "rng" in manifest.contains
     )
     restore(folder, state.tensors, exchange)
+    state.put_back()
     if policy.optimizer is not None:
         set_adam_step(policy.optimizer.inner, int(manifest.training["updates"]))
         policy.optimizer.scheduler.num_steps = int(manifest.training["scheduled"])

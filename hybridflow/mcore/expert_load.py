@@ -57,4 +57,5 @@ class _Corrected:
                 parallel_state.get_tensor_model_parallel_rank(),
             )
             real = real.view(size, -1)[rank]
-        router.local_tokens_per_expert -= output[1][~real].sum(dim=0)
+        # no index by a mask: its size would have to be known on the host, which would wait for the device
+        router.local_tokens_per_expert -= (output[1] & ~real.unsqueeze(1)).sum(dim=0)

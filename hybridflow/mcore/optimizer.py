@@ -9,9 +9,27 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.device.platform import Platform
+from hybridflow.errors import ModelError
+from hybridflow.mcore import bootstrap  # before megatron
+
+STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def _check_precision_aware(config: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> None:
+    if not config.precision_aware:
+        return
+    key = "optim.precision_aware=true"
+    if not bootstrap.HAVE_TRANSFORMER_ENGINE:
+        raise ModelError(
+            f"{key} needs FusedAdam of Transformer Engine, which is not in use here ({bootstrap.backend_name()}); "
+            "set it to false, or build the gpu lane where nvcc is found (make setup LANE=gpu)"
+        )
+    if dtype is not torch.bfloat16:
+        raise ModelError(f"{key} needs model.dtype=bfloat16: weights in float32 are their own main weights")
+    if not parallel.distributed_optimizer:
+        raise ModelError(f"{key} needs parallel.distributed_optimizer=true")
 
 
 class Optimizer:
@@ -22,6 +40,7 @@ class Optimizer:
     ) -> None:
         """`chunks` are wrapped for training (`model.wrap_for_training`)."""
         self.chunks, self.config = chunks, config
+        _check_precision_aware(config, parallel, dtype)
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -36,6 +55,9 @@ class Optimizer:
                 overlap_param_gather=parallel.overlap_param_gather,
                 bf16=dtype is torch.bfloat16,
                 params_dtype=dtype,
+                use_precision_aware_optimizer=config.precision_aware,
+                store_param_remainders=False,  # a checkpoint has whole main weights, which every layout can read
+                **{key: getattr(torch, getattr(config, key)) for key in STATE_DTYPES},
             ),
             list(chunks),
             use_gloo_process_groups=Platform.detect().kind == "cpu",
@@ -99,10 +121,19 @@ def prime_adam_state(optimizer: Any) -> None:
             if not counts_in_state:
                 group.setdefault("step", 0)
             for parameter in group["params"]:
-                if not inner.optimizer.state.get(parameter):
+                if inner.optimizer.state.get(parameter):
+                    continue
+                if is_precision_aware(inner):  # main weights and moments in their precisions, with their scales
+                    inner.optimizer.initialize_state(parameter, False)
+                else:
                     zeros = torch.zeros_like(parameter)
                     step = {"step": torch.tensor(0.0)} if counts_in_state else {}
                     inner.optimizer.state[parameter] = step | {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
+def is_precision_aware(inner: Any) -> bool:
+    """Whether Adam holds the main weights, so that what `_get_main_param_and_optimizer_states` gives may be copies."""
+    return bool(getattr(inner.config, "use_precision_aware_optimizer", False))
 
 
 def adam_step(optimizer: Any) -> int:

@@ -288,8 +288,7 @@ class _RouterHook:
             return
         routing_map = output[1]
         if routes.action == "record":
-            # each row has k marks, in ascending order of the expert
-            routes.recorded[self.layer] = routing_map.nonzero()[:, 1].view(-1, self.topk)
+            routes.recorded[self.layer] = marked(routing_map, self.topk)
             return
         given = self._given(routes)
         wanted = given[:, 0] != FREE
@@ -305,6 +304,12 @@ class _RouterHook:
             tally.add(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
             tally.add(mismatched=wanted & ~same)
+
+
+def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """[t, k] the experts of each row of a routing map [t, experts] with k marks a row, in ascending order. The host
+    does not wait for the device, as it would for `nonzero`."""
+    return routing_map.to(torch.int8).topk(topk, dim=1).indices.sort(dim=1).values
 
 
 class _Tally:

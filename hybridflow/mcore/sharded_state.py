@@ -27,7 +27,7 @@ import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.errors import CheckpointError
 from hybridflow.mcore.lora import Adapters
 from hybridflow.mcore.model import by_chunk, local_parameters
-from hybridflow.mcore.optimizer import inner_optimizers
+from hybridflow.mcore.optimizer import inner_optimizers, is_precision_aware
 from hybridflow.mcore.parallel import coordinates
 from hybridflow.mcore.policy import Policy
 from hybridflow.models.layout import boxes
@@ -45,6 +45,7 @@ class ShardedState:
     def __init__(self, policy: Policy, *, with_random_state: bool = True) -> None:
         policy.settle()
         self.policy, self.contains = policy, ["model"]
+        self._copies: list[tuple[Any, torch.Tensor, Mapping[str, torch.Tensor]]] = []
         self._shards = _model_shards(policy)
         if policy.adapters:
             self._shards |= _adapter_shards(policy.adapters)
@@ -53,7 +54,7 @@ class ShardedState:
         if policy.optimizer is not None:
             self.contains.append("optimizer")
             for inner in inner_optimizers(policy.optimizer.inner):
-                self.tensors += _optimizer_shards(inner, self._shards)
+                self.tensors += self._optimizer_shards(inner)
         if policy.has_reference:
             self.contains.append("reference")
             self.tensors += _reference_shards(policy, self._shards)
@@ -64,6 +65,24 @@ class ShardedState:
             self.tensors.append(
                 ShardedTensor.from_rank_offsets("rng_state", self.random_state, place, prepend_axis_num=1)
             )
+
+    def _optimizer_shards(self, inner: Any) -> list[ShardedTensor]:
+        of_parameter = {shards[0].data.data_ptr(): shards for shards in self._shards.values()}
+        found: list[ShardedTensor] = []
+        for parameter, low, high, tensors in _states(inner):
+            if is_precision_aware(inner):
+                self._copies.append((inner, parameter, tensors))
+            for shard in of_parameter[parameter.data_ptr()]:
+                start = _flat_start(shard, parameter)
+                for name, flat in tensors.items():
+                    found += _cut(name, flat, (low, high), shard, start, isinstance(inner, DistributedOptimizer))
+        return found
+
+    def put_back(self) -> None:
+        """Give an optimizer that keeps its state in lower precision, of which `tensors` are float32 copies, what has
+        been read into them."""
+        for inner, parameter, tensors in self._copies:
+            inner._set_main_param_and_optimizer_states(parameter, tensors)
 
     def owned(self) -> list[ShardedTensor]:
         """What this rank writes: of every replicated rectangle one rank is the main replica."""
@@ -183,17 +202,6 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 
 # ---- optimizer
 # ------------------------------------------------------------------------------------------------------------
-
-
-def _optimizer_shards(inner: Any, model: Mapping[str, list[ShardedTensor]]) -> list[ShardedTensor]:
-    of_parameter = {shards[0].data.data_ptr(): shards for shards in model.values()}
-    found: list[ShardedTensor] = []
-    for parameter, low, high, tensors in _states(inner):
-        for shard in of_parameter[parameter.data_ptr()]:
-            start = _flat_start(shard, parameter)
-            for name, flat in tensors.items():
-                found += _cut(name, flat, (low, high), shard, start, isinstance(inner, DistributedOptimizer))
-    return found
 
 
 def _cut(

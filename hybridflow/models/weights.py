@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -69,6 +69,7 @@ class SafetensorsFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.files: dict[str, str]
+        self._open: dict[Path, Any] = {}  # each file is opened, and its header read, once for all its tensors
         config = self.folder / "config.json"
         self.quantisation = _quantisation_of(config) if config.exists() else None
         index = self.folder / "model.safetensors.index.json"
@@ -115,15 +116,17 @@ class SafetensorsFolder:
             raise ModelError(f"{self.folder} has no tensor {name}; is its config.json of another model?")
         file = self.folder / self.files[name]
         try:
-            with safe_open(file, framework="pt") as handle:
-                view = handle.get_slice(name)
-                full = view.get_shape()
-                if len(full) != len(shape) or any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
-                    raise ModelError(
-                        f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
-                        "config.json implies"
-                    )
-                return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            view = self._open[file].get_slice(name)
+            full = view.get_shape()
+            if len(full) != len(shape) or any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
+                raise ModelError(
+                    f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
+                    "config.json implies"
+                )
+            region: torch.Tensor = view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+            return region
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}, tensor {name}: {error}") from error
 

@@ -179,7 +179,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
     trains = name in ("actor", "critic")
     updates = {"actor": derived.updates_per_step(config), "critic": derived.critic_updates_per_step(config)}
     cut = cut_of(derived.role_layout(config, name), derived.role_world_size(config, name))
-    precision = Precision.of(config.model.dtype)
+    precision = Precision.of(config.model.dtype, section.optim if trains else None)
     if name == "actor" and config.actor.backend == "fsdp":
         cut, precision = replace(cut, fully_sharded=True), replace(precision, weight=4, main=0)
     return RolePlan(

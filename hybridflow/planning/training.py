@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hybridflow.config.schema import OptimConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import Coordinates
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.sizes import LayerShape, Numbers, Product, layer_shapes, stage_layers, stage_numbers
 
-ITEM = {"bfloat16": 2, "float32": 4}
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ class Precision:
     fp8: bool = False  # matrix products in fp8
 
     @classmethod
-    def of(cls, dtype: str) -> Precision:
-        """What the trainer does for `model.dtype`: gradients and optimizer in float32; float32 weights are their own
-        main copy."""
+    def of(cls, dtype: str, optim: OptimConfig | None = None) -> Precision:
+        """What the trainer does for `model.dtype`: gradients in float32, the optimizer as `optim` says (None: in
+        float32); float32 weights are their own main copy."""
         if dtype == "float32":
             return cls(weight=4, gradient=4, main=0, activation=4, linear_input=4)
-        return cls()
+        optim = optim or OptimConfig()
+        return cls(main=ITEM[optim.main_params_dtype], moments=ITEM[optim.exp_avg_dtype] + ITEM[optim.exp_avg_sq_dtype])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from hybridflow.errors import ResourceError
 
 _START_S, _PATIENCE_S = 60.0, 30.0
+ENDED = "the sandbox ended"  # `ProgramResult.why` where its process was killed, from outside or by the program
 COMMAND = ("-I", "-S")  # no environment, no site-packages
 
 
@@ -31,7 +32,7 @@ class ProgramResult:
 
     Attributes:
         code: its exit code, negative for a signal; None where it reached a limit.
-        why: "timeout" or "output" for the limit that it reached, else empty.
+        why: "timeout" or "output" for the limit that it reached, `ENDED`, else empty.
     """
 
     code: int | None
@@ -43,6 +44,7 @@ class ProgramResult:
 
 class Sandbox:
     """Starts the process that programs are forked from (`sandbox_process`); each program costs forks, no interpreter.
+    The process ends with the thread that has made this object.
 
     Raises:
         ResourceError: this machine forbids user namespaces or the like, so that nothing can be run; says what.
@@ -76,8 +78,10 @@ class Sandbox:
             )
 
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
-        """Run a Python program with this standard input."""
+        """Run a Python program with this standard input. A sandbox that has ended starts again, in this thread."""
         limits = limits or Limits()
+        if self.has_ended:
+            self._start()
         self._connection.settimeout(limits.timeout_s + _PATIENCE_S)
         try:
             self._lines.write(json.dumps({"code": code, "stdin": stdin, **vars(limits)}).encode() + b"\n")
@@ -87,9 +91,13 @@ class Sandbox:
             line = b""
         if not line:
             self.close()
-            self._start()
-            return ProgramResult(None, "the sandbox ended", "", "", 0.0)
+            return ProgramResult(None, ENDED, "", "", 0.0)
         return ProgramResult(**json.loads(line))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is known to have ended."""
+        return self._process.returncode is not None
 
     def close(self) -> None:
         """End the process, and a program with it."""

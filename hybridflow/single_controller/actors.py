@@ -17,6 +17,7 @@ from hybridflow.single_controller.host import Host, HostInfo, Identity
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 
 NAMESPACE = "hybridflow"  # detached groups share it; otherwise every driver has a namespace of its own
+_PINNED = "pinned_max_round_threshold_mb"  # of PYTORCH_ALLOC_CONF
 
 
 def start_actors(
@@ -86,7 +87,17 @@ def placed_environment(slot: Slot, info: HostInfo, gpus: bool) -> dict[str, str]
     env = {"HYBRIDFLOW_PLATFORM": "cuda" if gpus else "cpu"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
+        env["PYTORCH_ALLOC_CONF"] = _pinned_as_asked(os.environ)
     return env | ({"GLOO_SOCKET_IFNAME": info.interface} if info.interface else {})
+
+
+def _pinned_as_asked(user: Mapping[str, str]) -> str:
+    """The user's allocator settings, and that pinned blocks over 128 MB are as large as asked: torch rounds others up
+    to a power of two (CachingHostAllocator.h:303), and offloaded weights and checkpoints are such blocks."""
+    settings = user.get("PYTORCH_ALLOC_CONF") or user.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if _PINNED in settings:
+        return settings
+    return ",".join(part for part in (settings, f"{_PINNED}:128") if part)
 
 
 def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, str]:

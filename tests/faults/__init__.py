@@ -7,4 +7,6 @@ the same metrics and final weights to the last bit, each step once, nothing left
 
     python -m tests.faults --campaigns 20 --seed 1    play campaigns; outcomes go to runs/faults/trials.jsonl
     python -m tests.faults --table                    write docs/faults.md from all outcomes
+    python -m tests.faults.kills                      kill engines, tools, environments and the driver of conversations
+    python -m tests.faults.kills --table              write docs/kills.md from all outcomes
 """

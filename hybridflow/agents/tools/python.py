@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from hybridflow.agents.tools.base import tool
-from hybridflow.rewards.sandbox import Sandbox
+from hybridflow.rewards.sandbox import ENDED, ProgramResult, Sandbox
 
 _lock = threading.Lock()
 _idle: list[Sandbox] = []  # each runs one program at a time; as many are started as are in use at once
+# A sandbox ends with the thread that has started it (`process.children.die_with_parent`), and that of a call ends with
+# the call.
+_starter = ThreadPoolExecutor(1, "sandboxes")
 
 
 @tool("python")
@@ -20,22 +24,32 @@ def python(code: str) -> str:
     Raises:
         ResourceError: this machine forbids what the sandbox needs.
     """
-    with _sandbox() as sandbox:
-        result = sandbox.run(code)
+    result = _result(code)
+    if result.why == ENDED:  # not for a limit, which a program is told of: somebody has killed it
+        result = _result(code, fresh=True)
+    if result.why == ENDED:
+        return "error: the sandbox has ended twice with this program"
     if result.why:
         return f"{result.stdout}error: the program reached its limit of {result.why}"
     return result.stdout if result.code == 0 else f"{result.stdout}error: {result.stderr.strip()[-2000:]}"
 
 
+def _result(code: str, fresh: bool = False) -> ProgramResult:
+    with _sandbox(fresh) as sandbox:
+        return sandbox.run(code)
+
+
 @contextmanager
-def _sandbox() -> Iterator[Sandbox]:
+def _sandbox(fresh: bool) -> Iterator[Sandbox]:
     with _lock:
-        found = _idle.pop() if _idle else None
-    sandbox = found or Sandbox()
+        found = _idle.pop() if _idle and not fresh else None
+    sandbox = found or _starter.submit(Sandbox).result()
     try:
         yield sandbox
     except BaseException:
         sandbox.close()
         raise
+    if sandbox.has_ended:
+        return
     with _lock:
         _idle.append(sandbox)

@@ -114,7 +114,7 @@ def _closed() -> Iterator[None]:
 def opened(tmp_path: Path) -> Callable[..., Toolbox]:
     def made(source: str = SERVER, timeout_s: float = 120.0, **settings: Any) -> Toolbox:
         (tmp_path / "server.py").write_text(source + ("\nserver.run()\n" if source is SERVER else ""))
-        given = {"command": [sys.executable, str(tmp_path / "server.py")], **settings}
+        given = {"command": [sys.executable, str(tmp_path / "server.py")], "start_timeout_s": 300.0, **settings}
         return toolbox(config(tmp_path, {"tiny": given}, tool_timeout_s=timeout_s))
 
     return made
@@ -249,6 +249,12 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(opened: Callable[...
         opened("import sys\nsys.exit(7)")
     with pytest.raises(ConfigError, match=rf"{key} has not named its tools within 0.5 s"):
         opened("import time\ntime.sleep(600)", start_timeout_s=0.5)
+    with pytest.raises(ConfigError, match=rf"{key}: the server has no tools"):
+        opened(
+            RAW.replace(
+                '"tools": [{"name": "odd", "inputSchema": {"type": "object", "properties": {}}}]', '"tools": []'
+            )
+        )
     twice = config(tmp_path, {name: {"command": [sys.executable, str(tmp_path / "server.py")]} for name in "ab"})
     (tmp_path / "server.py").write_text(RAW)
     with pytest.raises(ConfigError, match="two tools are called odd"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.agents.formats.base import Call
+from hybridflow.agents.tools import python
 from hybridflow.agents.tools.base import Toolbox
 from hybridflow.agents.tools.calculator import calculator
 from hybridflow.config.schema import AgentConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, ResourceError
+from hybridflow.process.children import is_running
+from hybridflow.rewards.sandbox import Sandbox
 
 OWN = '''
 import sys, threading, asyncio
@@ -158,3 +163,33 @@ def test_the_calculator_computes_nothing_else(expression: str) -> None:
         calculator(expression)
     tools = Toolbox(AgentConfig(tools=("calculator",)))
     assert results(tools, Call("calculator", {"expression": expression}))[0].startswith("error: ")
+
+
+def _says(tools: Toolbox, code: str) -> str:
+    return results(tools, Call("python", {"code": code}))[0]
+
+
+@pytest.fixture
+def sandboxed() -> Toolbox:
+    try:
+        Sandbox().close()
+    except ResourceError as error:
+        pytest.skip(str(error))
+    return Toolbox(AgentConfig(tools=("python",)))
+
+
+def test_programs_run_one_after_another_in_one_sandbox(sandboxed: Toolbox) -> None:
+    """A call has a thread of its own, with which the sandbox must not end."""
+    assert [_says(sandboxed, f"print({number})") for number in range(4)] == ["0\n", "1\n", "2\n", "3\n"]
+    assert _says(sandboxed, "1/0").startswith("error: Traceback")
+    (kept,) = python._idle
+    assert is_running(kept._process.pid)
+
+
+def test_sandboxes_that_were_killed_cost_no_call(sandboxed: Toolbox) -> None:
+    for sandbox in python._idle:
+        sandbox.close()
+    python._idle[:] = [Sandbox(), Sandbox(), Sandbox()]
+    for sandbox in python._idle:
+        os.kill(sandbox._process.pid, signal.SIGKILL)
+    assert _says(sandboxed, "print(2)") == "2\n"

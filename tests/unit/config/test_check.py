@@ -251,6 +251,15 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("actor.lora.rank=8", "actor.expert_bias_update_rate=0.001"),
             ("actor.lora.rank=8", "expert_bias_update_rate=0.001"),
         ),
+        (
+            ("actor.optim.exp_avg_dtype=bfloat16",),
+            ("actor.optim.exp_avg_dtype=bfloat16 needs actor.optim.precision_aware=true",),
+        ),
+        (("actor.optim.precision_aware=true",), ("precision_aware=true needs model.dtype=bfloat16",)),
+        (
+            ("model=tiny-dense", "actor.backend=fsdp", "actor.optim.precision_aware=true"),
+            ("actor.optim.precision_aware=true is not available with actor.backend=fsdp",),
+        ),
         (("sft=warm-start",), ("sft.parquet", "data.prepare.options.num_sft=2000")),
         (("reward.path=nowhere.py",), ("reward.path=nowhere.py", "no such file")),
         (("data.prepare.task=gsm8k",), ("data.prepare.source", "hybridflow prepare gsm8k")),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
 from hybridflow.mcore.optimizer import adam_step, prime_adam_state, set_adam_step
 
@@ -38,7 +39,8 @@ def adam(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["fused", "torch"])
 def test_the_count_survives_a_save_and_a_load(kind: str) -> None:
     first, second = adam(kind), adam(kind)
-    saved, loaded = SimpleNamespace(optimizer=first), SimpleNamespace(optimizer=second)
+    config = OptimizerConfig(optimizer="adam")
+    saved, loaded = (SimpleNamespace(optimizer=adam, config=config) for adam in (first, second))
     prime_adam_state(saved)
     assert adam_step(saved) == 0
     first.state_dict()

@@ -6,9 +6,12 @@ import importlib
 import sys
 
 import pytest
+import torch
 
+from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap, model
+from hybridflow.mcore.optimizer import Optimizer
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
 
@@ -34,3 +37,25 @@ def test_fp32_is_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: object = None
     with pytest.raises(ModelError, match=r"model\.dtype=float32: Transformer Engine has no attention"):
         model.build_model(nothing, nothing, "float32")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("installed", "dtype", "distributed", "message"),
+    [
+        (
+            False,
+            torch.bfloat16,
+            True,
+            r"needs FusedAdam of Transformer Engine, which is not in use here .*LANE=gpu",
+        ),
+        (True, torch.float32, True, "needs model.dtype=bfloat16"),
+        (True, torch.bfloat16, False, "needs parallel.distributed_optimizer=true"),
+    ],
+)
+def test_an_adam_in_lower_precision_is_refused_without_it(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, dtype: torch.dtype, distributed: bool, message: str
+) -> None:
+    monkeypatch.setattr(bootstrap, "HAVE_TRANSFORMER_ENGINE", installed)
+    config = OptimConfig(precision_aware=True, exp_avg_dtype="bfloat16")
+    with pytest.raises(ModelError, match=message):
+        Optimizer([], config, ParallelConfig(distributed_optimizer=distributed), dtype)

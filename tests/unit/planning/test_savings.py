@@ -1,4 +1,5 @@
-"""What recomputation frees, in the memory planner: the tensors of the module, and no other."""
+"""What the memory planner counts less: the tensors of what is recomputed, and no other, and an optimizer in lower
+precision."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config.schema import ActorConfig, RunConfig
+from hybridflow.config.schema import ActorConfig, OptimConfig, RunConfig
 from hybridflow.models.published import published
 from hybridflow.planning.devices import DEVICES
 from hybridflow.planning.job import recomputed
 from hybridflow.planning.sizes import decoder_of, layer_shapes
-from hybridflow.planning.training import Cut, Practice, Training
+from hybridflow.planning.training import Cut, Practice, Precision, Training
 
 TOKENS = 4096.0
 
@@ -43,6 +44,16 @@ def layer_bytes(model: str, layer: int, *modules: str) -> tuple[float, Any]:
 def test_a_layer_keeps_less_by_the_tensors_of_the_module(model: str, layer: int, module: str, freed: Any) -> None:
     (kept, shape), (less, _) = layer_bytes(model, layer), layer_bytes(model, layer, module)
     assert kept - less == pytest.approx(freed(shape))
+
+
+def test_an_optimizer_in_lower_precision_is_counted() -> None:
+    plain, optim = Precision.of("bfloat16"), OptimConfig(precision_aware=True, exp_avg_dtype="bfloat16")
+    assert (plain.main, plain.moments) == (4, 8)
+    half = Precision.of("bfloat16", replace(optim, main_params_dtype="float16"))
+    assert (half.main, half.moments) == (2, 2 + 4)
+    training = Training(decoder_of(published("qwen3-8b")), Cut(8), DEVICES["H100"], Precision.of("bfloat16", optim))
+    numbers = training.numbers[0].total
+    assert training.optimizer(0) == pytest.approx(numbers / 8 * (4 + 2 + 4))
 
 
 def test_the_plan_of_a_run_reads_the_keys() -> None:
