@@ -106,6 +106,8 @@ class Groups:
     def forget(self) -> None:
         """Have the engines give up what is not trained; `restore` hands it out again."""
         self._forget_scoring()
+        self.scorer.forget(self._scored)
+        self._scored = []
         self._left, self._next, self._cut_off, self._begun = [], [], [], None
         self.engines.forget()
 

@@ -109,8 +109,8 @@ class Requests(ABC):
         return found
 
     def shown(self, tickets: Sequence[int]) -> DataProto:
-        """The answers that `take` will return."""
-        return self._answers(tickets)
+        """The tokens of the answers that `take` will return."""
+        return self._answers(tickets, ["response_ids"])
 
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         """What has come of these requests, which go on: the columns of `take` and `ticket`, a row for each that has
@@ -130,13 +130,13 @@ class Requests(ABC):
         parts += [one.begun.with_columns(ticket=np.array([one.ticket])) for one in left.values() if one.begun]
         return DataProto.concat(parts) if parts else None
 
-    def _answers(self, tickets: Sequence[int]) -> DataProto:
+    def _answers(self, tickets: Sequence[int], names: Sequence[str] | None = None) -> DataProto:
         rows: dict[int, list[int]] = {}
         places: dict[int, list[int]] = {}
         batches: dict[int, DataProto] = {}
         for place, ticket in enumerate(tickets):
             batch, row = self._ended[ticket]
-            batches[id(batch)] = batch
+            batches[id(batch)] = batch if names is None else batch.select(names)
             rows.setdefault(id(batch), []).append(row)
             places.setdefault(id(batch), []).append(place)
         found = concat([batch.rows(np.array(rows[key])) for key, batch in batches.items()])

@@ -145,6 +145,7 @@ class Cluster:
         local = _Local.make()
         slots = config.nodes * config.procs_per_node
         before = signal.getsignal(signal.SIGTERM)
+        starting = watch.Watch(watch.Starting(_starting_processes), local.keep_guarded)
         try:
             ray.init(
                 num_cpus=num_cpus or max(os.cpu_count() or 1, 4 * slots, 16),
@@ -157,20 +158,23 @@ class Cluster:
                 _system_config=dict(SYSTEM_CONFIG),
             )
         except BaseException as error:
+            starting.stop()  # first: what follows ends Ray's processes
+            lost = starting.interrupted_over()
             _copy_ray_logs(local.temp_dir, run_dir)
             ray.shutdown()
             guard.clear_up(local.temp_dir)  # an interrupted start leaves processes that Ray does not know of yet
             local.remove()
             if isinstance(error, SystemExit):  # how Ray answers SIGTERM while it starts
                 raise KeyboardInterrupt from error
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) and not lost:
                 raise
             raise ResourceError(
-                f"a local Ray cluster could not be started: {error}; its logs are in {run_dir / 'logs' / 'ray'}; on a "
-                "busy machine the same command may succeed later"
+                f"a local Ray cluster could not be started: {lost or error}; its logs are in "
+                f"{run_dir / 'logs' / 'ray'}; on a busy machine the same command may succeed later"
             ) from error
         finally:
             _restore_sigterm(before)
+        starting.stop()
         return cls(config, run_dir, local)
 
     @classmethod
@@ -385,6 +389,17 @@ def _ray_processes() -> dict[str, int]:
 
     running = ray._private.worker._global_node.live_processes()
     return {name: process.pid for name, process in running if name in ("gcs_server", "raylet")}
+
+
+def _starting_processes() -> dict[str, int]:
+    """The same processes while `ray.init` starts them: children of this process by their names, also such as ended."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            for pid in (task / "children").read_text().split():
+                with suppress(OSError):  # the process has ended
+                    found[Path(f"/proc/{pid}/comm").read_text().strip()] = int(pid)
+    return {name: pid for name, pid in found.items() if name in ("gcs_server", "raylet")}
 
 
 def _prepare_client(ray: Any) -> None:

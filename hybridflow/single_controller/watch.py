@@ -49,6 +49,10 @@ class Watch:
         """What is lost, in words; empty when all is well."""
         return self._lost or self._watched.ended()
 
+    def interrupted_over(self) -> str:
+        """What the main thread was interrupted over; empty when it was not."""
+        return self._lost if self._heard.is_set() else ""
+
     def stop(self) -> None:
         """Look no more, and interrupt nobody."""
         self._lost = self.lost()
@@ -146,6 +150,30 @@ class Processes:
             self._stopped[name] = self._stopped[name] + 1 if state_of(pid) == STOPPED else 0
             if self._stopped[name] >= _STOPPED_LOOKS:
                 return f"Ray's {name} (process {pid}) was stopped and stands still"
+        return ""
+
+
+class Starting:
+    """Processes that are being started: one that ran once should not have ended.
+
+    Args:
+        running: those that run now, by name.
+    """
+
+    def __init__(self, running: Callable[[], Mapping[str, int]]) -> None:
+        self._running, self._seen = running, dict[str, int]()
+
+    def pids(self) -> Sequence[int]:
+        """Those that were seen."""
+        return list(self._seen.values())
+
+    def ended(self) -> str:
+        """The first that has ended."""
+        self._seen |= self._running()
+        return Processes(self._seen).ended()
+
+    def silent(self) -> str:
+        """Nothing: who starts may be slow."""
         return ""
 
 

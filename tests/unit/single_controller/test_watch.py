@@ -51,6 +51,18 @@ def test_a_stopped_process_is_lost_after_some_looks_and_one_that_goes_on_is_not(
     assert "stands still" in [watched.silent() for _ in range(watch._STOPPED_LOOKS)][-1]
 
 
+def test_a_process_that_ends_while_others_are_started_is_named(sleeper: subprocess.Popen[bytes]) -> None:
+    running = dict[str, int]()
+    watched = watch.Starting(lambda: dict(running))
+    assert watched.ended() == watched.silent() == "" and not watched.pids()
+    running["gcs_server"] = sleeper.pid
+    assert watched.ended() == "" and watched.pids() == [sleeper.pid]
+    sleeper.kill()
+    sleeper.wait()
+    running.clear()  # Ray lists what is alive
+    assert watched.ended() == f"Ray's gcs_server (process {sleeper.pid}) has ended"
+
+
 def test_an_address_is_lost_after_some_refusals() -> None:
     with socket.socket() as gcs:
         gcs.bind(("127.0.0.1", 0))  # held throughout: nobody else can answer there
