@@ -440,11 +440,18 @@ def _with_clusters(
             with ExitStack() as stack:
                 return job(_Job(config, preload, session, stack, progress, goes_on))
         except ClusterLostError as error:
+            if _interrupted(error):  # a signal to all processes of the run has ended Ray as well
+                raise KeyboardInterrupt from error
             session.store.settle()
             if config.cluster.address is not None or not limit.take():
                 raise ClusterLostError(f"{error}, and the run with it: {_how_to_resume(session.store)}") from error
             progress.message(f"{error}: a fresh cluster is started, and the run goes on from its last checkpoint")
             goes_on = True
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether the error was raised while an interrupt was on its way out."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__))
 
 
 @contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hybridflow.errors import RunStopped
-from hybridflow.trainer.app import _stop_when_asked
+from hybridflow.errors import ClusterLostError, RunStopped
+from hybridflow.observe.progress import Progress
+from hybridflow.trainer.app import _stop_when_asked, _with_clusters
 from tests.unit.trainer.worlds import World, config_of, records, trainer_of
 
 
@@ -36,3 +39,37 @@ def test_asked_in_the_last_step_the_run_finishes(tmp_path: Path) -> None:
     trainer.session.stop_asked = True
     trainer.fit()
     assert trainer.step == 1
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_signal_to_all_processes_stops_the_run_though_ray_is_lost_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """Without the signal a lost Ray is started again."""
+    jobs: list[Any] = []
+
+    def lose() -> None:
+        raise ClusterLostError("Ray's raylet has ended")
+
+    def job(one: Any) -> dict[str, Any]:
+        jobs.append(one)
+        if one.goes_on:
+            return {"done": True}
+        one.stack.callback(lose)
+        if interrupted:
+            raise KeyboardInterrupt
+        return {}
+
+    def parts(config: Any, preload: Any, session: Any, stack: Any, progress: Any, goes_on: bool) -> Any:
+        return SimpleNamespace(stack=stack, goes_on=goes_on)
+
+    monkeypatch.setattr("hybridflow.trainer.app._Job", parts)
+    config = config_of(tmp_path)
+    session = trainer_of(config, World()).session
+    with Progress(0, "") as progress:
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                _with_clusters(config, None, job, session, progress)
+        else:
+            assert _with_clusters(config, None, job, session, progress) == {"done": True}
+    assert len(jobs) == (1 if interrupted else 2)
