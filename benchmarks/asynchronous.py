@@ -19,6 +19,7 @@ import numpy as np
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.rollout.evaluation import Scoring
 from hybridflow.rollout.groups import Groups
 from hybridflow.rollout.requests import Requests
 from hybridflow.workers.rollout import response_columns
@@ -129,6 +130,17 @@ class Rows:
         return DataProto.from_columns({"prompt_ids": Jagged.from_rows([[1]] * len(rows), np.int64)})
 
 
+class Unscored:
+    """Rewards that cost nothing."""
+
+    def begin(self, batch: DataProto, size: int) -> list[Scoring]:
+        """An empty part for each group."""
+        return [Scoring((), ())] * (len(batch) // size)
+
+    def forget(self, parts: Sequence[Scoring]) -> None:
+        """Nothing was begun."""
+
+
 def config_of(staleness: int = 0, tail: float = 0.0) -> RunConfig:
     """The run that is looked at."""
     return RunConfig(
@@ -150,7 +162,7 @@ def run(staleness: int, training_s: float, tail: float = 0.0) -> tuple[float, fl
     config = config_of(staleness, tail)
     count = 2 * PROMPTS * SAMPLES * STEPS  # what tail batching cuts off is answered anew, at most once
     engines, waited = Engines(config, lengths_of(count, 1)), 0.0
-    given: Any = (engines, Rows(), lambda batch: batch)
+    given: Any = (engines, Rows(), lambda batch: batch, Unscored())
     groups = Groups(config, *given)
     for version in range(STEPS):
         before = engines.now

@@ -134,6 +134,11 @@ class RewardManager:
                 )
         return [results[number] for number in range(len(results))]
 
+    def forget(self, submitted: Submitted) -> None:
+        """Nobody collects these rows. What is being scored goes on, and is not kept."""
+        if self._pool is not None:
+            self._pool.forget([call for call, _ in submitted.calls if isinstance(call, int)])
+
     def check(self, results: Sequence[ScoreResult]) -> None:
         """Apply `reward.on_failure` to a whole batch: a reward that fails everywhere has a fault that no policy mends.
 

@@ -111,9 +111,15 @@ class RewardPool:
                 self._relaunch()
                 continue
             for message in messages:
-                self._outcomes[message["id"]] = message["outcomes"]
-                self._jobs.pop(message["id"], None)
+                if self._jobs.pop(message["id"], None) is not None:  # else it was forgotten
+                    self._outcomes[message["id"]] = message["outcomes"]
         return [self._outcomes.pop(number) for number in numbers]
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Nobody collects these calls."""
+        for number in numbers:
+            self._jobs.pop(number, None)
+            self._outcomes.pop(number, None)
 
     def _send(self, numbers: Sequence[int]) -> None:
         self._lines.socket.settimeout(_PATIENCE_S)

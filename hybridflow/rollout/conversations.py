@@ -158,6 +158,11 @@ class Conversations:
         known = np.array([0 if one.routes is None or one.failure else len(one.routes) for one in found], np.int64)
         return batch.with_columns(**{ROUTES: Jagged.from_rows(rows, np.int16)}).with_columns(**{ROUTED: known})
 
+    def shown(self, tickets: Sequence[int]) -> DataProto:
+        """The conversations as `take` will return them, without the experts of their tokens."""
+        found = [self._held[ticket][0] for ticket in tickets]
+        return as_batch(found, with_rewards=self._agent_loop.gives_rewards)
+
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         """The answers of these conversations, in order, with `shown`, which tells what the policy had been shown."""
         parts: list[DataProto] = []

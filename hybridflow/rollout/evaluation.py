@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from hybridflow.data.custom import Prompts, open_prompts
 from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
-from hybridflow.rewards.manager import RewardManager
+from hybridflow.rewards.manager import RewardManager, Submitted
 from hybridflow.rewards.verifiers.base import PROMPT, ScoreResult
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
@@ -33,6 +34,14 @@ SCORING = DataflowStep(
 GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Rows whose scoring has begun: their texts, and what is collected for them, or what an agent loop gave."""
+
+    texts: Sequence[str]
+    rows: Submitted | Sequence[ScoreResult]
+
+
 class Scorer:
     """Decodes responses and asks the reward function."""
 
@@ -42,6 +51,10 @@ class Scorer:
     def score(self, batch: DataProto) -> DataProto:
         """Columns response_text (objects) and scores [B] f32, as `SCORING` declares, reward_extra (objects: {name:
         value}) where the reward returns more than a score, reward_failure (objects: text or None) where rows failed."""
+        return self.finish(self.begin(batch, len(batch)))
+
+    def begin(self, batch: DataProto, size: int) -> list[Scoring]:
+        """Begin to score a batch, in parts of `size` rows, for `finish`."""
         columns = [batch[name].tolist() for name in ("data_source", "ground_truth", "extra_info")]
         given = batch[TURN_REWARDS].tolist() if TURN_REWARDS in batch else None
         if "answer_text" in batch:  # of conversations the last answer counts; how it came about is at hand
@@ -61,17 +74,43 @@ class Scorer:
             prompts = [self.tokenizer.decode(row.tolist()) for row in batch.jagged("prompt_ids")]
             columns[2] = [{**(info or {}), PROMPT: text} for info, text in zip(columns[2], prompts, strict=True)]
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
-        if given is not None and _loop_scores(self.rewards.config):
-            results = [ScoreResult(sum(rewards), {TURN_REWARDS: rewards}) for rewards in given]
-        else:
-            results = self.rewards.score(columns[0], texts, columns[1], columns[2], groups)
+        parts: list[Scoring] = []
+        for part in (slice(start, start + size) for start in range(0, len(texts), max(size, 1))):
+            if given is not None and _loop_scores(self.rewards.config):
+                results = [ScoreResult(sum(rewards), {TURN_REWARDS: rewards}) for rewards in given[part]]
+                parts.append(Scoring(texts[part], results))
+            else:
+                sources, truths, infos = (column[part] for column in columns)
+                submitted = self.rewards.submit(sources, texts[part], truths, infos, groups[part])
+                parts.append(Scoring(texts[part], submitted))
+        return parts
+
+    def finish(self, parts: Sequence[Scoring]) -> DataProto:
+        """The columns of `score` for the rows of all parts, in order; waits for those that are not scored yet.
+
+        Raises:
+            DataError: what `RewardManager.check` raises.
+        """
+        texts = [text for part in parts for text in part.texts]
+        results, asked = list[ScoreResult](), list[ScoreResult]()
+        for part in parts:
+            found = self.rewards.collect(part.rows) if isinstance(part.rows, Submitted) else part.rows
+            results += found
+            asked += found if isinstance(part.rows, Submitted) else []
+        self.rewards.check(asked)
         scores = np.array([result.score for result in results], dtype=np.float32)
-        found = {"response_text": np.array(texts, dtype=object), "scores": scores}
+        found_columns = {"response_text": np.array(texts, dtype=object), "scores": scores}
         if any(result.extra for result in results):
-            found["reward_extra"] = np.array([result.extra for result in results], dtype=object)
+            found_columns["reward_extra"] = np.array([result.extra for result in results], dtype=object)
         if any(result.failure for result in results):
-            found["reward_failure"] = np.array([result.failure for result in results], dtype=object)
-        return DataProto.from_columns(found)
+            found_columns["reward_failure"] = np.array([result.failure for result in results], dtype=object)
+        return DataProto.from_columns(found_columns)
+
+    def forget(self, parts: Sequence[Scoring]) -> None:
+        """Nobody finishes these parts."""
+        for part in parts:
+            if isinstance(part.rows, Submitted):
+                self.rewards.forget(part.rows)
 
 
 def _loop_scores(config: RewardConfig) -> bool:

@@ -22,19 +22,22 @@ from hybridflow.batch import DataProto
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.custom import Prompts, open_sampler
+from hybridflow.rollout.evaluation import Scorer, Scoring
 from hybridflow.rollout.protocols import RolloutService
 from hybridflow.rollout.requests import concat
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Group:
-    """Rows of `prompts` that were handed out with the weights of `version`, for a row of the dataset."""
+    """Rows of `prompts` that were handed out with the weights of `version`, for a row of the dataset. `scoring` begins
+    when the last of them has ended."""
 
     index: int
     version: int
     prompts: DataProto
     rows: slice
     tickets: Sequence[int]
+    scoring: Scoring | None = None
 
 
 class Groups:
@@ -42,17 +45,24 @@ class Groups:
 
     Args:
         keep: moves token columns that the driver makes to where workers and engines read them.
+        scorer: scores each group as soon as it has ended, while engines answer others.
     """
 
     def __init__(
-        self, config: RunConfig, engines: RolloutService, dataset: Prompts, keep: Callable[[DataProto], DataProto]
+        self,
+        config: RunConfig,
+        engines: RolloutService,
+        dataset: Prompts,
+        keep: Callable[[DataProto], DataProto],
+        scorer: Scorer,
     ) -> None:
-        self.config, self.engines, self.dataset, self.keep = config, engines, dataset, keep
+        self.config, self.engines, self.dataset, self.keep, self.scorer = config, engines, dataset, keep, scorer
         self.sampler = open_sampler(config.data, dataset, config.seed)
         self._left: list[_Group] = []
         self._next: list[int] = []  # rows of the dataset that are handed out before those of the sampler
         self._cut_off: list[int] = []  # rows of the dataset that wait for a long round
         self._begun: tuple[list[int], DataProto] | None = None  # versions of the first of `_next`, and their answers
+        self._scored: list[Scoring] = []  # of the groups of the last batch
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
@@ -66,8 +76,10 @@ class Groups:
         self._hand_out(version)
         if self.config.trainer.max_staleness and self._left and not self.engines.ended(self._left[-1].tickets):
             self.engines.poll()  # engines begin what was handed out now, also where the step has its groups already
+        self._begin_scoring()
         while (chosen := self._ready()) is None:
             self.engines.poll()
+            self._begin_scoring()
         taken = set(map(id, chosen))
         self._left = [group for group in self._left if id(group) not in taken]
         if self.config.trainer.tail_batching:
@@ -81,11 +93,19 @@ class Groups:
             }
         prompts = concat([group.prompts.rows(group.rows) for group in chosen])
         answered = self.engines.take([ticket for group in chosen for ticket in group.tickets])
+        self._scored = [group.scoring for group in chosen if group.scoring is not None]
         uid = np.repeat(np.arange(len(chosen), dtype=np.int64), self.config.rollout.n)
         return self.keep(prompts.with_columns(uid=uid).union(answered))
 
+    def scores(self) -> DataProto:
+        """The scores of the batch that `next_batch` returned last, as `Scorer.score` returns them; waits for those that
+        are not there yet. They can be taken once."""
+        scored, self._scored = self._scored, []
+        return self.scorer.finish(scored)
+
     def forget(self) -> None:
         """Have the engines give up what is not trained; `restore` hands it out again."""
+        self._forget_scoring()
         self._left, self._next, self._cut_off, self._begun = [], [], [], None
         self.engines.forget()
 
@@ -171,6 +191,20 @@ class Groups:
         versions = [version if made_by < 0 else made_by for made_by in kept]
         return versions, begun.drop(["group", "sample"]).with_columns(row=row) if len(begun) else None
 
+    def _begin_scoring(self) -> None:
+        """Begin to score the groups that have ended since the last call."""
+        new = [group for group in self._left if group.scoring is None and self.engines.ended(group.tickets)]
+        if not new:
+            return
+        prompts = concat([group.prompts.rows(group.rows) for group in new])
+        answered = self.engines.shown([ticket for group in new for ticket in group.tickets])
+        parts = self.scorer.begin(prompts.union(answered), self.config.rollout.n)
+        for group, part in zip(new, parts, strict=True):
+            group.scoring = part
+
+    def _forget_scoring(self) -> None:
+        self.scorer.forget([group.scoring for group in self._left if group.scoring is not None])
+
     def _drawn(self, count: int) -> list[int]:
         """The next so many rows of the dataset; none where `count` is not positive."""
         while len(self._next) < count:
@@ -192,6 +226,7 @@ class Groups:
     def _cut_off_rest(self) -> None:
         """Abort the groups that the step does not train; they wait for a long round."""
         self.engines.abort([ticket for group in self._left for ticket in group.tickets])
+        self._forget_scoring()
         self._cut_off += [group.index for group in self._left]
         self._left = []
         self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))

@@ -48,6 +48,10 @@ class RolloutService(Protocol):
         `conversations.COLUMNS`."""
         ...
 
+    def shown(self, tickets: Sequence[int]) -> DataProto:
+        """What `take` will return of requests that have ended, as far as a reward reads it."""
+        ...
+
     def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
         """End these requests wherever they are, and give their places at the engines to others. With `keep` they have
         then ended, soon, with the finish reason `abort` and what had come of them; otherwise their tickets mean nothing

@@ -75,6 +75,10 @@ class RestartingRollouts:
         """The answers of requests that have ended."""
         return self.engines.take(tickets)
 
+    def shown(self, tickets: Sequence[int]) -> DataProto:
+        """The answers that `take` will return."""
+        return self.engines.shown(tickets)
+
     def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
         """End these requests. What lost workers had ended with them."""
         try:

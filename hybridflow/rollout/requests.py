@@ -108,6 +108,10 @@ class Requests(ABC):
             del self._ended[ticket]
         return found
 
+    def shown(self, tickets: Sequence[int]) -> DataProto:
+        """The answers that `take` will return."""
+        return self._answers(tickets)
+
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         """What has come of these requests, which go on: the columns of `take` and `ticket`, a row for each that has
         ended or has tokens, with the finish reason `CUT_SHORT` while it has not ended. None where there is none."""

@@ -104,6 +104,8 @@ class NoEngines:
         """Raise HybridFlowError: nothing was asked."""
         raise HybridFlowError("trainer.rollouts_from is set, so this run has no engines that answered")
 
+    shown = take
+
 
 class EngineProcesses:
     """Engines behind workers in processes of their own.

@@ -86,7 +86,7 @@ class RLTrainer:
         self.groups: Groups | RecordedPairs = (
             RecordedPairs(config, dataset, keep)
             if isinstance(dataset, PreferenceDataset)
-            else Groups(config, engines, dataset, keep)
+            else Groups(config, engines, dataset, keep, scorer)
         )
         self.step = 0
         self.left_out: set[str] = set()
@@ -157,10 +157,10 @@ class RLTrainer:
         while True:
             with phase("gen"):
                 batch = self.groups.next_batch(self.step - 1)
-            if "scores" in batch:  # recorded answers are preferred or not, whatever a reward would say
+            if isinstance(self.groups, RecordedPairs):  # which are preferred or not, whatever a reward would say
                 return batch
-            with phase("reward"):
-                batch = self.with_scores(batch)
+            with phase("reward"):  # what is left of it: groups are scored from when they have ended
+                batch = self.with_scores(batch.union(self.groups.scores()))
             if (found := collected.add(batch)) is not None:
                 self.sampling_metrics = collected.metrics
                 return found
@@ -175,8 +175,8 @@ class RLTrainer:
         return batch.with_columns(greedy_scores=scores[group])
 
     def with_scores(self, batch: DataProto) -> DataProto:
-        """Adds response_text and scores [B] of the verifier and, where there is a reward model, its rm_scores [B]."""
-        batch = without_failed(batch.union(self.scorer.score(batch)), self.config.reward.on_failure)
+        """Leaves out rows whose scores do not count, and adds rm_scores [B] where there is a reward model."""
+        batch = without_failed(batch, self.config.reward.on_failure)
         if self.config.algorithm.overlong_filter:
             batch = without_overlong(batch)
         if self.reward_model:

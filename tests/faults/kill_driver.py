@@ -177,7 +177,13 @@ def configuration(folder: Path, staleness: int) -> RunConfig:
         environment=f"{folder}/environment.py:digits",
         environment_processes=2,
         tools=("python",),
-        mcp_servers={"tally": {"command": [sys.executable, f"{folder}/server.py"], "max_restarts": 1000}},
+        mcp_servers={
+            "tally": {
+                "command": [sys.executable, f"{folder}/server.py"],
+                "max_restarts": 1000,
+                "start_timeout_s": 300.0,  # of a loaded machine
+            }
+        },
         tool_timeout_s=60.0,
     )
     return RunConfig(

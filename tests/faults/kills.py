@@ -167,15 +167,23 @@ def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[
     last = outcomes[-1] if outcomes else Outcome(seed, staleness, "", "", 0)
     if code != 0:
         last.faults.append(f"the run does not finish: code {code}, {said[-600:]}")
-    if remaining := [process.pid for process in psutil.process_iter() if str(folder) in _command(process)]:
-        time.sleep(5)
-        remaining = [pid for pid in remaining if psutil.pid_exists(pid)]
-        last.faults += [f"left behind: {remaining}"] if remaining else []
+    if remaining := _left_behind(folder):
+        last.faults.append(f"left behind: {remaining}")
     if code == 0:
         faults, lost = differences(folder, staleness, may_lose=any(_loses(one) for one in outcomes))
         last.faults += faults
         last.lost = lost
     return outcomes
+
+
+def _left_behind(folder: Path) -> list[int]:
+    """Processes of the run that are still there after a while: those of a killed driver need a moment to end."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = [process.pid for process in psutil.process_iter() if str(folder) in _command(process)]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def _loses(outcome: Outcome) -> bool:

@@ -114,7 +114,7 @@ def _closed() -> Iterator[None]:
 def opened(tmp_path: Path) -> Callable[..., Toolbox]:
     def made(source: str = SERVER, timeout_s: float = 120.0, **settings: Any) -> Toolbox:
         (tmp_path / "server.py").write_text(source + ("\nserver.run()\n" if source is SERVER else ""))
-        given = {"command": [sys.executable, str(tmp_path / "server.py")], **settings}
+        given = {"command": [sys.executable, str(tmp_path / "server.py")], "start_timeout_s": 300.0, **settings}
         return toolbox(config(tmp_path, {"tiny": given}, tool_timeout_s=timeout_s))
 
     return made

@@ -72,6 +72,21 @@ def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_p
     assert "scoring hang" in (tmp_path / "logs" / "rewards.log").read_text()
 
 
+def test_rows_that_nobody_collects_cost_nobody_anything(tmp_path):
+    code = f"""
+        def compute_score({ROW}):
+            return float(solution_str)
+    """
+    with _manager(tmp_path, code) as manager:
+        first, dropped, last = (manager.submit(["a"] * 2, [text, "0.5"], ["c"] * 2) for text in ("1", "2", "3"))
+        manager.forget(dropped)
+        assert [result.score for result in manager.collect(last)] == [3.0, 0.5]
+        assert [result.score for result in manager.collect(first)] == [1.0, 0.5]
+        manager.forget(manager.submit(["a"], ["4"], ["c"]))
+        assert [result.score for result in _score(manager, "5")] == [5.0]
+        assert manager._pool is not None and not manager._pool._outcomes and not manager._pool._jobs
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_functions_print_is_in_the_log_in_whole_lines(tmp_path, monkeypatch, unbuffered):
     """Also what a process printed before it was killed, and whether or not Python writes each part of a line apart."""

@@ -101,6 +101,25 @@ def test_what_a_reward_returns_beside_the_score_reaches_dumps_metrics_and_report
     assert "&#34;said&#34;: &#34;abcd&#34;" in page
 
 
+def test_scores_do_not_depend_on_when_their_scoring_began(tmp_path: Path) -> None:
+    """Parts that end in another order than they began, in processes, are the columns of one call for all."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    time.sleep(0.3 if solution_str == 'abc' else 0.0)\n"
+        "    return {'score': float(len(solution_str)), 'said': solution_str} if solution_str else 1 / 0\n"
+    )
+    letters: Any = Letters()
+    batch = batch_of("abc", "a", "ab", "", "abcd", "abc")
+    with RewardManager(RewardConfig(processes=2, path=str(tmp_path / "slow.py"))) as rewards:
+        scorer = Scorer(rewards, letters)
+        whole, parts = scorer.score(batch), scorer.begin(batch, 2)
+        found = scorer.finish(parts)
+        assert set(found.columns) == set(whole.columns) == {"response_text", "scores", "reward_extra", "reward_failure"}
+        assert all(found[name].tolist() == whole[name].tolist() for name in whole.columns)
+        last_first = scorer.finish(scorer.begin(batch, 2)[::-1])
+        assert last_first["scores"].tolist() == [4.0, 3.0, 2.0, 0.0, 3.0, 1.0]
+
+
 def test_a_verifier_that_reads_the_prompt_is_given_it(tmp_path: Path) -> None:
     source = "from hybridflow.rewards.verifiers.base import verifier\n\n\n@verifier('echo', data_sources=['echo'])\n"
     source += "def echo(response, ground_truth, *, prompt):\n    return {'score': 1.0, 'asked': prompt}\n"

@@ -52,6 +52,11 @@ class Service:
             }
         )
 
+    def shown(self, tickets: Sequence[int]) -> DataProto:
+        return DataProto.from_columns(
+            {"response_ids": Jagged.from_rows([[self.done[t][0]] for t in tickets], np.int64)}
+        )
+
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         return None
 
@@ -63,6 +68,29 @@ class Service:
 
     def forget(self) -> None:
         self.open, self.done = {}, {}
+
+
+class Scores:
+    """The score of an answer is its prompt. Parts are open until somebody finishes or forgets them."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[int]] = {}
+        self.begun = 0
+
+    def begin(self, batch: DataProto, size: int) -> list[int]:
+        rows = [int(row[0]) for row in batch.jagged("response_ids")]
+        parts = list(range(self.begun, self.begun + len(batch) // size))
+        self.open |= {part: rows[number * size : (number + 1) * size] for number, part in enumerate(parts)}
+        self.begun += len(parts)
+        return parts
+
+    def finish(self, parts: Sequence[int]) -> DataProto:
+        scores = [score for part in parts for score in self.open.pop(part)]
+        return DataProto.from_columns({"scores": np.array(scores, np.float32)})
+
+    def forget(self, parts: Sequence[int]) -> None:
+        for part in parts:
+            del self.open[part]
 
 
 class Rows:
@@ -84,7 +112,7 @@ def groups_of(
         rollout=RolloutConfig(n=N),
         trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, tail_batching=tail),
     )
-    given: Any = (service, Rows(rows), lambda batch: batch)
+    given: Any = (service, Rows(rows), lambda batch: batch, Scores())
     return Groups(config, *given)
 
 
@@ -96,6 +124,9 @@ def trained(groups: Groups, service: Service, version: int) -> list[int]:
     assert prompts == [int(row[0]) for row in batch.jagged("response_ids")]
     assert batch["uid"].tolist() == np.repeat(np.arange(SIZE), N).tolist()
     assert all(len(set(prompts[i : i + N])) == 1 for i in range(0, SIZE * N, N))
+    assert groups.scores()["scores"].tolist() == prompts
+    scorer: Any = groups.scorer
+    assert set(scorer.open) == {group.scoring for group in groups._left if group.scoring is not None}
     age = version - batch["first_version"]
     assert age.min() >= 0 and age.max() <= groups.config.trainer.max_staleness
     return prompts[::N]
@@ -145,6 +176,22 @@ def test_a_long_answer_has_the_time_of_so_many_steps_as_it_may_be_old() -> None:
 
     service.poll = poll  # type: ignore[method-assign]
     assert held[0] in trained(groups, service, 2) and service.polls == polls + 50
+
+
+def test_a_group_is_scored_while_engines_still_answer_others_of_its_step() -> None:
+    service = Service(0)
+    groups = groups_of(service, 0, 3)
+    scored: list[int] = []
+
+    def poll() -> None:
+        scorer: Any = groups.scorer
+        scored.append(scorer.begun)
+        for ticket in list(service.open)[:N]:  # one group ends
+            service.done[ticket] = service.open.pop(ticket)
+
+    service.poll = poll  # type: ignore[method-assign]
+    trained(groups, service, 0)
+    assert scored == [0, 1, 2, 3]  # before each poll the groups that had ended were being scored
 
 
 def test_engines_begin_what_a_step_hands_out_also_where_its_own_groups_have_ended_before() -> None:

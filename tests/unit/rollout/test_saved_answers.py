@@ -158,8 +158,18 @@ def config_of(staleness: int, loop: str = "single_turn", steps: int = STEPS) -> 
     )
 
 
+class Unscored:
+    """Nobody asks what an answer is worth."""
+
+    def begin(self, batch: DataProto, size: int) -> list[None]:
+        return [None] * (len(batch) // size)
+
+    def forget(self, parts: Sequence[None]) -> None:
+        """Nothing was begun."""
+
+
 def groups_of(config: RunConfig, service: RolloutService) -> Groups:
-    given: Any = (service, Rows(), lambda batch: batch)
+    given: Any = (service, Rows(), lambda batch: batch, Unscored())
     return Groups(config, *given)
 
 

@@ -115,6 +115,8 @@ class World:
     def take(self, tickets: Sequence[int]) -> DataProto:
         return DataProto.concat([self.answers[ticket][0].rows([self.answers[ticket][1]]) for ticket in tickets])
 
+    shown = take
+
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         return None
 
@@ -177,6 +179,15 @@ class Scores:
         @staticmethod
         def decode(ids: Any) -> str:
             return str(ids)
+
+    def begin(self, batch: DataProto, size: int) -> list[DataProto]:
+        return [batch.rows(np.arange(start, start + size)) for start in range(0, len(batch), size)]
+
+    def finish(self, parts: Sequence[DataProto]) -> DataProto:
+        return self.score(DataProto.concat(list(parts)))
+
+    def forget(self, parts: Sequence[DataProto]) -> None:
+        """Nothing was begun."""
 
     def score(self, batch: DataProto) -> DataProto:
         text = np.array(["x"] * len(batch), dtype=object)
