@@ -7,7 +7,6 @@ import secrets
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 # One thread a process: tests run several processes on few cores, where more threads cost a factor of ten.
@@ -15,11 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
 # the processes that a test starts are one job
 os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
-
-# No deadline: a busy machine is no failure. Derandomized and without a database: the same commit gives the same
-# verdict.
-settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
-settings.load_profile("hybridflow")
 
 LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 
@@ -40,6 +34,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Schedulin
 def pytest_testnodedown(node: object, error: object) -> None:
     if error:
         LOST.append(error)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Hypothesis takes as long to import as pytest, which the runs of tests/arch/test_run.py, that load no plugin of the
+    # environment, would pay in each of their processes.
+    if not config.pluginmanager.hasplugin("hypothesispytest"):
+        return
+    from hypothesis import settings
+
+    # No deadline: a busy machine is no failure. Derandomized and without a database: the same commit gives the same
+    # verdict.
+    settings.register_profile("hybridflow", deadline=None, derandomize=True, database=None)
+    settings.load_profile("hybridflow")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

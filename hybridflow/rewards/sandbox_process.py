@@ -98,7 +98,9 @@ def _leave_users() -> None:
     begin, done = os.pipe(), os.pipe()
     helper = os.fork() if uid == 0 else -1
     if helper == 0:
-        os.read(begin[0], 1)
+        os.close(begin[1])
+        if not os.read(begin[0], 1):  # the parent was killed
+            os._exit(1)
         try:
             for name in ("uid", "gid"):
                 Path(f"/proc/{pid}/{name}_map").write_text(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n")

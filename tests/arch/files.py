@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import subprocess
 from pathlib import Path
 
@@ -24,3 +26,9 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(
         path for path in repository_files() if path.suffix == ".py" and any(path.is_relative_to(root) for root in roots)
     )
+
+
+@functools.cache
+def parse(source: str) -> ast.Module:
+    """The syntax tree of a file's text. It is parsed once for all tests of a process, which must leave it unchanged."""
+    return ast.parse(source)

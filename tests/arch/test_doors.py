@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.files import ROOT, python_files
+from tests.arch.files import ROOT, parse, python_files
 
 # Megatron calls torch.cuda where there is no CUDA; this module gives those calls something to find.
 SAYS_CUDA = ("device/", "mcore/cpu_compat.py")
@@ -32,7 +32,7 @@ READS_THE_DATE = {
 def modules_named(source: str) -> set[str]:
     """Dotted names that a file imports or reads: `a.b` for `import a.b`, `from a import b` and the expression `a.b`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

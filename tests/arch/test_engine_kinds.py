@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "hybridflow"
+from tests.arch.files import ROOT, parse
+
+PACKAGE = ROOT / "hybridflow"
 KIND = "sglang"
 ALLOWED = {  # file: how often its strings say it
     "config/schema.py": 1,  # the default of rollout.engine
@@ -17,7 +18,7 @@ ALLOWED = {  # file: how often its strings say it
 
 def mentions(source: str) -> list[str]:
     """Identifiers, imported modules and strings that name the kind, each with its line."""
-    tree = ast.parse(source)
+    tree = parse(source)
     documentation = {
         id(node.body[0].value)
         for node in ast.walk(tree)

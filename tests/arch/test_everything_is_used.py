@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.arch.files import ROOT, python_files
+from tests.arch.files import ROOT, parse, python_files
 
 Definition = tuple[str, int]  # name, line
 # Bases of ours in all but their place: methods of a class with any other base from outside may be called from there.
@@ -41,7 +41,7 @@ def definitions(source: str, package_classes: set[str]) -> Iterator[Definition]:
             elif isinstance(node, (ast.If, ast.Try)):
                 yield from visit(node.body, called_by_others)
 
-    yield from visit(ast.parse(source).body, called_by_others=False)
+    yield from visit(parse(source).body, called_by_others=False)
 
 
 def _last_name(node: ast.expr) -> str:
@@ -61,7 +61,7 @@ def _is_entry(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bo
 def uses(source: str) -> Counter[str]:
     """How often each name is read, imported, or part of a string that names it (`module:name`, `getattr`)."""
     found: Counter[str] = Counter()
-    tree = ast.parse(source)
+    tree = parse(source)
     docstrings = {
         node.body[0].value
         for node in ast.walk(tree)
@@ -82,11 +82,11 @@ def unused(package: Path, callers: Sequence[Path], documents: Sequence[Path]) ->
     """`file:line name` of what nobody calls."""
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
     classes = {
-        node.name for text in sources.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+        node.name for text in sources.values() for node in ast.walk(parse(text)) if isinstance(node, ast.ClassDef)
     }
     used: Counter[str] = Counter()
     for text in (*sources.values(), *(path.read_text(encoding="utf-8") for path in callers)):
-        used += uses(text)
+        used.update(uses(text))  # `+=` would copy all counts for every file
     for path in documents:
         used.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return [

@@ -11,7 +11,8 @@ from pathlib import Path
 import networkx
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.arch.files import ROOT, parse
+
 OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines/sglang"}
 
 
@@ -19,7 +20,7 @@ def imported_names(source: str) -> set[str]:
     """Top-level packages that a file imports anywhere: at module scope, inside functions, or by name through
     importlib."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

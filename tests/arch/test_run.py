@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ Tree = Callable[..., tuple[int, list[str]]]
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tree:
     """Runs the runner over a tree of two test files: exit status and the lines that it printed."""
-    # other plugins of the environment take seconds to load, in each of three processes a run
+    # Nearly all of the time is the start of processes: one of tests is enough for each part, and other plugins of the
+    # environment take seconds to load.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(run, "AT_A_TIME", 1)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "CHECKS", ("compileall -q good", "compileall -q bad"))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.arch.files import ROOT, parse
+
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def imported_test_modules(source: str) -> list[str]:
     """Modules named `test_...` or `conftest` that the source imports anywhere."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -26,7 +26,7 @@ def imported_test_modules(source: str) -> list[str]:
 def model_sizes(source: str) -> list[int]:
     """Lines of dictionaries that say `hidden_size` and `num_hidden_layers`, hence describe a whole model."""
     both = {"hidden_size", "num_hidden_layers"}
-    dictionaries = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict)]
+    dictionaries = [node for node in ast.walk(parse(source)) if isinstance(node, ast.Dict)]
     return [
         node.lineno
         for node in dictionaries

@@ -29,6 +29,14 @@ COLOCATED = (
 )
 
 
+# the same run with the layers of Qwen3 0.6B, at random
+SHAPE = (
+    *("model=qwen3-0.6b", "model.tokenizer=${data.prepare.out}/tokenizer", "rollout=gpu", *COLOCATED),
+    *("rollout.mem_fraction_static=0.5", "trainer.export=false"),
+)
+TRAIN = ("-m", "hybridflow.cli.main", "train", "--config-name", "tiny-moe-grpo")
+
+
 @dataclass(frozen=True)
 class Check:
     """A command that must end with status 0."""
@@ -51,6 +59,21 @@ CHECKS = (
         ("-m", "pytest", "-q", "tests/gpu/test_trainer.py"),
     ),
     Check(
+        "adam",
+        "a run that was saved and loaded goes on as one that was not, with the Adam that is installed",
+        ("-m", "pytest", "-q", "tests/gpu/test_resume.py"),
+    ),
+    Check(
+        "sleep",
+        "everything leaves the GPU and comes back twenty times: the same numbers, and no memory lost",
+        ("-m", "pytest", "-q", "tests/gpu/test_sleep.py"),
+    ),
+    Check(
+        "train-step",
+        "an update at the shape of Qwen3 0.6B reaches a share of the matrix peak of this GPU",
+        ("-m", "tests.gpu.train_step"),
+    ),
+    Check(
         "colocated",
         "three steps of GRPO with the engine on the trainer's GPU, in turns, weights over cuda_ipc",
         ("-m", "hybridflow.cli.main", "train", "--config-name", "tiny-moe-grpo", "name=gpu-colocated", *COLOCATED),
@@ -62,6 +85,16 @@ CHECKS = (
             *("-m", "hybridflow.cli.main", "train", "--config-name", "tiny-moe-grpo", "name=gpu-colocated"),
             *(*COLOCATED[:-1], "trainer.total_steps=5"),
         ),
+    ),
+    Check(
+        "0.6b",
+        "three colocated steps of GRPO at the shape of Qwen3 0.6B, the engine with graphs",
+        (*TRAIN, "name=gpu-0.6b", *SHAPE),
+    ),
+    Check(
+        "fp8",
+        "the same with the engine in fp8: its log-probabilities are near the trainer's, or the run stops",
+        (*TRAIN, "name=gpu-fp8", *SHAPE, "rollout.quantization=fp8", "rollout.logprob_diff_bound=0.5"),
     ),
 )
 

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.config.check import problems
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import RunConfig
 from hybridflow.device.platform import Platform
+from hybridflow.models.check import problems as model_problems
 from hybridflow.trainer.check_devices import check_devices
+from tests import models
+from tests.dist.harness.ranks import run_ranks
 from tests.gpu import __main__ as gpu
 
 
@@ -44,9 +48,26 @@ def test_it_stops_at_the_first_failure_and_goes_on_from_there(
     assert ran[2:] == names[1:]
 
 
+@pytest.mark.slow
+def test_what_the_checks_do_is_right_on_a_cpu(tmp_path: Path) -> None:
+    """All but the device: the functions that the ranks run on a GPU."""
+    arguments = {"hf": "TINY", "dtype": "bfloat16", "torch_modules": True, "folder": str(tmp_path / "saved")}
+    (found,) = run_ranks(1, "tests.gpu.cases:resumed", **arguments)
+    assert found["steps"] == [2, 3, 3] and found["off"] == 0 and found["norms"][0] == found["norms"][1] > 0
+    (found,) = run_ranks(1, "tests.gpu.cases:slept", hf="TINY", count=3)
+    assert found["same"] == [True] * 3 and len(found["away"]) == 3
+    (found,) = run_ranks(1, "tests.gpu.cases:offloaded", hf="TINY")
+    assert found["after"] == found["before"] and found["freed"] > 0
+    arguments = {"hf": models.DENSE, "dtype": "float32", "tokens": 128, "product": 64, "rounds": 1}
+    (found,) = run_ranks(1, "tests.gpu.train_step:measure", **arguments)
+    assert min(found.values()) > 0
+    assert found["share"] == pytest.approx(found["tflops"] / found["product_tflops"])
+
+
 @pytest.mark.parametrize("check", [one for one in gpu.CHECKS if "train" in one.command])
 def test_the_runs_of_the_list_are_accepted_on_a_gpu(check: gpu.Check) -> None:
     words = list(check.command[check.command.index("--config-name") + 2 :])
     config: RunConfig = load_config("tiny-moe-grpo", words)
     check_devices(config, "cuda")
+    assert problems(config, files=False) == list(model_problems(config)) == []
     assert config.rollout.pool == "actor"

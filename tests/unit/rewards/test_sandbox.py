@@ -5,7 +5,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ResourceError
-from hybridflow.rewards import RewardManager
+from hybridflow.rewards import RewardManager, sandbox_process
 from hybridflow.rewards.sandbox import Limits, Sandbox
 
 try:
@@ -214,3 +216,20 @@ def test_rows_that_cannot_hang_are_scored_here_and_programs_in_the_pool(tmp_path
         results = manager.score(sources, ["1", program, "2"], ["1", truth, "1"])
         assert [result.score for result in results] == [1.0, 1.0, 0.0]
         assert started()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has a helper that writes the map of users")
+def test_a_sandbox_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import os, runpy, signal, sys, types\n"
+        "start = runpy.run_path(sys.argv[1])['_leave_users']\n"
+        "kill = lambda flags: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "start.__globals__['_libc'] = types.SimpleNamespace(unshare=kill)\n"
+        "start()\n"
+    )
+    command = [sys.executable, "-c", script, sandbox_process.__file__, str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == -9
+    deadline = time.monotonic() + 60
+    while any(str(tmp_path) in one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
