@@ -164,7 +164,7 @@ class Starting:
         self._running, self._seen = running, dict[str, int]()
 
     def pids(self) -> Sequence[int]:
-        """Those that were seen."""
+        """The processes that were seen."""
         return list(self._seen.values())
 
     def ended(self) -> str:
