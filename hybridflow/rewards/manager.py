@@ -19,9 +19,10 @@ from hybridflow.rewards.verifiers.base import ScoreResult
 
 @dataclass(frozen=True)
 class Submitted:
-    """Rows that are being scored: for each call its number in the pool (or its outcomes) and its rows' positions."""
+    """Rows that are being scored: for each call its number in the pool, or its rows where they are scored here as they
+    are collected, and its rows' positions."""
 
-    calls: Sequence[tuple[int | list[Outcome], list[int]]]
+    calls: Sequence[tuple[int | list[Row], list[int]]]
 
 
 class RewardManager:
@@ -110,29 +111,37 @@ class RewardManager:
             group = number if not by_group else 0 if groups is None else groups[number]
             calls.setdefault(group, []).append(number)
         picked = [([rows[number] for number in numbers], numbers) for numbers in calls.values()]
-        here = [call for call in picked if self._runs_here(call[0][0][0])]
-        begun: list[tuple[int | list[Outcome], list[int]]] = []
+        begun: list[tuple[int | list[Row], list[int]]] = []
         try:
-            begun += [(self._started_pool().submit(rows), at) for rows, at in picked if not self._runs_here(rows[0][0])]
+            for given, at in picked:
+                begun.append((given if self._runs_here(given[0][0]) else self._started_pool().submit(given), at))
         except ValueError as error:
             raise DataError(f"ground_truth or extra_info holds {error}; rewards are given plain data alone") from error
-        if here and self._scoring is not None:
-            found = asyncio.run(_all(self._scoring, [rows for rows, _ in here]))
-            begun += zip(found, [at for _, at in here], strict=True)
         return Submitted(begun)
 
     def collect(self, submitted: Submitted) -> list[ScoreResult]:
         """The results of these rows, in the order in which they were submitted; waits for what is not finished."""
-        pooled = [call for call, _ in submitted.calls if isinstance(call, int)]
+        return self.collect_all([submitted])[0]
+
+    def collect_all(self, parts: Sequence[Submitted]) -> list[list[ScoreResult]]:
+        """What `collect` returns for each part. Calls that run here all begin together, as in a pool of one process."""
+        calls = [call for part in parts for call, _ in part.calls]
+        pooled = [call for call in calls if isinstance(call, int)]
+        here = [call for call in calls if not isinstance(call, int)]
+        made = iter(asyncio.run(_all(self._scoring, here)) if here and self._scoring is not None else ())
         answers = dict(zip(pooled, self._pool.collect(pooled), strict=True)) if self._pool is not None else {}
-        results: dict[int, ScoreResult] = {}
-        for call, numbers in submitted.calls:
-            found = answers[call] if isinstance(call, int) else call
-            for number, outcome in zip(numbers, found, strict=True):
-                results[number] = ScoreResult(
-                    outcome.get("score", 0.0), outcome.get("extra", {}), outcome.get("failure")
-                )
-        return [results[number] for number in range(len(results))]
+        results: list[list[ScoreResult]] = []
+        for part in parts:
+            found: dict[int, ScoreResult] = {}
+            for call, numbers in part.calls:
+                for number, outcome in zip(
+                    numbers, answers[call] if isinstance(call, int) else next(made), strict=True
+                ):
+                    found[number] = ScoreResult(
+                        outcome.get("score", 0.0), outcome.get("extra", {}), outcome.get("failure")
+                    )
+            results.append([found[number] for number in range(len(found))])
+        return results
 
     def forget(self, submitted: Submitted) -> None:
         """Nobody collects these rows. What is being scored goes on, and is not kept."""

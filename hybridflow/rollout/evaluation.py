@@ -92,12 +92,11 @@ class Scorer:
             DataError: what `RewardManager.check` raises.
         """
         texts = [text for part in parts for text in part.texts]
-        results, asked = list[ScoreResult](), list[ScoreResult]()
-        for part in parts:
-            found = self.rewards.collect(part.rows) if isinstance(part.rows, Submitted) else part.rows
-            results += found
-            asked += found if isinstance(part.rows, Submitted) else []
-        self.rewards.check(asked)
+        submitted = [part.rows for part in parts if isinstance(part.rows, Submitted)]
+        collected = self.rewards.collect_all(submitted)
+        self.rewards.check([result for found in collected for result in found])
+        left = iter(collected)
+        results = [one for part in parts for one in (next(left) if isinstance(part.rows, Submitted) else part.rows)]
         scores = np.array([result.score for result in results], dtype=np.float32)
         found_columns = {"response_text": np.array(texts, dtype=object), "scores": scores}
         if any(result.extra for result in results):

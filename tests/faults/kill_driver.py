@@ -195,6 +195,16 @@ def configuration(folder: Path, staleness: int) -> RunConfig:
     )
 
 
+class _Unscored:
+    """Nobody asks what an answer is worth."""
+
+    def begin(self, batch: DataProto, size: int) -> list[None]:
+        return [None] * (len(batch) // size)
+
+    def forget(self, parts: list[None]) -> None:
+        """Nothing was begun."""
+
+
 def main() -> None:
     """Train until the last step."""
     folder, staleness = Path(sys.argv[1]), int(sys.argv[2])
@@ -204,7 +214,7 @@ def main() -> None:
     step = latest.step if latest else 0
     engines = Engines(config, step)
     service = Conversations(engines, load_tokenizer(folder / "tokenizer"), config, folder / "logs")
-    given: Any = (service, _Prompts(), lambda batch: batch)
+    given: Any = (service, _Prompts(), lambda batch: batch, _Unscored())
     groups = Groups(config, *given)
     groups.restore(*((latest.state, latest.rollouts(), step) if latest else (None,)))
     while step < STEPS:

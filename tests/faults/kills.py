@@ -173,7 +173,7 @@ def play(seed: int, staleness: int, todo: Sequence[Kill], folder: Path) -> list[
         faults, lost = differences(folder, staleness, may_lose=any(_loses(one) for one in outcomes))
         last.faults += faults
         last.lost = lost
-    return outcomes
+    return outcomes or [last]  # of a run that ended before anything was killed, what is wrong with it
 
 
 def _left_behind(folder: Path) -> list[int]:

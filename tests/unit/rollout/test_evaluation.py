@@ -120,6 +120,26 @@ def test_scores_do_not_depend_on_when_their_scoring_began(tmp_path: Path) -> Non
         assert last_first["scores"].tolist() == [4.0, 3.0, 2.0, 0.0, 3.0, 1.0]
 
 
+def test_what_scores_in_the_driver_begins_when_all_answers_are_there_and_all_of_it_together(tmp_path: Path) -> None:
+    """So that it does not hold up the engines, and calls of two prompts can wait for each other."""
+    (tmp_path / "meets.py").write_text(
+        "import asyncio\n\nwaiting = []\n\n\n"
+        "async def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    waiting.append(asyncio.get_running_loop().create_future())\n"
+        "    if len(waiting) == 2:\n"
+        "        [one.set_result(None) for one in waiting]\n"
+        "    async with asyncio.timeout(60):\n"
+        "        await waiting[-1]\n"
+        "    return [float(len(text)) for text in solution_strs]\n"
+    )
+    letters: Any = Letters()
+    rewards = RewardManager(RewardConfig(processes=0, path=str(tmp_path / "meets.py")))
+    scorer = Scorer(rewards, letters)
+    groups = [batch_of(*texts).with_columns(uid=np.zeros(2, np.int64)) for texts in (("a", "ab"), ("abc", "a"))]
+    parts = [part for group in groups for part in scorer.begin(group, 2)]
+    assert scorer.finish(parts)["scores"].tolist() == [1.0, 2.0, 3.0, 1.0]
+
+
 def test_a_verifier_that_reads_the_prompt_is_given_it(tmp_path: Path) -> None:
     source = "from hybridflow.rewards.verifiers.base import verifier\n\n\n@verifier('echo', data_sources=['echo'])\n"
     source += "def echo(response, ground_truth, *, prompt):\n    return {'score': 1.0, 'asked': prompt}\n"
