@@ -2,7 +2,8 @@
 
 Run as a plain script: `python guard.py PARENT_PID GRACE_S FOLDER -- COMMAND...`; standard library only, about 10 MB and
 30 ms. In a fork of a process that has loaded SGLang (`process.fork_server`) COMMAND is `-m MODULE ...`, which it runs
-in a fork of its own.
+in a fork of its own. The server starts once FOLDER is there, which the parent makes when the guard runs: a parent that
+is killed at any moment leaves nothing behind.
 
 Why not PR_SET_PDEATHSIG on the server alone: that signal fires when the parent *thread* ends, so an engine started from
 a pool thread would die with it; and SGLang's children arm their own only after start-up
@@ -17,6 +18,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -28,6 +30,7 @@ LOOK_POLLS = 20  # look at the processes of the server every so many polls
 STOPPED_LOOKS = 5  # a process that was stopped (SIGSTOP) in so many looks is not waited for any longer
 SHARED_MEMORY_PREFIX = "/dev/shm/"
 NOTE = "shared-memory"
+UNFINISHED = ".new"  # added to the name of a folder that the parent has not filled yet
 PR_SET_PDEATHSIG = 1
 
 
@@ -43,9 +46,9 @@ def states_of_members(session: int) -> dict[int, str]:
         if not entry.isdigit() or int(entry) == session:
             continue
         try:
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
+            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
                 # after the command name: state, ppid, pgrp, session, ...
-                fields = stat.read().rpartition(")")[2].split()
+                fields = file.read().rpartition(")")[2].split()
         except OSError:
             continue  # it ended between listing and reading
         if int(fields[3]) == session and fields[0] not in "ZX":
@@ -108,6 +111,21 @@ def remove_shared_memory(paths: set[str]) -> None:
     for path in paths:
         if os.path.exists(path):
             os.unlink(path)
+
+
+def is_ours(folder: str) -> bool:
+    """Whether the folder is there and this user's: others can read its name in our command line before it is made."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def remove(folder: str) -> None:
+    """Remove the folder of a server, also one that is not filled yet."""
+    for path in (folder, folder + UNFINISHED):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def die_with_guard(guard: int) -> None:
@@ -181,6 +199,11 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_fork = command[0] == "-m"  # then its parent is the fork server
     orphaned = process_end(parent) if is_fork or os.getppid() == parent else None
+    while not is_ours(folder):
+        if asked or orphaned is None or orphaned.poll(0):
+            remove(folder)
+            return 128 + signal.SIGTERM
+        time.sleep(POLL_S / 10)
     server = start(command)
     if server is None:
         from hybridflow.process.fork_server import run
@@ -215,7 +238,7 @@ def main(argv: list[str]) -> int:
         print(f"guard: could not end processes {left}", flush=True)
     status = server.wait()
     remove_shared_memory(leftovers)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     return status if status >= 0 else 128 - status
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +31,7 @@ from hybridflow.process.rendezvous import master_store
 from hybridflow.process.secret import VARIABLE, job_secret, without_credentials
 
 HOST = "127.0.0.1"
+KEYS = "keys.yaml"
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
 GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
@@ -287,9 +287,9 @@ class EngineServer:
             self._store = master_store(host, port, self.spec.start_timeout_s)
             self.spec = replace(self.spec, dist_init_addr=f"{host}:{self._store.port}")
         self.port, self._lock = reserve_port(self.spec.ports)
-        self._folder = tempfile.mkdtemp(prefix="hf-engine-")
+        self._folder = os.path.join(tempfile.gettempdir(), f"hf-engine-{secrets.token_hex(4)}")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = ["-m", "sglang.launch_server", "--config", self._write_key_file()]
+        command = ["-m", "sglang.launch_server", "--config", os.path.join(self._folder, KEYS)]
         command += command_line(server_arguments(self.spec, self.port))
         watch = [guard.__file__, str(os.getpid()), str(GRACE_S[self.spec.device]), self._folder, "--"]
         env = environment(self.spec, self._folder)
@@ -302,22 +302,30 @@ class EngineServer:
             if self.spec.fork_server:
                 with suppress(OSError):  # it has ended: what it would have spared takes its time
                     self._guard = fork(self.spec.fork_server, [*watch, *command], env, files, leader=True)
-                    return
-            guarded = [sys.executable, "-S", *watch, sys.executable, *command]
-            self._guard = subprocess.Popen(
-                guarded, stdin=files[0], stdout=files[1], stderr=files[2], env=env, start_new_session=True
-            )
+            if self._guard is None:
+                guarded = [sys.executable, "-S", *watch, sys.executable, *command]
+                self._guard = subprocess.Popen(
+                    guarded, stdin=files[0], stdout=files[1], stderr=files[2], env=env, start_new_session=True
+                )
+        try:
+            self._make_folder()
+        except OSError:
+            self.stop()
+            raise
 
-    def _write_key_file(self) -> str:
-        """The keys travel in a private file: a command line is readable by every user of the machine.
+    def _make_folder(self) -> None:
+        """Make the engine's folder, which its guard waits for. The keys travel in a private file in it: a command line
+        is readable by every user of the machine.
 
         `admin-api-key` protects weights and control, `api-key` generation (sglang/srt/utils/auth.py:74): one key for
         both.
         """
-        path = Path(self._folder) / "keys.yaml"
+        unfinished = Path(self._folder + guard.UNFINISHED)
+        unfinished.mkdir(mode=0o700)
+        path = unfinished / KEYS
         path.touch(mode=0o600)
         path.write_text(f"api-key: {self.admin_key}\nadmin-api-key: {self.admin_key}\n", encoding="utf-8")
-        return str(path)
+        unfinished.rename(self._folder)
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until the engine has answered a one-token request (of several nodes the first; the others until theirs
@@ -409,7 +417,7 @@ class EngineServer:
         leftovers |= guard.noted_shared_memory(self._folder)
         still_there = guard.kill_session(process.pid)
         guard.remove_shared_memory(leftovers)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        guard.remove(self._folder)
         if self._lock is not None:
             self._lock.close()
         self._store = None

@@ -160,6 +160,21 @@ def start_guard(parent: int, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=True)
 
 
+@pytest.mark.parametrize("is_orphan", [True, False])
+def test_a_parent_that_ends_before_its_folder_is_filled_leaves_none(tmp_path: Path, is_orphan: bool) -> None:
+    unfinished = tmp_path / f"folder{guard.UNFINISHED}"
+    unfinished.mkdir()
+    process = start_guard(1 if is_orphan else os.getpid(), tmp_path / "folder")
+    if not is_orphan:
+        (tmp_path / "folder").symlink_to(unfinished)  # not a folder of ours: the server does not start from it
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        assert guard.session_members(process.pid) == []
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not unfinished.exists()
+
+
 def wait_for_members(session: int, count: int) -> None:
     deadline = time.monotonic() + 60.0
     while len(guard.session_members(session)) != count:
@@ -168,6 +183,7 @@ def wait_for_members(session: int, count: int) -> None:
 
 
 def test_the_guard_ends_children_and_grandchildren(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
     process = start_guard(os.getpid(), tmp_path / "folder")
     wait_for_members(process.pid, 2)
     process.send_signal(signal.SIGTERM)
@@ -183,6 +199,7 @@ def test_the_guard_ends_without_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_guard_ends_an_engine_of_which_a_process_was_stopped(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
     process = start_guard(os.getpid(), tmp_path / "folder")
     wait_for_members(process.pid, 2)
     os.kill(max(guard.session_members(process.pid)), signal.SIGSTOP)
