@@ -79,9 +79,10 @@ def _role(config: RunConfig, role: str, with_path: bool = True) -> Iterator[str]
             f"{longest} tokens; raise it to at least {longest}"
         )
     if with_path and section.path is not None and not (Path(section.path) / "config.json").is_file():
+        maker = "train-reward" if role == "reward_model" else "sft"
         yield (
-            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); see `hybridflow train-reward "
-            "--help`"
+            f"{role}.path={section.path}: no Hugging Face folder (no config.json in it); give that of a model, or make "
+            f"one first: `hybridflow {maker} --help`"
         )
     elif with_path and section.path is not None:
         yield from _vocabulary(config, role, section.path)

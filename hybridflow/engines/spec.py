@@ -38,6 +38,7 @@ class EngineSpec:
             max_total_tokens x layers x experts a token x 4 bytes.
         memory_saver: be able to give device memory back (`Engine.sleep`); only on cuda.
         threads: threads that each rank computes with; only on cpu.
+        python: interpreter that has the kind's library; "": this process's.
         fork_server: name of a fork server (`process.fork_server`) that has loaded the kind's library; "": none.
     """
 
@@ -65,6 +66,7 @@ class EngineSpec:
     return_routed_experts: bool = False
     memory_saver: bool = False
     threads: int = 1
+    python: str = ""
     fork_server: str = ""
 
     @property

@@ -1,7 +1,7 @@
 """What SGLang's ranks hold, written by hand, for the dry run alone.
 
 A run never reads this file: there the layout is discovered by tracing the engine's own loader
-(`hybridflow.engines.sglang.layout_tracer`), so no table can be wrong. Here no engine is at hand, and a plan for 1,024
+(`hybridflow.engines.layout_tracer`), so no table can be wrong. Here no engine is at hand, and a plan for 1,024
 ranks must take seconds. Conventions of SGLang 0.5.23: query, key and value stacked in `qkv_proj`, gate over up in
 `gate_up_proj` and `w13_weight`, experts stacked, the vocabulary padded to a multiple of 64, KV heads repeated when
 there are fewer than ranks, experts cut by expert parallelism first and by tensors within.

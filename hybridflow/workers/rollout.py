@@ -63,6 +63,7 @@ def engine_spec(
         # requests paused in place keep the cache from being emptied, and prefixes of old weights would go on being used
         cache_prefixes=config.sync.pause != "in_place",
         extra_args=dict(config.extra_args),
+        python=config.python or "",
         start_timeout_s=config.start_timeout_s,
         request_timeout_s=config.request_timeout_s,
         seed=seed + number,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.arch.files import ROOT, parse
 
-OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines/sglang"}
+OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines/sglang", "vllm": "engines/vllm"}
 
 
 def imported_names(source: str) -> set[str]:
@@ -159,6 +159,7 @@ def test_what_must_answer_at_once_imports_nothing_heavy(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_driver_loads_what_ranks_and_engines_need_only_in_them() -> None:
     """The driver names methods of worker classes; loading Megatron, which it never uses, would cost seconds a start."""
     code = (

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines import guard
 from hybridflow.engines.base import Completion
-from hybridflow.engines.sglang import guard
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import EngineServer
 from hybridflow.engines.spec import EngineSpec

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.engines.sglang.layout_tracer import TracedLayout, TracedPiece
+from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece
 from hybridflow.errors import WeightSyncError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import FP8, BlockQuantisation

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from hybridflow.batch import ROUTES, DataProto, Jagged, with_free_end, write_parquet
 from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines import guard
 from hybridflow.engines.base import Completion
-from hybridflow.engines.sglang import guard
+from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import EngineServer
-from hybridflow.engines.sglang.weight_control import Control
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.asking import generating

@@ -46,7 +46,7 @@ def test_a_role_finds_its_own_libraries_loaded_and_no_others(tmp_path: Path) -> 
 DRIVER = """
 import os, sys, time
 from hybridflow.config.load import load_config
-from hybridflow.engines.sglang import guard
+from hybridflow.engines import guard
 from hybridflow.process.fork_client import fork
 from hybridflow.trainer.preload import Preload
 sleeper, files = ["-m", "tests.unit.process.sleeper"], (0, 1, 2)

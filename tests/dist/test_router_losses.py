@@ -24,7 +24,7 @@ def test_gradients_of_a_router_are_those_of_the_formulas() -> None:
 
 @pytest.mark.full
 def test_the_z_loss_does_not_depend_on_how_the_batch_is_cut() -> None:
-    """It is a mean over tokens; load balancing is one of micro-batches."""
+    """The z-loss is a mean over tokens; load balancing is one of micro-batches."""
     results = [result for rank in run_ranks(4, f"{CASES}:z_gradients") for result in rank]
     whole = next(result for result in results if result["name"] == CUTS[0].name)
     assert {result["name"] for result in results} == {cut.name for cut in CUTS}

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hybridflow.engines.sglang import guard
+from hybridflow.engines import guard
 from hybridflow.errors import EngineError, WeightSyncError, WorkerError
 from hybridflow.models import family_of
 from hybridflow.rollout.protocols import SyncReport, answers
@@ -28,6 +28,7 @@ from hybridflow.workers import rollout
 from hybridflow.workers.requests import CUT_SHORT
 from tests.dist.harness.asking import generating
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
+from tests.gpu.weights import after_sleep, cold_start, through_empty_updates
 from tests.models import SYNC_MOE
 
 pytestmark = pytest.mark.slow
@@ -117,6 +118,16 @@ def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
         streamed = client.weights_checksum()
         client.load_weights_from_disk(str(world.exported(4)))
         assert client.weights_checksum() == streamed
+
+
+def test_what_is_checked_on_a_gpu_holds_on_a_cpu(world: SyncWorld) -> None:
+    """The colocated transport of a CPU stands in for memory of the GPU; nothing is freed by sleep here."""
+    world.configure(transport="shared_memory")
+    after_sleep(world, 7)
+    for number in range(len(TENSORS)):
+        before, *after = through_empty_updates(world, number)
+        assert after == [before, before] == [cold_start(world, number, 7)] * 2
+        assert world.difference(number, 7) <= CLOSE
 
 
 def test_requests_under_way_go_on_and_tell_which_weights_made_each_token(world: SyncWorld) -> None:

@@ -48,16 +48,20 @@ def write_character_tokenizer(folder: Path, characters: str, words: Sequence[str
 def write_byte_tokenizer(folder: Path) -> None:
     """Writes a tokenizer with one token a byte of UTF-8: ids 0-4 pad, end of turn (eos) and the roles, then the 256
     bytes. No BOS."""
+    _save(byte_level([PAD, END, *ROLES]), folder, ROLE_TEMPLATE, eos=END, unk=None)
+
+
+def byte_level(specials: Sequence[str]) -> Tokenizer:
+    """One token a byte of UTF-8, after the special ones, whose ids begin at 0."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    specials = [PAD, END, *ROLES]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    _save(tokenizer, folder, ROLE_TEMPLATE, eos=END, unk=None)
+    return tokenizer
 
 
 def _save(tokenizer: Tokenizer, folder: Path, chat_template: str, *, eos: str, unk: str | None) -> None:

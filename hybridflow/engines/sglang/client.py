@@ -8,102 +8,32 @@ ignores top-k and top-p.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-import requests
+from hybridflow.engines.asking import TokenRequests
+from hybridflow.engines.control import Control, PauseMode
+from hybridflow.engines.http_client import ServerClient
+from hybridflow.engines.sglang.token_stream import SglangStreams
+from hybridflow.engines.sglang.weight_control import LOADER, payload
+from hybridflow.errors import EngineError
 
-from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines.asking import TokenRequests, Told
-from hybridflow.engines.base import Completion
-from hybridflow.engines.sglang.token_stream import Asked, TokenStreams
-from hybridflow.engines.sglang.weight_control import LOADER, Control, payload
-from hybridflow.errors import EngineError, EngineSilent
-
-PauseMode = Literal["abort", "retract", "in_place"]
 _SETTLE_S = 30  # for the scheduler to let go of a batch that has been answered
 
 
-class EngineClient:
-    """Speaks to one engine. Safe to use from several threads.
+class EngineClient(ServerClient):
+    """Speaks to one server of SGLang."""
 
-    Args:
-        url: base address, e.g. `EngineServer.url`.
-        admin_key: bearer key of the engine.
-        request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing at all may come.
-        name: the engine's name in error messages; defaults to the address.
-        batch_size: prompts in one HTTP request; a longer list goes out as several.
-    """
+    streams = SglangStreams
 
-    def __init__(
-        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1024
-    ) -> None:
-        self.url, self.name = url.rstrip("/"), name or url
-        self.request_timeout_s, self.batch_size = request_timeout_s, batch_size
-        self._headers = {"Authorization": f"Bearer {admin_key}"}
-        self._local = threading.local()
-        self.tokens = TokenStreams(self.url, self._headers, self.name, request_timeout_s, batch_size)
-
-    def with_timeout(self, request_timeout_s: float) -> EngineClient:
-        """The same engine with another deadline."""
-        key = self._headers["Authorization"].removeprefix("Bearer ")
-        return EngineClient(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
-
-    # ---- generation
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int] = (),
-        *,
-        with_routes: bool = False,
-    ) -> list[Completion]:
-        """One response for each prompt, in order. Repeat a prompt to sample it several times.
-
-        Args:
-            prompts: token ids.
-            sampling: the same for all.
-            max_new_tokens: upper bound on the response's length.
-            stop_token_ids: generation ends with, and includes, the first of these.
-            with_routes: bring the experts of each token; the engine was started with
-                `EngineSpec.return_routed_experts`.
-
-        Raises:
-            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).
-        """
-        found: list[Completion | None] = [None] * len(prompts)
-        limits = [max_new_tokens] * len(prompts)
-        asked = self.ask(TokenRequests(prompts, sampling, limits, stop_token_ids, with_routes), found.__setitem__)
-        try:
-            asked.done.result()
-        except EngineError as error:
-            error.begun = tuple(one or asked.so_far(number) for number, one in enumerate(found))
-            raise
-        return [completion for completion in found if completion is not None]
-
-    def ask(self, requests: TokenRequests, told: Told) -> Asked:
-        """Send the requests and return; see `TokenStreams.ask`.
-
-        Raises:
-            EngineError: a prompt has no tokens.
-        """
-        rows = [[int(token) for token in prompt] for prompt in requests.prompts]
-        empty = [i for i, row in enumerate(rows) if not row]
-        if empty:
-            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
-        shared = {
+    def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
+        return {
             "temperature": requests.sampling.temperature,
             "top_p": requests.sampling.top_p,
             "top_k": requests.sampling.top_k,
             "stop_token_ids": [int(token) for token in requests.stop_token_ids],
+            "max_new_tokens": int(limit),
         }
-        parameters = [shared | {"max_new_tokens": int(limit)} for limit in requests.max_new_tokens]
-        asked = Asked(rows, parameters, requests.with_routes, told)
-        self.tokens.ask(asked)
-        return asked
 
     # ---- memory
 
@@ -133,10 +63,6 @@ class EngineClient:
         """Continue generating after `pause`."""
         self._post("/continue_generation", {})
         self.tokens.heard()
-
-    def close(self) -> None:
-        """Give up the prompts under way."""
-        self.tokens.close()
 
     def begin_weight_update(self) -> None:
         """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the requests in flight."""
@@ -185,7 +111,7 @@ class EngineClient:
         except KeyError as error:
             raise EngineError("/weights_checker answered without a checksum", engine=self.name) from error
 
-    # ---- transport
+    # ---- control calls
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """A control call: SGLang answers `{success, message}`, with 200 or 400."""
@@ -195,32 +121,3 @@ class EngineClient:
         if answer.get("success") is False:
             raise EngineError(f"{path} failed: {answer.get('message', 'no reason given')}", engine=self.name)
         return answer
-
-    def _call(self, path: str, body: dict[str, Any]) -> Any:
-        answer = self._request(path, body)
-        try:
-            return answer.json()
-        except ValueError as error:
-            raise EngineError(f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name) from error
-
-    def _request(self, path: str, body: dict[str, Any]) -> requests.Response:
-        timeout_s = self.request_timeout_s
-        try:
-            answer = self._session().post(
-                self.url + path, json=body, headers=self._headers, timeout=timeout_s, allow_redirects=False
-            )
-        except requests.Timeout as error:
-            raise EngineSilent(f"{path} not answered within {timeout_s:g} s", engine=self.name) from error
-        except requests.RequestException as error:
-            raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
-        if answer.status_code != 200:
-            raise EngineError(f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name)
-        return answer
-
-    def _session(self) -> requests.Session:
-        session = getattr(self._local, "session", None)
-        if session is None:
-            session = requests.Session()
-            session.trust_env = False  # a proxy of the environment must not see, nor break, calls to this machine
-            self._local.session = session
-        return session

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 
 from hybridflow.device.platform import Platform
-from hybridflow.engines.sglang.server import common_environment
+from hybridflow.engines.sglang.server import sglang_environment
 
 # their tokenizer and configuration lie in the run's folder
-os.environ.update(common_environment(Platform.detect().kind), HF_HUB_OFFLINE="1")
+os.environ.update(sglang_environment(Platform.detect().kind), HF_HUB_OFFLINE="1")
 
 from sglang.srt.plugins import load_plugins
 

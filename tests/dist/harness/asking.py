@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.token_stream import Asked
+from hybridflow.engines.token_stream import Asked
 
 PATIENCE_S = 240.0
 

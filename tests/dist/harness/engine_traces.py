@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.engines.sglang.layout_tracer import trace_layout
+from hybridflow.engines.layout_tracer import trace_layout
 from hybridflow.engines.sglang.server import command_line, environment, server_arguments
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.models import family_of

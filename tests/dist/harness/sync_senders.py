@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hybridflow.config.schema import OptimConfig
+from hybridflow.device.platform import Platform
 from hybridflow.models import family_of
 from hybridflow.models.weights import RandomWeights
 from hybridflow.process.rendezvous import client_store
@@ -78,7 +79,8 @@ class Rank:
     def __init__(self, rank: int, host: str, port: int, model: dict[str, Any], shape: dict[str, int]) -> None:
         self.rank, self.model, self.host, self.port = rank, model, host, port
         self.locals = rank_tensors(family_of(model), ParallelShape(**shape).coordinates()[rank])
-        self.held = {local.name: torch.zeros(local.shape) for local in self.locals}
+        device = Platform.detect().device()
+        self.held = {local.name: torch.zeros(local.shape, device=device) for local in self.locals}
         self.sender = WeightSender(rank, lambda: self.held, self.open)
         self.faults: dict[str, dict[str, Any]] = {}  # by the engine's name
 

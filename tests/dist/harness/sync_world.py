@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig, SyncConfig
+from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import EngineServer
@@ -114,7 +115,7 @@ class Senders:
     # -----------------------------------------------------------------------------------------------------
 
     def device_kind(self) -> str:
-        return "cpu"
+        return Platform.detect().kind
 
     def open_sync_store(self) -> tuple[str, int]:
         post_catalog(
@@ -171,7 +172,7 @@ class SyncWorld:
         self,
         model: Mapping[str, Any],
         shape: Mapping[str, int],
-        engines: Sequence[int | Mapping[str, int]],
+        engines: Sequence[int | Mapping[str, Any]],
         folder: Path,
         quantisation: BlockQuantisation | None = None,
         kind: str = "held",

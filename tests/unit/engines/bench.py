@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
 from hybridflow.engines.sglang import weight_receiver
-from hybridflow.engines.sglang.weight_control import DESCRIBE, RECEIVE, Control
 from hybridflow.models.weights import RandomWeights
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.layout import ParallelShape, megatron_layout, rank_tensors
@@ -53,7 +53,7 @@ class Bench:
     def __init__(self) -> None:
         self.store = master_store(HOST, 0, WAIT_S)
         self.engine = Engine()
-        self.receiver = weight_receiver.WeightReceiver(self.engine)
+        self.receiver = weight_receiver.receiver_of(self.engine)
         self.held: list[dict[str, torch.Tensor]] = []
         for at in SHAPE.coordinates():
             self.held.append({local.name: torch.zeros(local.shape) for local in rank_tensors(FAMILY, at)})

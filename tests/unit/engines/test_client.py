@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 
 from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines import token_stream
 from hybridflow.engines.asking import TokenRequests
 from hybridflow.engines.base import Engine, WeightSpan
-from hybridflow.engines.sglang import token_stream
+from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.token_stream import Asked, TokenStreams
-from hybridflow.engines.sglang.weight_control import Control
+from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
 from hybridflow.workers.requests import CUT_SHORT, EngineRequests
 from tests.unit.engines.stub import KEY, Stub, answer_of, streamed

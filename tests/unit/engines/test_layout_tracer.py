@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.engines.sglang.layout_tracer import TracedLayout, TracedPiece, trace_layout
+from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece, trace_layout
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.layout import whole
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout

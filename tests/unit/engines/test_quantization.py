@@ -17,8 +17,8 @@ from torch import nn
 
 from hybridflow.config.load import load_config
 from hybridflow.device.platform import Platform
+from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.sglang import weight_receiver
-from hybridflow.engines.sglang.weight_control import DESCRIBE, Control
 from hybridflow.errors import ConfigError, ModelError, WeightSyncError
 from hybridflow.models.fp8 import BlockQuantisation
 from hybridflow.reshard.layout import Catalog, megatron_layout
@@ -81,6 +81,13 @@ def test_a_node_that_shows_fewer_gpus_than_an_engine_has_ranks_is_named() -> Non
     check_node(load_config("tiny-moe-grpo", words).rollout, Gpu(9, 0), "n7")
     with pytest.raises(ConfigError, match=r"node n7 shows 2 GPUs to an engine with 4 ranks on it"):
         check_node(load_config("tiny-moe-grpo", words[:1]).rollout, Gpu(9, 0), "n7")
+
+
+def test_kernels_that_write_between_gpus_are_refused_on_a_cpu() -> None:
+    config = load_config("tiny-moe-grpo", ["actor.parallel.moe_dispatcher=deepep"])
+    check_devices(config, "cuda")
+    with pytest.raises(ConfigError, match=r"moe_dispatcher=deepep needs GPUs, .*use alltoall or allgather"):
+        check_devices(config, "cpu")
 
 
 def test_what_carries_weights_to_engines_on_the_trainers_gpus() -> None:
@@ -160,7 +167,7 @@ class Fp8Engine(nn.Module):
 class Fp8Bench(Bench):
     def plan(self) -> PlanFacts:
         self.engine = Fp8Engine()  # type: ignore[assignment]
-        self.receiver = weight_receiver.WeightReceiver(self.engine)
+        self.receiver = weight_receiver.receiver_of(self.engine)
         post_catalog(self.store, FAMILY.tensors(), "bfloat16", FP8)
         self.receiver.handle(Control(DESCRIBE, HOST, self.store.port, WAIT_S, "described", 0, 1))
         report = session.read_reports(self.store, "described", [0], WAIT_S)[0]
@@ -199,7 +206,7 @@ def test_a_sync_brings_blocks_and_scales_of_the_whole_tensors_form(bench: Fp8Ben
 def test_an_engine_that_takes_fp8_without_its_scales_has_no_plan(bench: Fp8Bench) -> None:
     """The catalog of an engine in bfloat16: its loader is never shown any scales, and the plan leaves them unfilled."""
     post_catalog(bench.store, FAMILY.tensors(), "bfloat16")
-    receiver = weight_receiver.WeightReceiver(bench.engine)
+    receiver = weight_receiver.receiver_of(bench.engine)
     receiver.handle(Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "again", 0, 1))
     report = session.read_reports(bench.store, "again", [0], WAIT_S)[0]
     source = megatron_layout(FAMILY, SHAPE.coordinates(), "float32")

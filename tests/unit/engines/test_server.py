@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.engines.sglang import guard
+from hybridflow.engines import guard
+from hybridflow.engines.server import command_line, reserve_port
 from hybridflow.engines.sglang.server import (
     MODEL_FILES,
     EngineServer,
-    command_line,
     core_binding,
     environment,
-    reserve_port,
     server_arguments,
     unused_model_files,
 )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybridflow.engines.control import DESCRIBE, Control
 from hybridflow.engines.sglang import weight_receiver
-from hybridflow.engines.sglang.weight_control import DESCRIBE, Control
 from hybridflow.sync import session
 from hybridflow.sync.session import ABORT
 from tests.unit.engines.bench import FAMILY, HOST, PAD, WAIT_S, Bench, Engine
@@ -101,7 +101,7 @@ def test_a_loader_that_cannot_be_traced_is_reported(bench: Bench) -> None:
             for name, tensor in weights:
                 self.get_parameter(name.replace(".", "_")).data.copy_(tensor.sum())
 
-    receiver = weight_receiver.WeightReceiver(Odd())
+    receiver = weight_receiver.receiver_of(Odd())
     receiver.handle(Control(DESCRIBE, HOST, bench.store.port, WAIT_S, "odd", 0, 1))
     report = session.read_reports(bench.store, "odd", [0], WAIT_S)[0]
     assert report.error.startswith("rank 0: ") and "no HF tensor" in report.error

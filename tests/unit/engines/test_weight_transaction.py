@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engines.sglang import weight_transaction
-from hybridflow.engines.sglang.weight_transaction import receive
+from hybridflow.engines import weight_transaction
+from hybridflow.engines.weight_transaction import receive
 from hybridflow.process.store import StoreError
 from hybridflow.sync.session import Board, Order, RankReport
 from hybridflow.sync.transports.base import Endpoint

@@ -29,6 +29,8 @@ from tests.models import FAMILIES
 from tests.unit.reshard import fp8_cases as fp8
 from tests.unit.reshard import reshard_cases as cases
 
+pytestmark = pytest.mark.slow  # hundreds of layouts of whole models
+
 ONE = np.zeros(1, dtype=np.int64)
 NAME = "model.layers.0.mlp.down_proj.weight"
 # each family and each layout at least once; blocks that are no squares too

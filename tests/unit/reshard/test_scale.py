@@ -13,6 +13,8 @@ from hybridflow.reshard.engine_layouts import EngineShape
 from hybridflow.reshard.layout import ParallelShape
 from hybridflow.reshard.simulate import Fabric
 
+pytestmark = pytest.mark.slow  # plans of the largest published models
+
 
 @pytest.mark.parametrize(
     ("model", "trainer", "engines", "dtype"),

@@ -94,6 +94,7 @@ def test_replicas_share_the_work() -> None:
     assert loads.packed.sum() < loads.egress.sum()  # one packing serves several receivers
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     model=st.sampled_from(sorted(FAMILIES)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.engines.sglang.weight_control import RECEIVE, Control
+from hybridflow.engines.control import RECEIVE, Control
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import master_store
 from hybridflow.reshard.engine_layouts import EngineShape

@@ -2,8 +2,8 @@
 mixture.
 
 The engine is paused before anything is written, and goes on only after every rank has reported success, under the new
-version's name. After any failure it stays paused under its old version's name, for the next order. SGLang's own answer
-decides nothing: it says success even when the loader has failed.
+version's name. After any failure it stays paused under its old version's name, for the next order. The server's own
+answer decides nothing: SGLang's says success even when the loader has failed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import cast
+from typing import Protocol, cast
 
-from hybridflow.engines.sglang.client import EngineClient, PauseMode
-from hybridflow.engines.sglang.weight_control import DESCRIBE, RECEIVE, Control
+from hybridflow.engines.control import DESCRIBE, RECEIVE, Control, PauseMode
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError, EngineSilent, WeightSyncError
 from hybridflow.process.store import StoreError
@@ -23,13 +22,35 @@ from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import REPORT_GRACE_S, Board, Order, Outcome, RankReport, answer_deadline
 
 
+class EngineClient(Protocol):
+    """What a transaction asks of an engine's server. Calls have deadlines and raise EngineError."""
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop generating."""
+
+    def resume(self) -> None:
+        """Continue generating after `pause`."""
+
+    def begin_weight_update(self) -> None:
+        """Open the session that `call_ranks` needs."""
+
+    def end_weight_update(self) -> None:
+        """Close the session."""
+
+    def call_ranks(self, control: Control, *, flush_cache: bool = True) -> None:
+        """Bring the message to our code in every rank and wait until all have handled it; forget cached prefixes."""
+
+    def set_weight_version(self, version: int | str) -> None:
+        """Name the weights that make later tokens."""
+
+
 class _Unusable(WeightSyncError):
     """The engine can take no further order: a rank does not report, or the update session stays open."""
 
 
 def _report_deadline(timeout_s: float, stages: int) -> float:
-    """Seconds after SGLang's answer by which ranks report. With several pipeline stages it answers once the first has
-    handled the message."""
+    """Seconds after the server's answer by which ranks report. With several pipeline stages it answers once the first
+    has handled the message."""
     return answer_deadline(timeout_s) if stages > 1 else REPORT_GRACE_S
 
 
@@ -98,7 +119,7 @@ def _compare(board: Board, plan: str) -> None:
 
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
-    """Pause, have the ranks receive, resume. `report_s`: how long after SGLang's answer reports may come."""
+    """Pause, have the ranks receive, resume. `report_s`: how long after the server's answer reports may come."""
     order, refusal = board.order, ""
     ranks = order.endpoint.receivers
     endpoint = order.endpoint

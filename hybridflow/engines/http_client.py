@@ -1,0 +1,129 @@
+"""What HTTP clients of engines' servers have in common: asking for tokens, and calls with deadlines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Self
+
+import requests
+
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines.asking import TokenRequests, Told
+from hybridflow.engines.base import Completion
+from hybridflow.engines.token_stream import Asked, TokenStreams
+from hybridflow.errors import EngineError, EngineSilent
+
+
+class ServerClient:
+    """Speaks to one engine. Safe to use from several threads.
+
+    Args:
+        url: base address, e.g. `ServerProcess.url`.
+        admin_key: bearer key of the engine.
+        request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing at all may come.
+        name: the engine's name in error messages; defaults to the address.
+        batch_size: prompts in one HTTP request; a longer list goes out as several.
+    """
+
+    streams: type[TokenStreams]  # how this kind of server is asked for tokens
+
+    def __init__(
+        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1024
+    ) -> None:
+        self.url, self.name = url.rstrip("/"), name or url
+        self.request_timeout_s, self.batch_size = request_timeout_s, batch_size
+        self._headers = {"Authorization": f"Bearer {admin_key}"}
+        self._local = threading.local()
+        self.tokens = self.streams(self.url, self._headers, self.name, request_timeout_s, batch_size)
+
+    def with_timeout(self, request_timeout_s: float) -> Self:
+        """The same engine with another deadline."""
+        key = self._headers["Authorization"].removeprefix("Bearer ")
+        return type(self)(self.url, key, request_timeout_s, name=self.name, batch_size=self.batch_size)
+
+    def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
+        """How to sample a response of at most `limit` tokens, as the server takes it. EngineError: it cannot."""
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        with_routes: bool = False,
+    ) -> list[Completion]:
+        """One response for each prompt, in order. Repeat a prompt to sample it several times.
+
+        Args:
+            prompts: token ids.
+            sampling: the same for all.
+            max_new_tokens: upper bound on the response's length.
+            stop_token_ids: generation ends with, and includes, the first of these.
+            with_routes: bring the experts of each token; the engine was started with
+                `EngineSpec.return_routed_experts`.
+
+        Raises:
+            EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).
+        """
+        found: list[Completion | None] = [None] * len(prompts)
+        limits = [max_new_tokens] * len(prompts)
+        asked = self.ask(TokenRequests(prompts, sampling, limits, stop_token_ids, with_routes), found.__setitem__)
+        try:
+            asked.done.result()
+        except EngineError as error:
+            error.begun = tuple(one or asked.so_far(number) for number, one in enumerate(found))
+            raise
+        return [completion for completion in found if completion is not None]
+
+    def ask(self, requests: TokenRequests, told: Told) -> Asked:
+        """Send the requests and return; see `TokenStreams.ask`.
+
+        Raises:
+            EngineError: a prompt has no tokens.
+        """
+        rows = [[int(token) for token in prompt] for prompt in requests.prompts]
+        empty = [i for i, row in enumerate(rows) if not row]
+        if empty:
+            raise EngineError(f"prompt {empty[0]} has no tokens", engine=self.name)
+        parameters = [self._parameters(requests, limit) for limit in requests.max_new_tokens]
+        asked = Asked(rows, parameters, requests.with_routes, told)
+        self.tokens.ask(asked)
+        return asked
+
+    def close(self) -> None:
+        """Give up the prompts under way."""
+        self.tokens.close()
+
+    # ---- transport
+
+    def _call(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self._request(path, body)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EngineError(f"{path} answered no JSON: {answer.text[:200]!r}", engine=self.name) from error
+
+    def _request(self, path: str, body: dict[str, Any]) -> requests.Response:
+        timeout_s = self.request_timeout_s
+        try:
+            answer = self._session().post(
+                self.url + path, json=body, headers=self._headers, timeout=timeout_s, allow_redirects=False
+            )
+        except requests.Timeout as error:
+            raise EngineSilent(f"{path} not answered within {timeout_s:g} s", engine=self.name) from error
+        except requests.RequestException as error:
+            raise EngineSilent(f"{path}: no connection: {error}", engine=self.name) from error
+        if answer.status_code != 200:
+            raise EngineError(f"{path} answered {answer.status_code}: {answer.text[:500]}", engine=self.name)
+        return answer
+
+    def _session(self) -> requests.Session:
+        session = getattr(self._local, "session", None)
+        if session is None:
+            session = requests.Session()
+            session.trust_env = False  # a proxy of the environment must not see, nor break, calls to this machine
+            self._local.session = session
+        return session

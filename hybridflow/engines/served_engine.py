@@ -1,0 +1,65 @@
+"""A server and its HTTP client together as an engine (`engines.base.Engine`): what all kinds of server do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridflow.config.schema import SamplingConfig
+from hybridflow.engines import weight_transaction
+from hybridflow.engines.asking import Asking, TokenRequests, Told
+from hybridflow.engines.base import Completion
+from hybridflow.engines.server import ServerProcess
+from hybridflow.sync.schedule import EngineLayout
+from hybridflow.sync.session import Order, Outcome, answer_deadline
+
+
+class ServedEngine(ServerProcess):
+    """The calls of an engine go out over HTTP; start, liveness and end are `ServerProcess`'s."""
+
+    @property
+    def client(self) -> Any:
+        """The kind's `ServerClient`, made once; it is a `weight_transaction.EngineClient` too. May be used after
+        `start`."""
+        raise NotImplementedError
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise EngineError for a prompt that the server would not survive."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        *,
+        with_routes: bool = False,
+    ) -> list[Completion]:
+        """`ServerClient.generate`."""
+        self._check_prompts(prompts)
+        found: list[Completion] = self.client.generate(
+            prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes
+        )
+        return found
+
+    def ask(self, requests: TokenRequests, told: Told) -> Asking:
+        """`ServerClient.ask`."""
+        self._check_prompts(requests.prompts)
+        asking: Asking = self.client.ask(requests, told)
+        return asking
+
+    def stop(self) -> None:
+        """End the server, and with it the prompts under way."""
+        super().stop()
+        if "client" in self.__dict__:
+            self.client.close()
+
+    def describe(self, host: str, port: int, timeout_s: float) -> EngineLayout:
+        """Have all ranks say how they take weights, and post it. For an engine that has no requests."""
+        client = self.client.with_timeout(answer_deadline(timeout_s))
+        return weight_transaction.describe(client, self.spec, host, port, timeout_s)
+
+    def receive(self, order: Order, plan: str) -> Outcome:
+        """Carry the order out; `plan` is the digest of the plan that this engine was described for."""
+        client = self.client.with_timeout(answer_deadline(order.endpoint.timeout_s))
+        return weight_transaction.receive(client, order, plan, self.spec.pipeline)

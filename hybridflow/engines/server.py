@@ -1,0 +1,301 @@
+"""An engine that is a server with an HTTP interface on loopback: its start as a child of this process, its liveness and
+its end. Each kind of server says its command, its environment and the request by which it is known to answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import requests
+
+from hybridflow.engines import guard
+from hybridflow.engines.spec import EngineSpec
+from hybridflow.errors import EngineError
+from hybridflow.process.fork_client import ForkedProcess, fork
+from hybridflow.process.secret import VARIABLE, job_secret, without_credentials
+
+HOST = "127.0.0.1"
+POLL_S = 0.1
+LOG_TAIL_LINES = 40
+GRACE_S = {"cpu": 0.0, "cuda": 8.0}  # SGLang looks at SIGTERM every 5 s (sglang/srt/managers/tokenizer_manager.py:3510)
+INHERITED_BY_RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def has_weights(model_path: str) -> bool:
+    """True when the folder holds weight files (a name that is no folder is a hub name and has them)."""
+    folder = Path(model_path)
+    return not folder.is_dir() or any(
+        next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "*.pt")
+    )
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """`{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`; False and None are left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name}")
+        if value is True:
+            continue
+        if isinstance(value, (list, tuple)):
+            words += [str(item) for item in value]
+        else:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
+
+
+def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
+    """The caller's environment without its own distributed rank, kept on loopback, for a server of any kind."""
+    env = {
+        k: v
+        for k, v in without_credentials().items()
+        if k not in INHERITED_BY_RANKS and not k.startswith("TORCHELASTIC_")
+    }
+    env |= {
+        VARIABLE: job_secret(),  # the ranks meet the trainer's in its store
+        "TMPDIR": folder,  # the server's zmq sockets: removed with the folder
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    # torch's default lies in TMPDIR, which ends with the engine, and what is compiled would be compiled anew
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    if spec.host.startswith("127."):
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if Path(spec.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        env["OMP_NUM_THREADS"] = str(spec.threads)
+    return env
+
+
+def reserve_port(ports: range) -> tuple[int, socket.socket]:
+    """One of `ports` that nobody listens on, and a lock on it that lasts as long as the returned socket.
+
+    The lock is an abstract unix socket: it keeps two engines of this machine from choosing the same port before either
+    listens.
+
+    Raises:
+        EngineError: none found.
+    """
+    for port in random.SystemRandom().sample(ports, min(len(ports), 200)):
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0hybridflow-engine-port-{port}")
+            with socket.socket() as probe:
+                probe.bind((HOST, port))
+        except OSError:
+            lock.close()
+            continue
+        return port, lock
+    raise EngineError(f"no free port between {ports.start} and {ports.stop}; end what listens there")
+
+
+class ServerProcess:
+    """One server. `start` returns at once: call it for all engines, then `wait_ready` for each.
+
+    Args:
+        spec: what to serve.
+        log_path: receives the output of all its processes; its folder is created.
+        check: called by `check_alive` as well; raises EngineError when something that the engine needs elsewhere is
+            lost.
+    """
+
+    def __init__(self, spec: EngineSpec, log_path: str | Path, check: Callable[[], None] = lambda: None) -> None:
+        self.spec, self.log_path, self._check = spec, Path(log_path), check
+        self.admin_key = secrets.token_hex(16)
+        self.port = 0
+        self._lock: socket.socket | None = None
+        self._folder = ""
+        self._guard: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._store: Any = None
+
+    # ---- what a kind of server says
+
+    def _prepare(self) -> None:
+        """Called before anything is started."""
+
+    def _command(self) -> list[str]:
+        """What follows the interpreter: `-m`, the server's module and its arguments."""
+        raise NotImplementedError
+
+    def _environment(self) -> dict[str, str]:
+        """The environment of the server's processes."""
+        raise NotImplementedError
+
+    def _fill(self, folder: Path) -> None:
+        """Write the private files that the server reads; the folder has its final name when the server starts."""
+
+    def _one_token(self) -> tuple[str, dict[str, Any]]:
+        """Path and body of a request for one token, by which a server is known to answer."""
+        raise NotImplementedError
+
+    # ---- start and end
+
+    @property
+    def url(self) -> str:
+        """Base address of the HTTP interface, on loopback."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Pid of the guard, which is also the session id of all processes of the engine; 0 before the start."""
+        return self._guard.pid if self._guard else 0
+
+    def start(self) -> None:
+        """Start the processes; does not wait for them. The engine ends with this process, however that one ends."""
+        if self._guard is not None:
+            raise EngineError("already started", engine=self.spec.name)
+        self._prepare()
+        self.port, self._lock = reserve_port(self.spec.ports)
+        self._folder = os.path.join(tempfile.gettempdir(), f"hf-engine-{secrets.token_hex(4)}")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command, env = self._command(), self._environment()
+        watch = [guard.__file__, str(os.getpid()), str(GRACE_S[self.spec.device]), self._folder, "--"]
+        # a server may print its arguments, keys included, to its log: readable by this user only
+        with (
+            open(self.log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log,
+            open(os.devnull, "rb") as nothing,
+        ):
+            files = (nothing.fileno(), log.fileno(), log.fileno())
+            if self.spec.fork_server and not self.spec.python:
+                with suppress(OSError):  # it has ended: what it would have spared takes its time
+                    self._guard = fork(self.spec.fork_server, [*watch, *command], env, files, leader=True)
+            if self._guard is None:
+                guarded = [sys.executable, "-S", *watch, self.spec.python or sys.executable, *command]
+                self._guard = subprocess.Popen(
+                    guarded, stdin=files[0], stdout=files[1], stderr=files[2], env=env, start_new_session=True
+                )
+        try:
+            # the guard waits for the folder
+            unfinished = Path(self._folder + guard.UNFINISHED)
+            unfinished.mkdir(mode=0o700)
+            self._fill(unfinished)
+            unfinished.rename(self._folder)
+        except OSError:
+            self.stop()
+            raise
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine has answered a one-token request (of several nodes the first; the others until theirs
+        have loaded).
+
+        Args:
+            timeout_s: seconds from now; None: the spec's `start_timeout_s`.
+
+        Raises:
+            EngineError: it ended or was not ready in time. Carries the log's tail; nothing is left running.
+        """
+        limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        try:
+            while not self._answers("/health", None, 5.0):
+                self.check_alive()
+                self._check_deadline(deadline, limit)
+                time.sleep(POLL_S)
+            if self.spec.node_rank > 0:
+                return
+            path, body = self._one_token()
+            while not self._answers(path, body, max(0.1, deadline - time.monotonic())):
+                self.check_alive()
+                self._check_deadline(deadline, limit)
+                time.sleep(POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _check_deadline(self, deadline: float, limit: float) -> None:
+        if time.monotonic() > deadline:
+            raise EngineError(f"not ready after {limit:.0f} s", engine=self.spec.name, log_tail=self.log_tail())
+
+    def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
+        headers = {"Authorization": f"Bearer {self.admin_key}"}
+        try:
+            answer = requests.request(
+                "POST" if body else "GET", self.url + path, json=body, timeout=timeout_s, headers=headers
+            )
+        except requests.RequestException:
+            return False  # not listening yet: the caller looks at liveness and deadline
+        return answer.status_code == 200
+
+    def check_alive(self) -> None:
+        """Raise when the engine is not running. Costs a system call.
+
+        A server ends its main process when one of its children dies, so the main process stands for all.
+
+        Raises:
+            EngineError: it was never started or has ended. Carries the log's tail.
+        """
+        if self._guard is None:
+            raise EngineError("not started", engine=self.spec.name)
+        status = self._guard.poll()
+        if status is not None:
+            raise EngineError(f"ended with status {status}", engine=self.spec.name, log_tail=self.log_tail())
+        self._check()
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of the log without the key, empty when there is none."""
+        if not self.log_path.exists():
+            return ""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 200 * lines))
+            text = log.read().decode("utf-8", errors="replace").replace(self.admin_key, "***")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End all processes of the engine, within about 10 s, and remove its temporary files. Safe to call again.
+
+        On CPU they are killed at once: an engine holds nothing that is not sent to it again. On CUDA they get a few
+        seconds to release the device memory themselves.
+
+        Raises:
+            EngineError: a process could not be ended.
+        """
+        process = self._guard
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(GRACE_S[self.spec.device] + 6.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        # only if the guard itself was killed
+        leftovers = guard.shared_memory_of(guard.session_members(process.pid))
+        leftovers |= guard.noted_shared_memory(self._folder)
+        still_there = guard.kill_session(process.pid)
+        guard.remove_shared_memory(leftovers)
+        guard.remove(self._folder)
+        if self._lock is not None:
+            self._lock.close()
+        self._store = None
+        if still_there:
+            raise EngineError(
+                f"processes {still_there} cannot be ended", engine=self.spec.name, log_tail=self.log_tail()
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

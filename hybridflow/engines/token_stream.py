@@ -1,0 +1,367 @@
+"""Prompts on their way through one server: answers come back token by token over server-sent events.
+
+All requests share one event loop in one thread. Where a kind of server takes several prompts in one HTTP request, those
+that are asked together travel together, which keeps their order in the scheduler; the server answers each as it goes
+on. A kind says how it is asked, how its events read, and how a request is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+import orjson
+
+from hybridflow.engines.asking import Told
+from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.errors import EngineError, EngineSilent
+
+FINISH_REASONS = ("stop", "length", "abort")
+_ABORT_S = 5.0
+Value = TypeVar("Value")
+
+
+class Answer:
+    """What has come of one response. The loop's thread writes it; others may read it at any time."""
+
+    __slots__ = ("_heard", "_log_probs", "_tokens", "routes")
+
+    def __init__(self) -> None:
+        self._tokens: list[np.ndarray] = []
+        self._log_probs: list[np.ndarray] = []
+        # of the last event, in one assignment: entries of the lists, the weights that made them, and why it ended
+        self._heard: tuple[int, tuple[WeightSpan, ...], str] = (0, (), "")
+        self.routes: str | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended; empty while it goes on."""
+        return self._heard[2]
+
+    def add(self, tokens: np.ndarray, log_probs: np.ndarray, reason: str, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Take the tokens of one event, which come after those of the earlier ones.
+
+        Args:
+            reason: why the response ended; empty while it goes on.
+            spans: {version, start, end} of all tokens so far; of one without an end, all that have come.
+        """
+        if reason and reason not in FINISH_REASONS:
+            raise ValueError(f"finish reason {reason!r}")
+        if len(log_probs) != len(tokens):
+            if reason != "abort":
+                raise ValueError(f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+            tokens, log_probs = tokens[:0], log_probs[:0]  # of a request that waited, the server repeats a token
+        if len(tokens):
+            self._tokens.append(tokens)
+            self._log_probs.append(log_probs)
+        count = sum(map(len, self._tokens))
+        known = tuple(WeightSpan(str(s["version"]), int(s["start"]), int(s.get("end", count))) for s in spans)
+        self._heard = (len(self._tokens), known, reason)
+
+    def continued(self, version: str) -> list[dict[str, Any]]:
+        """The spans so far, for `add`, where the next tokens are made by the weights of `version`."""
+        known = [vars(span) for span in self._heard[1]]
+        if known and known[-1]["version"] == version:
+            return [*known[:-1], {"version": version, "start": known[-1]["start"]}]
+        return [*known, {"version": version, "start": len(self)}]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tokens[: self._heard[0]]))
+
+    def completion(self, prompt_tokens: int, with_routes: bool) -> Completion:
+        """The response as far as it has come; one that has not ended is `abort`."""
+        count, spans, reason = self._heard
+        ids = np.concatenate([np.empty(0, np.int64), *self._tokens[:count]])
+        log_probs = np.concatenate([np.empty(0, np.float32), *self._log_probs[:count]])
+        routes = self._routes(prompt_tokens + len(ids) - 1) if with_routes else None
+        return Completion(ids, log_probs, reason or "abort", spans, routes)
+
+    def _routes(self, rows: int) -> np.ndarray | None:
+        """The experts of each token but the last (base64 of int32, sglang/srt/state_capturer/routed_experts.py:166)."""
+        if self.routes is None:
+            if not len(self) or self.finish_reason == "abort":
+                return None
+            raise ValueError(
+                "no routed experts; the engine needs EngineSpec.return_routed_experts and a mixture of experts"
+            )
+        flat = np.frombuffer(base64.b64decode(self.routes, validate=True), dtype=np.int32)
+        if not len(flat) or len(flat) % rows:
+            raise ValueError(f"{len(flat)} routed experts for {rows} tokens")
+        return flat.reshape(rows, -1)
+
+
+class Asked:
+    """Prompts that were asked together. `told` is called in the loop's thread with the number of each that has ended
+    and its completion; `done` holds an error, if there was one."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        parameters: Sequence[dict[str, Any]],
+        with_routes: bool,
+        told: Told,
+    ) -> None:
+        self.prompts, self.parameters, self.with_routes, self.told = prompts, parameters, with_routes, told
+        stem = secrets.token_hex(8)
+        # of one length: SGLang aborts every request whose name begins with the one it is given
+        # (sglang/srt/managers/scheduler.py:5688)
+        self.names = [f"{stem}-{number:08}" for number in range(len(prompts))]
+        self.known: set[str] = set()  # those that the server has begun to answer, or others sent with them
+        self.early: set[str] = set()  # those that were aborted before
+        self.answers = [Answer() for _ in prompts]
+        self.done: Future[None] = Future()
+        # of `TokenStreams.ask`
+        self.streams: TokenStreams | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.unwanted = False
+
+    def so_far(self, number: int) -> Completion:
+        """What has come of a response, without its experts; `abort` where it has not ended."""
+        return self.answers[number].completion(0, False)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Have the engine end these responses; return when it has been told."""
+        assert self.streams is not None
+        self.streams.abort(self, [self.names[number] for number in numbers])
+
+    def give_up(self) -> None:
+        """Wait for no more answers; what has not ended is aborted at the engine, and `done` has an EngineError."""
+        if self.loop is not None:
+            with suppress(RuntimeError):  # the loop has ended, and all requests with it
+                self.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self.unwanted = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class TokenStreams:
+    """The requests for tokens to one engine; a kind of server has a class of its own.
+
+    Args:
+        url: base address.
+        headers: sent with each request.
+        name: the engine's, for errors.
+        silence_s: an engine from which nothing at all has come for so long, while it was asked for something, is
+            silent. How long an answer takes does not matter.
+        batch_size: prompts in one HTTP request.
+    """
+
+    def __init__(self, url: str, headers: dict[str, str], name: str, silence_s: float, batch_size: int) -> None:
+        self.url, self.headers, self.name = url, headers, name
+        self.silence_s, self.batch_size = silence_s, batch_size
+        self._heard = 0.0
+        self._lock, self._loop = threading.Lock(), None
+        self._session: aiohttp.ClientSession | None = None
+        self._thread: threading.Thread | None = None
+
+    _loop: asyncio.AbstractEventLoop | None
+    path = "/generate"
+
+    # ---- what a kind of server says
+
+    def _body(self, asked: Asked, numbers: range) -> dict[str, Any]:
+        """The request for these prompts."""
+        raise NotImplementedError
+
+    def _read(self, asked: Asked, event: Any, names: Mapping[str, int]) -> str:
+        """Add what an event brings to its answer; returns whose it is. EngineError where the server refuses; any error
+        of a wrong form is told as such.
+
+        Args:
+            names: {name: number} of the prompts of the request.
+        """
+        raise NotImplementedError
+
+    async def _call_off(self, names: Sequence[str]) -> None:
+        """Tell the server (`_tell`) that nobody waits for these requests any longer."""
+        raise NotImplementedError
+
+    # ---- what callers ask
+
+    def ask(self, asked: Asked) -> None:
+        """Send the prompts and return; `asked.done` ends when all are answered.
+
+        Its error is EngineError: refused or malformed; EngineSilent: no connection, or silent. What was not answered by
+        then is aborted at the engine.
+        """
+        asked.streams = self
+        self._schedule(self._answer(asked))
+        asked.loop = self._loop  # none if all has been given up meanwhile
+
+    def abort(self, asked: Asked, names: Sequence[str]) -> None:
+        """Have the engine end these requests; they are answered with what they have. Returns when it has been told."""
+        task = self._schedule(self._abort_known(asked, names))
+        with suppress(TimeoutError, CancelledError):
+            task.result(2 * _ABORT_S)
+
+    def heard(self) -> None:
+        """Count silence from now on: the engine was kept from answering."""
+        self._heard = time.monotonic()
+
+    def close(self) -> None:
+        """Give all requests up and end the thread."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result(_ABORT_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_ABORT_S)
+
+    # ---- in the loop's thread
+
+    async def _answer(self, asked: Asked) -> None:
+        parts = [
+            range(len(asked.prompts))[i : i + self.batch_size] for i in range(0, len(asked.prompts), self.batch_size)
+        ]
+        asked.task = asyncio.current_task()
+        tasks = [asyncio.ensure_future(self._exchange(asked, part)) for part in parts if not asked.unwanted]
+        try:
+            if asked.unwanted:
+                raise asyncio.CancelledError
+            await asyncio.gather(*tasks)
+        except BaseException as error:  # also a cancellation: whoever waits must hear of it
+            for task in tasks:
+                task.cancel()
+            given_up = EngineError("the requests were given up", engine=self.name)
+            asked.done.set_exception(error if isinstance(error, EngineError) else given_up)
+            if not isinstance(error, EngineError | asyncio.CancelledError):
+                raise
+        else:
+            asked.done.set_result(None)
+
+    async def _exchange(self, asked: Asked, numbers: range) -> None:
+        """One HTTP request and its events."""
+        names = {asked.names[number]: number for number in numbers}
+        body, open_names = self._body(asked, numbers), set(names)
+        try:
+            async for event in self._events(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)):
+                if not asked.known >= names.keys():
+                    asked.known |= names.keys()
+                    await self._abort(sorted(asked.early & names.keys()))
+                self._take(asked, event, names, open_names)
+            if open_names:
+                raise EngineError(f"{self.path} ended with {len(open_names)} prompts not answered", engine=self.name)
+        except aiohttp.ClientError as error:
+            raise EngineSilent(f"{self.path}: no connection: {error}", engine=self.name) from error
+        finally:
+            if open_names:
+                await self._abort(sorted(open_names))
+
+    def _take(self, asked: Asked, event: Any, names: dict[str, int], open_names: set[str]) -> None:
+        if isinstance(event, dict) and "error" in event:
+            raise EngineError(f"{self.path} refused: {str(event['error'])[:500]}", engine=self.name)
+        try:
+            name = self._read(asked, event, names)
+            number, answer = names[name], asked.answers[names[name]]
+            if answer.finish_reason:
+                completion = answer.completion(len(asked.prompts[number]), asked.with_routes)
+                open_names.discard(name)
+                asked.told(number, completion)
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(
+                f"{self.path} answered something unexpected: {type(error).__name__}: {error}", engine=self.name
+            ) from error
+
+    async def _events(self, body: bytes) -> AsyncIterator[Any]:
+        """The events of one answer, parsed."""
+        asked_at, session = time.monotonic(), self._open_session()
+        headers = self.headers | {"Content-Type": "application/json"}
+        request = session.post(f"{self.url}{self.path}", data=body, headers=headers, allow_redirects=False)
+        response = await self._heard_within(request, asked_at)
+        try:
+            if response.status != 200:
+                text = (await response.text(errors="replace"))[:500]
+                raise EngineError(f"{self.path} answered {response.status}: {text}", engine=self.name)
+            rest, ended = bytearray(), False
+            while not ended:
+                data = await self._heard_within(response.content.readany(), asked_at)
+                searched = max(0, len(rest) - 1)
+                rest += data
+                while (end := rest.find(b"\n\n", searched)) >= 0:
+                    event, searched = bytes(rest[:end]), 0
+                    del rest[: end + 2]
+                    if ended := event == b"data: [DONE]":
+                        break
+                    yield self._parsed(event)
+                if not data and not ended:
+                    raise EngineSilent(f"{self.path}: the connection ended before its answers", engine=self.name)
+        finally:
+            response.close()
+
+    def _parsed(self, event: bytes) -> Any:
+        try:
+            return orjson.loads(event.removeprefix(b"data: "))
+        except ValueError as error:
+            raise EngineError(f"{self.path} answered no JSON: {event[:200]!r}", engine=self.name) from error
+
+    async def _heard_within(self, coming: Awaitable[Value], asked_at: float) -> Value:
+        """What comes, unless nothing of any request comes for `silence_s`."""
+        waiting = asyncio.ensure_future(coming)
+        try:
+            while True:
+                left = max(self._heard, asked_at) + self.silence_s - time.monotonic()
+                await asyncio.wait({waiting}, timeout=max(0.0, left))
+                if waiting.done():
+                    self._heard = time.monotonic()
+                    return waiting.result()
+                if time.monotonic() >= max(self._heard, asked_at) + self.silence_s:
+                    raise EngineSilent(f"{self.path} not answered within {self.silence_s:g} s", engine=self.name)
+        finally:
+            waiting.cancel()
+
+    async def _abort_known(self, asked: Asked, names: Sequence[str]) -> None:
+        asked.early |= set(names) - asked.known  # a server ignores a name that it does not know, and is told again
+        await self._abort(names)
+
+    async def _abort(self, names: Sequence[str]) -> None:
+        """Have an engine that still runs give up requests that nobody waits for any longer."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            await self._call_off(names)
+
+    async def _tell(self, path: str, body: dict[str, Any]) -> None:
+        """Send something whose answer nobody needs."""
+        session, timeout = self._open_session(), aiohttp.ClientTimeout(total=_ABORT_S)
+        async with session.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=timeout):
+            pass
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # a proxy of the environment must not see, nor break, calls to this machine: trust_env stays off
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.silence_s),
+                read_bufsize=1 << 20,
+            )
+        return self._session
+
+    async def _end(self) -> None:
+        mine = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _schedule(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        with self._lock:  # `close` ends all that the loop has been given by then: nothing may be given to it later
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name=f"tokens-{self.name}", daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)

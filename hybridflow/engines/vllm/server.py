@@ -1,0 +1,159 @@
+"""One vLLM server as a child of this process: what it refuses, its command line and its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import hybridflow
+from hybridflow.engines.server import HOST, ServerProcess, command_line, common_environment, has_weights
+from hybridflow.engines.spec import EngineSpec
+from hybridflow.engines.vllm.door import KEY
+from hybridflow.errors import EngineError
+
+BLOCK_TOKENS = 32  # of the KV cache; the smallest that vLLM's attention on CPUs takes
+NEEDED = ("vllm", "torch", "numpy", "xxhash")  # modules; the last three are what our code in the ranks imports
+_IMPORTS = "imports"  # folder with a link to this package
+_LOOK = f"import importlib.util as u; print(*(n for n in {NEEDED} if u.find_spec(n) is None))"
+_LOOK_S = 60.0
+
+
+def check_spec(spec: EngineSpec) -> None:
+    """Raise EngineError for what this kind cannot do; names the key and what to set."""
+    other = "choose another rollout.engine"
+    sizes = {
+        "rollout.nodes_per_engine": spec.nnodes,
+        "rollout.pipeline": spec.pipeline,
+        "rollout.expert": spec.expert,
+        "rollout.data_parallel_attention": spec.data_attention,
+    }
+    for key, size in sizes.items():
+        if size > 1:
+            raise EngineError(f"{key}={size} is not supported with vLLM; set it to 1, or {other}", engine=spec.name)
+    if spec.return_routed_experts:
+        raise EngineError(
+            f"vLLM does not return the experts of tokens here; set actor.router_replay to none or r2, or {other}",
+            engine=spec.name,
+        )
+    if _config(spec).get("quantization_config"):
+        said = f"vLLM takes no quantised weights here; set rollout.quantization=null, or {other}"
+        raise EngineError(said, engine=spec.name)
+
+
+def check_python(spec: EngineSpec) -> None:
+    """Raise EngineError where the interpreter of the server lacks a module. Takes some 50 ms."""
+    python = spec.python or sys.executable
+    remedy = (
+        "install vLLM and xxhash in an environment of their own, and set rollout.python to its interpreter "
+        "(docs/adr/0050-vllm-as-a-kind-of-engine.md)"
+    )
+    try:
+        found = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineError(f"rollout.python={python} does not run: {error}; {remedy}", engine=spec.name) from error
+    if missing := found.stdout.split():
+        raise EngineError(f"rollout.python={python} has no module {', '.join(missing)}; {remedy}", engine=spec.name)
+
+
+def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
+    """vLLM's arguments for the spec, by name, before they become a command line."""
+    longest = _config(spec).get("max_position_embeddings") or spec.max_total_tokens
+    blocks = -(-spec.max_total_tokens // BLOCK_TOKENS)
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "host": HOST,
+        "port": port,
+        "tensor-parallel-size": spec.tensor,
+        "dtype": spec.dtype,
+        "gpu-memory-utilization": spec.mem_fraction_static,
+        "max-num-seqs": spec.max_running_requests,
+        "max-model-len": min(longest, blocks * BLOCK_TOKENS),
+        "block-size": BLOCK_TOKENS,
+        "seed": spec.seed,
+        "skip-tokenizer-init": True,  # we send and receive token ids
+        "generation-config": "vllm",  # the model's own sampling settings are not ours
+        "enable-scale-out": True,  # the path of token ids in and out
+        "logprobs-mode": "processed_logprobs",
+        "stream-interval": 64,  # an answer is heard of at its first token, after so many more, and at its end
+        "middleware": "hybridflow.engines.vllm.door.Door",
+        "worker-extension-cls": "hybridflow.engines.vllm.worker.WeightExtension",
+        "disable-log-stats": True,
+        "disable-uvicorn-access-log": True,
+    }
+    if not spec.cache_prefixes:
+        arguments["no-enable-prefix-caching"] = True
+    if spec.ranks == 1:
+        # in the process of the scheduler: its rank meets nobody, and listens for nobody
+        arguments["distributed-executor-backend"] = "uni"
+    if spec.device == "cpu":
+        arguments["enforce-eager"] = True  # compiling on a CPU needs a C++ tool chain and minutes
+        # vLLM keeps one that it never fills. On a GPU the memory fraction decides: a number would be taken as it is,
+        # also where the memory does not hold it
+        arguments["num-gpu-blocks-override"] = blocks + 1
+    if spec.memory_saver and spec.device == "cuda":
+        arguments["enable-sleep-mode"] = True
+    if not has_weights(spec.model_path):
+        arguments["load-format"] = "dummy"
+    return arguments | {name.replace("_", "-"): value for name, value in spec.extra_args.items()}
+
+
+def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
+    """Environment of the server: the caller's, without its own distributed rank, kept on loopback."""
+    env = common_environment(spec, folder)
+    env |= {
+        KEY: key,  # not in the command line, which every user of the machine can read
+        # nothing of this process's environment but the package: vLLM's has a torch of its own
+        "PYTHONPATH": os.path.join(folder, _IMPORTS),
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and collective_rpc; `door` guards them
+        "VLLM_HOST_IP": HOST,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # the caller's environment may say otherwise: pickles in calls
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if spec.device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; how much is taken is said by the number of blocks
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # engines of one machine would share the first cores
+    return env
+
+
+def _config(spec: EngineSpec) -> dict[str, Any]:
+    """The model's Hugging Face config; empty where it cannot be read, about which vLLM says what is wrong."""
+    try:
+        found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class VllmServer(ServerProcess):
+    """One server of vLLM, in the interpreter `EngineSpec.python`."""
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model; 0 where its config does not say."""
+        return int(_config(self.spec).get("vocab_size") or 0)
+
+    def _prepare(self) -> None:
+        check_spec(self.spec)
+        check_python(self.spec)
+
+    def _command(self) -> list[str]:
+        return ["-m", "vllm.entrypoints.openai.api_server", *command_line(server_arguments(self.spec, self.port))]
+
+    def _environment(self) -> dict[str, str]:
+        return environment(self.spec, self._folder, self.admin_key)
+
+    def _fill(self, folder: Path) -> None:
+        imports = folder / _IMPORTS
+        imports.mkdir()
+        (imports / "hybridflow").symlink_to(Path(hybridflow.__file__).parent, target_is_directory=True)
+
+    def _one_token(self) -> tuple[str, dict[str, Any]]:
+        parameters = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        return "/inference/v1/generate", {"token_ids": [0], "sampling_params": parameters}

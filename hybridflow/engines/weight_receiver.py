@@ -1,0 +1,217 @@
+"""Runs inside every rank of an engine: describes where the weights lie, and receives new ones.
+
+The engine's loader is traced (`layout_tracer`), and what comes is written to the places that it would write to. What
+goes wrong is reported through the sync's store, because an answer of the engine's server does not tell it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.device.platform import Platform
+from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
+from hybridflow.engines.layout_tracer import trace_layout
+from hybridflow.errors import WeightSyncError
+from hybridflow.reshard.layout import DIMS, PADDING, Catalog, RankLayout
+from hybridflow.sync import session
+from hybridflow.sync.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
+from hybridflow.sync.session import ABORT, COMMIT, Board, Order, RankReport
+from hybridflow.sync.staging import ReceiveStaging
+from hybridflow.sync.stream import receive_stream
+from hybridflow.sync.transports import open_receiver
+from hybridflow.sync.transports.base import ReceiveChannel
+
+_log = logging.getLogger(__name__)
+
+
+class _CalledOff(WeightSyncError):
+    """Another rank, a sender or the engine's worker had given the order up before."""
+
+
+class WeightReceiver:
+    """One engine rank: its traced layout, its schedule and its open session, kept from sync to sync.
+
+    Args:
+        model: has `load_weights`, the engine's own loader.
+        rank: tells the number of this process in the engine.
+        finish: called with the model after its last weight was written.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, rank: Callable[[], int], finish: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        self.model, self._rank, self._finish = model, rank, finish
+        self._layout: RankLayout | None = None
+        self._digest = ""
+        self._pointers: dict[str, int] = {}
+        self._schedule: Schedule | None = None
+        self._channel: ReceiveChannel | None = None
+        self._session = ""
+        self._staging = ReceiveStaging(-1)
+        self._thread: threading.Thread | None = None
+
+    def take(self, control: Control, in_background: bool) -> None:
+        """`handle`; in the background a message to receive is left to a thread."""
+        if not in_background or control.action != RECEIVE:
+            return self.handle(control)
+        # these are a thread's own, and weights that were made in inference mode may not be written outside of it
+        modes, before = (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), self._thread
+
+        def work() -> None:
+            try:
+                device = _device(self.model)
+                platform = Platform(device.type)  # type: ignore[arg-type]
+                platform.set_device(device.index or 0)
+                if before is not None:
+                    before.join()  # it has reported already, or this engine is given up
+                platform.synchronize()  # what was started before the pause has computed
+                with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]):
+                    self.handle(control, platform.synchronize)
+            except BaseException:  # as in `load`
+                _log.exception("a weight-sync message could not be answered")
+
+        self._thread = threading.Thread(target=work, name="receive-weights", daemon=True)
+        return self._thread.start()
+
+    def handle(self, control: Control, finish: Callable[[], None] | None = None) -> None:
+        """Do what is asked, then `finish`, and report."""
+        started, rank = time.perf_counter(), control.first_rank + self._rank()
+        store = session.connect(control.host, control.port, control.timeout_s)
+        nbytes, error, called_off = 0, "", False
+        try:
+            nbytes = self._act(control, rank, store)
+            if finish is not None:
+                finish()
+        except BaseException as problem:
+            self._give_up()
+            called_off = isinstance(problem, _CalledOff)
+            error = f"rank {rank}: {problem_of(problem)}"
+            _log.exception("weight sync: rank %d failed", rank)
+        seconds = time.perf_counter() - started
+        session.write_report(
+            store, control.report, RankReport(rank, error, nbytes, seconds, self._digest, os.getpid(), called_off)
+        )
+
+    def _act(self, control: Control, rank: int, store: Any) -> int:
+        layout = self._traced(store, control.timeout_s)
+        if control.action == DESCRIBE:
+            self._describe(store, layout)
+            return 0
+        if control.order is None:
+            raise WeightSyncError("a message to receive came without an order")
+        board = Board.open(control.order, store)
+        try:
+            return self._receive(board, rank)
+        except BaseException as problem:
+            was_called_off = board.decision() == ABORT
+            board.decide(ABORT)
+            board.staged(rank)  # nobody need wait for this rank any longer: what was decided tells them
+            if was_called_off and not isinstance(problem, _CalledOff):
+                raise _CalledOff(
+                    f"called off before it was committed (what this rank saw of it: {problem_of(problem)})"
+                ) from problem
+            raise
+
+    # ---- where the weights lie
+
+    def _describe(self, store: Any, layout: RankLayout) -> None:
+        post_layout(store, layout, {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()})
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.data for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
+
+    def _traced(self, store: Any, timeout_s: float) -> RankLayout:
+        """The layout, traced anew when any buffer has moved (repacked weights, memory that was released and taken
+        again)."""
+        pointers = {name: tensor.data_ptr() for name, tensor in self._buffers().items()}
+        if self._layout is None or pointers != self._pointers:
+            catalog = session.read(store, session.CATALOG_KEY, timeout_s)
+            tensors = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
+            loader: Callable[..., Any] = self.model.load_weights  # type: ignore[assignment]
+            others = {name: getattr(torch, dtype) for name, dtype in catalog["dtypes"].items()}
+            traced = trace_layout(self.model, loader, tensors, getattr(torch, catalog["dtype"]), others)
+            self._layout, self._pointers = traced.rank_layout(Catalog.of(tensors)), pointers
+            self._digest = layout_digest(self._layout)
+        return self._layout
+
+    # ---- one sync
+
+    def _receive(self, board: Board, rank: int) -> int:
+        order = board.order
+        schedule, channel, buffers = self._scheduled(board, rank), self._opened(order, rank), self._buffers()
+        received = receive_stream(schedule.messages, channel, self._staging, order.staged, buffers)
+        if order.staged:
+            self._agree_to_commit(board, rank)
+            received.commit(buffers)
+        self._clear_padding(buffers)
+        self._finish(self.model)
+        return received.stats.payload_bytes
+
+    def _agree_to_commit(self, board: Board, rank: int) -> None:
+        """Return when every rank of the engine has everything and all will copy; raise when none will."""
+        board.staged(rank)
+        board.wait_all_staged(board.order.endpoint.timeout_s)
+        if board.decide(COMMIT) != COMMIT:
+            raise _CalledOff("called off before it was committed")
+
+    def _scheduled(self, board: Board, rank: int) -> Schedule:
+        order = board.order
+        if self._schedule is None or self._schedule.plan != order.plan:
+            self._schedule = Schedule.from_dict(
+                session.read(board.store, schedule_key(order.plan, RECEIVER, rank), order.endpoint.timeout_s)
+            )
+        if layout_digest(self._schedule.layout) != self._digest:
+            raise WeightSyncError(
+                "the weights no longer lie as they did when the plan was made; start the engine again"
+            )
+        return self._schedule
+
+    def _opened(self, order: Order, rank: int) -> ReceiveChannel:
+        """The session's channel; that of an earlier session is given up."""
+        if self._channel is None or self._session != order.endpoint.session:
+            self._give_up()
+            self._channel, self._session = (
+                open_receiver(order.endpoint, rank, _device(self.model)),
+                order.endpoint.session,
+            )
+            self._staging = ReceiveStaging(rank, order.endpoint.slots)
+        return self._channel
+
+    def _give_up(self) -> None:
+        channel, self._channel = self._channel, None
+        self._staging.release()
+        if channel is not None:
+            channel.abort()
+
+    def _clear_padding(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Zero what the loader would: no message fills it, and an engine that started without weights has noise
+        there."""
+        layout = self._layout
+        if layout is None:
+            return
+        for row in np.flatnonzero(layout.tensor == PADDING).tolist():
+            _rectangle(buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]).zero_()
+
+
+def problem_of(error: BaseException) -> str:
+    """One of our messages as it is; of others the type as well."""
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _rectangle(buffer: torch.Tensor, start: np.ndarray, size: np.ndarray) -> torch.Tensor:
+    view = buffer[(None,) * (DIMS - buffer.dim())]
+    for axis in range(DIMS):
+        view = view.narrow(axis, int(start[axis]), int(size[axis]))
+    return view
