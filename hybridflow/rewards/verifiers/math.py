@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ def _functions() -> tuple[Callable[[str], Any], Callable[[str], Any], Callable[[
     math-verify's, which needs the main thread. The samples of a prompt have one ground truth, which is read once."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    for part in ("parser", "grader"):  # they warn that calls have no deadline of math-verify's
+        logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
     latex, both = [LatexExtractionConfig()], [ExprExtractionConfig(), LatexExtractionConfig()]
     return (
         functools.lru_cache(_TRUTHS)(functools.partial(parse, extraction_config=latex, parsing_timeout=None)),

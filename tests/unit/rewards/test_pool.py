@@ -35,6 +35,7 @@ def _score(manager: RewardManager, *texts: str, **columns: object) -> list:
     return manager.score(["a"] * len(texts), texts, ["c"] * len(texts), **columns)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_path):
     code = f"""
         import os, signal, subprocess, time
