@@ -34,7 +34,8 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False  # reduce gradients over data-parallel ranks during the backward pass
     # gather updated weights during the next forward pass; needs distributed_optimizer
     overlap_param_gather: bool = False
-    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach their experts
+    # how tokens reach their experts; deepep, on GPUs, sends a token once to each node
+    moe_dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
 
 
 @dataclass(frozen=True)

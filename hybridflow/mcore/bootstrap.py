@@ -25,10 +25,15 @@ if Platform.detect().kind == "cpu":
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
 import megatron.core  # noqa: E402
 from megatron.core.extensions import transformer_engine  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core.transformer.moe import fused_a2a  # noqa: E402
 
 MEGATRON_VERSION: str = megatron.core.__version__
 # Megatron's own flag, which says whether its import went well, not only whether there is such a package
 HAVE_TRANSFORMER_ENGINE: bool = transformer_engine.HAVE_TE and Platform.detect().kind == "cuda"
+# Apex's kernel, which adds a gradient of weights to its float32 sum; the output layer refuses the setting without it
+HAVE_GRADIENT_KERNEL: bool = layers._grad_accum_fusion_available and Platform.detect().kind == "cuda"
+HAVE_DEEP_EP: bool = fused_a2a.HAVE_DEEP_EP
 
 
 def backend_name() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_te_version
+from packaging.version import Version
 
 from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
@@ -34,9 +37,8 @@ from hybridflow.models.weights import WeightSource
 from hybridflow.reshard.layout import rank_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 CORE_ATTENTION = ("core_attn",)
+TRANSFORMER_ENGINE = ("2.9", "2.12")  # from, and below: what Megatron-Core 0.16.1 asks for in its extra `dev`
 
 
 def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
@@ -99,11 +101,12 @@ def transformer_config(
         # the values are overwritten from the HF side, but without initialisation Megatron does not mark its parameters
         # as tensor-parallel (tensor_parallel/layers.py), and the gradient norm then misses the other ranks' shares
         "perform_initialization": True,
-        "gradient_accumulation_fusion": False,  # its kernel is Apex's, which the output layer would ask for
+        "gradient_accumulation_fusion": bootstrap.HAVE_GRADIENT_KERNEL,
         "bias_dropout_fusion": False,  # there is no dropout, and no bias to add with it
         "masked_softmax_fusion": False,  # of attention with a mask; packed samples have none
         "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": parallel.moe_dispatcher,
+        "moe_token_dispatcher_type": "flex" if parallel.moe_dispatcher == "deepep" else parallel.moe_dispatcher,
+        "moe_flex_dispatcher_backend": "deepep",
         # losses return (sum, count); gradients are divided once, by the global count
         "calculate_per_token_loss": True,
         **schedule_settings(parallel),
@@ -147,15 +150,33 @@ def build_model(
         from hybridflow.mcore import cpu_modules
 
         cpu_modules.install()
-    elif dtype == "float32":
+    else:
+        _check_transformer_engine(dtype)
+    if parallel.moe_dispatcher == "deepep" and not bootstrap.HAVE_DEEP_EP:
+        raise ModelError(
+            f"actor.parallel.moe_dispatcher=deepep: the package deep_ep cannot be imported on node "
+            f"{socket.gethostname()}; run 'make setup LANE=gpu' there, or set moe_dispatcher=alltoall"
+        )
+    check_recompute(family, recompute, recompute_modules)
+    config = transformer_config(family, parallel, dtype, recompute, recompute_modules)
+    return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
+
+
+def _check_transformer_engine(dtype: str) -> None:
+    """Raise ModelError for a version that Megatron does not take, and for a dtype that it cannot compute in."""
+    version, (least, beyond) = get_te_version(), TRANSFORMER_ENGINE
+    if not Version(least) <= version < Version(beyond):
+        raise ModelError(
+            f"node {socket.gethostname()} has Transformer Engine {version}; Megatron-Core {bootstrap.MEGATRON_VERSION} "
+            f"takes {least} to below {beyond}: build the version of requirements/transformer-engine.txt by "
+            f"'make setup LANE=gpu' there, or take Transformer Engine out of this environment"
+        )
+    if dtype == "float32":
         # transformer_engine/pytorch/attention/dot_product_attention/utils.py:428 (2.9): nothing is left for packed fp32
         raise ModelError(
             "model.dtype=float32: Transformer Engine has no attention for packed samples in fp32; set "
             "model.dtype=bfloat16, or take Transformer Engine out of this environment"
         )
-    check_recompute(family, recompute, recompute_modules)
-    config = transformer_config(family, parallel, dtype, recompute, recompute_modules)
-    return [_build_chunk(family, config, at) for at in coordinates().virtual_stages()]
 
 
 def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:

@@ -10,9 +10,14 @@ from hybridflow.sync.transports.base import TRANSPORTS
 
 
 def check_devices(config: RunConfig, kind: str) -> None:
-    """Raise ConfigError for engines and transports that cannot run on devices of this kind; says what can."""
+    """Raise ConfigError for engines, transports and dispatchers that devices of this kind cannot run; says what can."""
     if config.rollout.sync.transport != "auto":
         _check_transport(config, kind)
+    if kind == "cpu" and config.actor.parallel.moe_dispatcher == "deepep":
+        raise ConfigError(
+            "actor.parallel.moe_dispatcher=deepep needs GPUs, whose memory its kernels write between ranks, and this "
+            "is a CPU; use alltoall or allgather"
+        )
     if kind == "cpu" and config.rollout.quantization == "fp8":
         # sglang/srt/layers/quantization/fp8_utils.py:1809 and fp8.py:827
         raise ConfigError(

@@ -69,6 +69,11 @@ CHECKS = (
         ("-m", "pytest", "-q", "tests/gpu/test_sleep.py"),
     ),
     Check(
+        "weights",
+        "an update without weights leaves an engine's checksum; weights of a colocated sync are those of a cold start",
+        ("-m", "pytest", "-q", "tests/gpu/test_weights.py"),
+    ),
+    Check(
         "train-step",
         "an update at the shape of Qwen3 0.6B reaches a share of the matrix peak of this GPU",
         ("-m", "tests.gpu.train_step"),

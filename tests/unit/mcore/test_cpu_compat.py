@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import hybridflow.mcore.bootstrap
 import torch
@@ -14,6 +16,7 @@ print({tensor.device.type for tensor in made}, torch.empty(1, device="cuda").dev
 """
 
 
+@pytest.mark.slow
 def test_a_device_context_still_reaches_every_factory() -> None:
     """transformers builds models under `torch.device("meta")`; factories that escape it leave buffers uninitialised."""
     found = subprocess.run(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 
 import pytest
 import torch
+from packaging.version import Version
 
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap, model
 from hybridflow.mcore.optimizer import Optimizer
+from hybridflow.models import family_of
+from tests.models import TINY
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
 
@@ -34,9 +38,35 @@ def test_it_counts_where_it_was_imported_and_a_gpu_is_there(
 
 def test_fp32_is_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "HAVE_TRANSFORMER_ENGINE", True)
+    monkeypatch.setattr(model, "get_te_version", lambda: Version("2.10.0"))
     nothing: object = None
     with pytest.raises(ModelError, match=r"model\.dtype=float32: Transformer Engine has no attention"):
         model.build_model(nothing, nothing, "float32")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", ["1.13.0", "2.8.0", "2.12.0", "3.0"])
+def test_a_version_that_megatron_does_not_take_is_named_with_node_and_remedy(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(bootstrap, "HAVE_TRANSFORMER_ENGINE", True)
+    monkeypatch.setattr(model, "get_te_version", lambda: Version(version))
+    nothing: object = None
+    said = rf"node {socket.gethostname()} has Transformer Engine {version}; .* takes 2\.9 to below 2\.12: .*LANE=gpu"
+    with pytest.raises(ModelError, match=said):
+        model.build_model(nothing, nothing, "bfloat16")  # type: ignore[arg-type]
+
+
+def test_a_dispatcher_whose_package_is_missing_is_named() -> None:
+    nothing: object = None
+    with pytest.raises(ModelError, match=rf"deepep: the package deep_ep cannot .* on node {socket.gethostname()};"):
+        model.build_model(nothing, ParallelConfig(expert=2, moe_dispatcher="deepep"), "bfloat16")  # type: ignore[arg-type]
+
+
+def test_megatron_takes_the_settings_of_deepep_and_of_the_kernel_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "HAVE_GRADIENT_KERNEL", True)
+    config = model.transformer_config(family_of(TINY), ParallelConfig(expert=2, moe_dispatcher="deepep"), "bfloat16")
+    assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert config.gradient_accumulation_fusion and config.moe_router_dtype == "fp32"  # DeepEP takes no other
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""What the checks for a GPU ask of an engine's weights; `tests/dist/test_weight_sync.py` asks the same on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.dist.harness.sync_world import SyncWorld
+
+
+def through_empty_updates(world: SyncWorld, number: int) -> list[Any]:
+    """An engine's checksums: before an update, after one that brings nothing, and after its layout was traced anew.
+
+    SGLang runs its step after loading at the end of every update. Where that step permutes or repacks weights, an
+    update without weights would change them.
+    """
+    client = world.client(number)
+    found = [client.weights_checksum()]
+    client.begin_weight_update()
+    client.end_weight_update()
+    found.append(client.weights_checksum())
+    world.configure()
+    return [*found, client.weights_checksum()]
+
+
+def after_sleep(world: SyncWorld, seed: int) -> None:
+    """New weights for engines that sleep, as in a colocated run: weights wake, are filled, then the cache wakes."""
+    version = world.train(seed)
+    world.engines.sleep()
+    world.engines.wake(["weights"])
+    report = world.sync.sync(version)
+    assert report.stale == {}, report.stale
+    world.engines.wake(["kv_cache"])
+
+
+def cold_start(world: SyncWorld, number: int, seed: int) -> Any:
+    """An engine's checksum after it has loaded a folder with the weights of a seed."""
+    client = world.client(number)
+    client.load_weights_from_disk(str(world.exported(seed)))
+    return client.weights_checksum()
