@@ -49,8 +49,12 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(map(ord, solution_str)) % 7 / 7
 """
-# Layouts of two cores: the ranks' and the engines' numbers.
-LAYOUTS = {"1+1": (1, 1), "2+2": (2, 2)}
+# Layouts of two cores: ranks and engines, or everything in the driver's process.
+LAYOUTS = {
+    "in-process": ["cluster=in-process"],
+    "1+1": ["cluster=one-process", "cluster.procs_per_node=1", "rollout.num_engines=1"],
+    "2+2": ["cluster=one-process", "cluster.procs_per_node=2", "rollout.num_engines=2"],
+}
 
 
 def prepare(folder: Path, case: str) -> list[str]:
@@ -77,7 +81,8 @@ def prepare(folder: Path, case: str) -> list[str]:
 
 def inherited() -> dict[str, str]:
     """The environment of both sides: each takes the threads that it takes for a user who says nothing."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    told = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # by `support.conditions`
+    return {name: value for name, value in os.environ.items() if name not in told}
 
 
 def run(side: str, command: list[str], environment: dict[str, str], folder: Path) -> str:
@@ -95,7 +100,7 @@ def run(side: str, command: list[str], environment: dict[str, str], folder: Path
 
 def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
     """One run of `hybridflow train`."""
-    (ranks, engines), most = LAYOUTS[layout], LENGTHS[case.split("-")[1]][0]
+    most = LENGTHS[case.split("-")[1]][0]
     words = [
         "--config-name", "tiny-moe-grpo", "model=folder", f"model.path={folder / 'model'}", "model.dtype=float32",
         "data=files", f"data.train_files=[{folder / 'train.parquet'}]", f"data.train_batch_size={PROMPTS}",
@@ -104,7 +109,7 @@ def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
         f"actor.ppo_mini_batch_size={PROMPTS // UPDATES}", "actor.optim.lr=1e-6", "actor.optim.lr_warmup_steps=0",
         "actor.optim.lr_decay_style=constant", "actor.optim.min_lr=0", "actor.max_tokens_per_micro_batch=8192",
         f"actor.kl_loss_coef={1e-3 if case.endswith('reference') else 0}",
-        "cluster=one-process", f"cluster.procs_per_node={ranks}", f"rollout.num_engines={engines}",
+        *LAYOUTS[layout],
         "rollout.max_running_requests=512", "rollout.max_total_tokens=81920", f"trainer.total_steps={steps}",
         "trainer.val_before_train=false", "trainer.export=false", "trainer.report=false",
         "trainer.dump_rollouts_every_steps=0", "trainer.loggers=[jsonl]", f"output_dir={folder}", "name=ours",
@@ -131,13 +136,20 @@ def theirs(folder: Path, case: str, texts: list[str], python: Path, steps: int) 
         "most": LENGTHS[case.split("-")[1]][0], "beta": 1e-3 if case.endswith("reference") else 0.0,
         "prompts": PROMPTS, "n": N, "updates": UPDATES, "threads": os.cpu_count(),
     }  # fmt: skip
+    found = peer_run(folder, settings, python)
+    lengths, _ = found.pop("lengths"), found.pop("curve")
+    return {**found, "mean_length": statistics.mean(lengths), "percentiles": np.percentile(lengths, [50, 99]).tolist()}
+
+
+def peer_run(folder: Path, settings: dict[str, Any], python: Path) -> dict[str, Any]:
+    """What `support/trl_side.py` found with these settings."""
+    file = folder / "peer.json"
+    file.write_text(json.dumps(settings))
     script = Path(__file__).parent / "support" / "trl_side.py"
     environment = {name: value for name, value in inherited().items() if name != "PYTHONPATH"}
-    environment["HF_HUB_OFFLINE"] = "1"
-    command = [str(python), str(script), json.dumps(settings)]
-    found: dict[str, Any] = json.loads(run("TRL", command, environment, folder).splitlines()[-1])
-    lengths = found.pop("lengths")
-    return {**found, "mean_length": statistics.mean(lengths), "percentiles": np.percentile(lengths, [50, 99]).tolist()}
+    printed = run("TRL", [str(python), str(script), str(file)], environment | {"HF_HUB_OFFLINE": "1"}, folder)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
 
 
 def gather(case: str, side: str, found: dict[str, Any]) -> None:
@@ -177,7 +189,9 @@ def taken_at(commit: str, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_trl(python: Path) -> str | None:
-    """The version of TRL there."""
+    """The version of TRL there; None without one."""
+    if shutil.which(python) is None:
+        return None
     script = "from importlib.metadata import version; print(version('trl'))"
     done = subprocess.run([str(python), "-c", script], check=False, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
@@ -193,7 +207,7 @@ def main() -> None:
     parser.add_argument("--side", action="append", choices=["trl", *LAYOUTS], help="default: trl and 2+2")
     given = parser.parse_args()
     sides = given.side or ["trl", "2+2"]
-    version = has_trl(given.peer) if shutil.which(given.peer) else None
+    version = has_trl(given.peer)
     if "trl" in sides and version is None:
         print(f"no figure was taken: {given.peer} is no Python with TRL 1.16; give one with --peer")
         return
