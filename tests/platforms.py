@@ -13,6 +13,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RolloutConfig, RunConfig
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.device.residency import Residency
+from hybridflow.engines.server import GRACE_S
 from hybridflow.engines.sglang import server
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.mcore import model
@@ -27,9 +28,9 @@ HEAD = """# What differs between CPUs and GPUs
 
 The code asks `device.Platform` for the kind of device, and everything below follows from it; nothing else differs. The
 table is written by `python -m tests.platforms`, which asks the code with a platform of either kind (but for layers,
-gloo groups and torch.compile, which `mcore` decides as it is imported), and `tests/unit/device/test_platforms.py` fails
-when a setting changes that is not in it. "GPU (torch)" is a GPU without Transformer Engine, of which a run warns at its
-start.
+gloo groups and torch.compile, which `mcore` decides as it is imported; Apex's kernel for gradients of weights is used
+on GPUs where Apex is installed), and `tests/unit/device/test_platforms.py` fails when a setting changes that is not in
+it. "GPU (torch)" is a GPU without Transformer Engine, of which a run warns at its start.
 
 | Setting | CPU | GPU (torch) | GPU (Transformer Engine) |
 |---|---|---|---|
@@ -89,7 +90,7 @@ def _engine(kind: Kind) -> Iterator[tuple[str, Any]]:
             yield f"SGLang: --{name}", value
         for name, value in server.environment(spec, "folder").items():
             yield f"SGLang: {name}", "of the cores" if name == "SGLANG_CPU_OMP_THREADS_BIND" else value or "(empty)"
-    yield "SGLang: seconds until a server that should end is killed", server.GRACE_S[kind]
+    yield "SGLang: seconds until a server that should end is killed", GRACE_S[kind]
 
 
 def differences() -> dict[str, list[Any]]:

@@ -12,6 +12,8 @@ import pytest
 from tests import run
 from tests.arch.files import ROOT
 
+pytestmark = pytest.mark.slow  # starts pytest again
+
 PASSES, FAILS = "def test_a():\n    pass\n", "def test_a():\n    assert False\n"
 Tree = Callable[..., tuple[int, list[str]]]
 

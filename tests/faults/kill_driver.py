@@ -32,6 +32,7 @@ from hybridflow.rollout.requests import Requests
 from hybridflow.saving.store import CheckpointStore, Retention
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
+from tests.unscored import Unscored
 
 SIZE, N, STEPS, ENGINES = 4, 2, 6, 2
 ROOM = 240  # tokens after the prompt
@@ -69,7 +70,7 @@ class _Engine:
                     self.held[ticket].append(one)
 
     def lose(self) -> None:
-        """It has ended."""
+        """Note that the engine has ended."""
         self.lost_at = self.lost_at or time.monotonic()
         self.process.kill()
         self.process.wait(10)
@@ -195,16 +196,6 @@ def configuration(folder: Path, staleness: int) -> RunConfig:
     )
 
 
-class _Unscored:
-    """Nobody asks what an answer is worth."""
-
-    def begin(self, batch: DataProto, size: int) -> list[None]:
-        return [None] * (len(batch) // size)
-
-    def forget(self, parts: list[None]) -> None:
-        """Nothing was begun."""
-
-
 def main() -> None:
     """Train until the last step."""
     folder, staleness = Path(sys.argv[1]), int(sys.argv[2])
@@ -214,7 +205,7 @@ def main() -> None:
     step = latest.step if latest else 0
     engines = Engines(config, step)
     service = Conversations(engines, load_tokenizer(folder / "tokenizer"), config, folder / "logs")
-    given: Any = (service, _Prompts(), lambda batch: batch, _Unscored())
+    given: Any = (service, _Prompts(), lambda batch: batch, Unscored())
     groups = Groups(config, *given)
     groups.restore(*((latest.state, latest.rollouts(), step) if latest else (None,)))
     while step < STEPS:

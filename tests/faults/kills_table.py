@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import textwrap
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from tests.faults.table import found, section
 
 if TYPE_CHECKING:
     from tests.faults.kills import Outcome
 
+WENT_ON = "The driver went on"
 HEAD = """\
 # Killed processes of conversations
 
@@ -34,27 +34,10 @@ def page(outcomes: Sequence[Outcome]) -> str:
     lost = sum(one.lost for one in outcomes)
     summary = f"{len(outcomes)} trials, {len(bad)} with a fault; {lost} conversations were lost and masked."
     lines = [HEAD, summary, ""]
-    lines += _by("Process", outcomes, lambda one: one.victim)
-    lines += _by("Process and moment", outcomes, lambda one: f"{one.victim}, {one.moment}")
-    lines += _by("`trainer.max_staleness`", outcomes, lambda one: str(one.staleness))
-    if bad:
-        lines += ["## Faults found", ""]
-        for one in bad:
-            text = f"- seed {one.seed}, staleness {one.staleness}: {one.victim} in {one.moment} {one.step}: "
-            lines.append(textwrap.fill(text + one.faults[0][:200], 118, subsequent_indent="  "))
-        lines.append("")
+    lines += section("Process", outcomes, lambda one: one.victim, WENT_ON)
+    lines += section("Process and moment", outcomes, lambda one: f"{one.victim}, {one.moment}", WENT_ON)
+    lines += section("`trainer.max_staleness`", outcomes, lambda one: str(one.staleness), WENT_ON)
+    lines += found(
+        [f"seed {o.seed}, staleness {o.staleness}: {o.victim} in {o.moment} {o.step}: {o.faults[0][:200]}" for o in bad]
+    )
     return "\n".join(lines)
-
-
-def _by(title: str, outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> list[str]:
-    groups = defaultdict(list)
-    for one in outcomes:
-        groups[key(one)].append(one)
-    lines = [f"## {title}", "", "| | Trials | The driver went on | Median s to the next step | Faults |",
-             "|---|---|---|---|---|"]  # fmt: skip
-    for name, group in sorted(groups.items()):
-        took = [one.seconds for one in group if one.seconds >= 0]
-        median = f"{statistics.median(took):.1f}" if took else ""
-        stayed, bad = sum(not one.ended for one in group), sum(bool(one.faults) for one in group)
-        lines.append(f"| {name} | {len(group)} | {stayed} | {median} | {bad} |")
-    return [*lines, ""]

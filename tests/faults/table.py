@@ -6,6 +6,7 @@ import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from tests.faults.campaign import Trial
 
@@ -27,33 +28,56 @@ clock are not tried: every wait follows the monotonic clock (`tests/arch/test_do
 """
 
 
+class Counted(Protocol):
+    """What a table counts of a trial.
+
+    Attributes:
+        ended: whether the driver ended over it.
+        seconds: until the next whole step was finished; -1: none came.
+        faults: what was wrong.
+    """
+
+    ended: bool
+    seconds: float
+    faults: list[str]
+
+
 def page(trials: Sequence[Trial]) -> str:
     """The document."""
     bad = [trial for trial in trials if trial.faults]
     lines = [HEAD, f"{len(trials)} trials in {len({(t.shape, t.seed) for t in trials})} campaigns, {len(bad)} with a "
              "fault.", ""]  # fmt: skip
-    lines += _by("Disturbance", trials, lambda trial: trial.kind)
-    lines += _by("Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}")
-    lines += _by("Moment", trials, lambda trial: trial.moment.replace("_", " "))
-    lines += _by("Shape", trials, lambda trial: trial.shape)
-    if bad:
-        lines += ["## Faults found", ""]
-        for trial in bad:
-            text = f"- {trial.shape}, seed {trial.seed}: {trial.title}: {trial.faults[0].split(chr(58))[0]}"
-            lines.append(textwrap.fill(text, 118, subsequent_indent="  "))
-        lines.append("")
+    lines += section("Disturbance", trials, lambda trial: trial.kind)
+    lines += section("Disturbance and process", trials, lambda trial: f"{trial.kind}, {trial.victim}")
+    lines += section("Moment", trials, lambda trial: trial.moment.replace("_", " "))
+    lines += section("Shape", trials, lambda trial: trial.shape)
+    lines += found([f"{t.shape}, seed {t.seed}: {t.title}: {t.faults[0].split(chr(58))[0]}" for t in bad])
     return "\n".join(lines)
 
 
-def _by(title: str, trials: Sequence[Trial], key: Callable[[Trial], str]) -> list[str]:
+def section(
+    title: str, trials: Sequence[Counted], key: Callable[[Any], str], went_on: str = "Went on in the same process"
+) -> list[str]:
+    """The lines of a table with a row for each value of `key`. `went_on` heads the trials that the driver survived."""
     groups = defaultdict(list)
     for trial in trials:
         groups[key(trial)].append(trial)
-    lines = [f"## {title}", "", "| | Trials | Went on in the same process | Median s to the next step | Faults |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"## {title}",
+        "",
+        f"| | Trials | {went_on} | Median s to the next step | Faults |",
+        "|---|---|---|---|---|",
+    ]
     for name, group in sorted(groups.items()):
         took = [trial.seconds for trial in group if trial.seconds >= 0]
         median = f"{statistics.median(took):.1f}" if took else ""
         stayed, bad = sum(not trial.ended for trial in group), sum(bool(trial.faults) for trial in group)
         lines.append(f"| {name} | {len(group)} | {stayed} | {median} | {bad} |")
     return [*lines, ""]
+
+
+def found(faults: Sequence[str]) -> list[str]:
+    """The lines of the list of faults; none where there is none."""
+    if not faults:
+        return []
+    return ["## Faults found", "", *(textwrap.fill(f"- {one}", 118, subsequent_indent="  ") for one in faults), ""]

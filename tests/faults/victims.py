@@ -32,7 +32,7 @@ def find(run: Run, name: str, logs: Path) -> int | None:
         host = find(run, "reward host", logs)
         return next((one.pid for one in descendants if one.ppid() == host), None)
     number = 1 if name.startswith("second") else 0
-    guards = sorted(one.pid for one in descendants if "engines/sglang/guard.py" in _command(one))
+    guards = sorted(one.pid for one in descendants if "engines/guard.py" in _command(one))
     owner = _writer(descendants, logs / f"rollout-rank{number}.log")
     guard = next((pid for pid in guards if psutil.Process(pid).ppid() == owner), None)
     if guard is None or name.endswith("guard"):

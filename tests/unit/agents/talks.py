@@ -11,6 +11,7 @@ import numpy as np
 
 from hybridflow.agents.conversation import Conversation, Sampled
 from hybridflow.config.schema import AgentConfig
+from hybridflow.data.prepare.tokenizer_files import byte_level
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 
 # (special tokens, the one that ends an answer, template): written here in the manner of four families of models
@@ -48,16 +49,9 @@ FAMILIES = {
 
 def byte_tokenizer(folder: Path, specials: Sequence[str], end: str, template: str) -> Tokenizer:
     """A token a byte, and the special ones."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Fast
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
-    fast = Fast(models.BPE(vocabulary, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    fast = byte_level(specials)
     made = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=end, clean_up_tokenization_spaces=False)
     made.chat_template = template
     made.save_pretrained(str(folder))

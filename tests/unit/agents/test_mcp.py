@@ -24,6 +24,8 @@ from hybridflow.config.schema import AgentConfig, RolloutConfig, RunConfig
 from hybridflow.errors import ConfigError
 from hybridflow.process.children import is_running
 
+pytestmark = pytest.mark.slow  # starts servers
+
 SERVER = """
 import asyncio, os, sys
 from mcp.server import MCPServer

@@ -120,6 +120,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
             ("actor.parallel.sequence=true", "num_experts=4", "mixture of experts"),
         ),
         (("model=tiny-dense", "actor.parallel.expert=2", "cluster.procs_per_node=2"), ("expert=2", "num_experts")),
+        (("actor.parallel.moe_dispatcher=deepep",), ("moe_dispatcher=deepep", "actor.parallel.expert more than 1")),
         (("actor.parallel.virtual_pipeline=2",), ("virtual_pipeline=2", "pipeline > 1")),
         (("actor.parallel.context=2", "cluster.procs_per_node=3"), ("context=2", "3 processes", "multiple of 2")),
         (

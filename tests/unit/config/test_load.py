@@ -39,6 +39,7 @@ def test_every_recipe_loads_and_says_what_it_is(recipe: str) -> None:
     assert next(r.summary for r in list_recipes([shipped_config_dir()]) if r.name == recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group", sorted(path for path in shipped_config_dir().iterdir() if path.is_dir()), ids=lambda path: path.name
 )

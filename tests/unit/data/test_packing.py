@@ -103,6 +103,7 @@ def test_balance_covers_each_index_once_within_mean_plus_dearest(costs, ranks):
     assert len(costs) < ranks or all(len(group) for group in groups)
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), min_size=1, max_size=12), st.integers(0, 3))
 def test_balance_with_equal_counts_keeps_them_and_its_bound(rows, seed):
     costs = np.random.default_rng(seed).permutation(np.concatenate(rows))
@@ -135,6 +136,7 @@ def test_balanced_order_is_a_permutation_whose_consecutive_pieces_are_balanced(c
     assert max(pieces) <= sum(costs) / (len(costs) // size) + max(costs) + 1e-9
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 500), min_size=48, max_size=48), st.integers(0, 9))
 def test_every_layout_draws_the_same_rows_for_each_update(costs, seed):
     def updates(ranks):

@@ -23,7 +23,7 @@ def test_what_exists_for_cpus_is_off_on_gpus() -> None:
         assert "SGLang: CUDA_VISIBLE_DEVICES" not in found
         assert found["Megatron: use_cpu_initialization"] is False and found["`Platform.cache_bytes`"] == 0
         assert found["SGLang: --enable-memory-saver"] is True
-    assert server.common_environment("cuda").keys() < server.common_environment("cpu").keys()
+    assert server.sglang_environment("cuda").keys() < server.sglang_environment("cpu").keys()
 
 
 def test_a_fusion_that_would_change_results_is_left_out() -> None:

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # Triton's interpreter
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OPERATIONS = sorted(path.stem for path in (ROOT / "kernels").glob("[a-z]*.py"))

@@ -142,6 +142,7 @@ def test_the_shipped_site_file_has_every_key_and_reads_back(tmp_path: Path) -> N
         read_site(tmp_path / "absent.yaml")
 
 
+@pytest.mark.slow
 def test_the_number_of_nodes_follows_from_the_recipe() -> None:
     assert nodes_of(load_config("e2e", ["cluster.nodes=3"])) == 3
     assert nodes_of(load_config("e2e", ["rollout.nodes_per_engine=2", "rollout.num_engines=2"])) == 4

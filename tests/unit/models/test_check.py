@@ -76,6 +76,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], ParallelConfig]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_what_passes_can_be_cut_and_what_is_refused_cannot(case: tuple[dict[str, Any], ParallelConfig]) -> None:

@@ -17,6 +17,7 @@ from hybridflow.planning.job import Assumed, job_of
 from hybridflow.planning.plan import make_plan, resident
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_torch_and_no_ray() -> None:
     script = (
         "import sys; from hybridflow.cli.main import main; main(['plan', '--config-name', 'grpo-kimi-k2-256x8']); "
@@ -39,6 +40,7 @@ def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [

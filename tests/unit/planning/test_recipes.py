@@ -16,6 +16,8 @@ from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import job_of
 from hybridflow.planning.plan import make_plan
 
+pytestmark = pytest.mark.slow  # plans of all recipes
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

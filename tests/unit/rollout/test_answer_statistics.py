@@ -16,7 +16,7 @@ VERL = json.loads((Path(__file__).parents[2] / "golden" / "verl_validation.json"
 
 
 def test_verl_means_the_same_by_a_mean_and_draws_with_replacement_for_the_best() -> None:
-    """Its best@k estimates the expectation over draws with replacement, computed here; ours is larger."""
+    """The best@k of verl estimates the expectation over draws with replacement, computed here; ours is larger."""
     samples, verl = VERL["samples"], VERL["verl"]
     scores = np.array(VERL["scores"]).reshape(-1, samples)
     ours = answer_statistics(scores, samples)

@@ -27,6 +27,9 @@ from hybridflow.rollout.requests import Requests
 from hybridflow.saving.store import CheckpointStore, Retention
 from hybridflow.workers.requests import CUT_SHORT
 from hybridflow.workers.rollout import response_columns
+from tests.unscored import Unscored
+
+pytestmark = pytest.mark.slow  # runs that are killed anywhere
 
 SIZE, N, STEPS, MOST = 2, 2, 6, 40
 CHARACTERS = "0123456789"
@@ -156,16 +159,6 @@ def config_of(staleness: int, loop: str = "single_turn", steps: int = STEPS) -> 
         rollout=RolloutConfig(n=N, num_engines=2, max_running_requests=4, agent=AgentConfig(loop=loop)),
         trainer=TrainerConfig(total_steps=steps, max_staleness=staleness),
     )
-
-
-class Unscored:
-    """Nobody asks what an answer is worth."""
-
-    def begin(self, batch: DataProto, size: int) -> list[None]:
-        return [None] * (len(batch) // size)
-
-    def forget(self, parts: Sequence[None]) -> None:
-        """Nothing was begun."""
 
 
 def groups_of(config: RunConfig, service: RolloutService) -> Groups:

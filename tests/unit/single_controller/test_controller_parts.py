@@ -235,7 +235,7 @@ def test_what_a_rank_raises_is_the_cause_while_the_others_work(one_answer: Calla
 
 
 def test_a_call_ends_as_soon_as_no_answer_can_come(one_answer: Callable[[int], future.Future]) -> None:
-    """It may be made by a thread that nobody interrupts, while its cluster is given up."""
+    """The call may be made by a thread that nobody interrupts, while its cluster is given up."""
 
     def lost() -> None:
         raise ClusterLostError("Ray's raylet has ended")

@@ -63,6 +63,13 @@ def test_a_process_that_ends_while_others_are_started_is_named(sleeper: subproce
     assert watched.ended() == f"Ray's gcs_server (process {sleeper.pid}) has ended"
 
 
+def test_what_is_left_of_an_earlier_cluster_is_no_loss_of_one_that_starts(sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which is a child still
+    watched = watch.Starting(lambda: {"gcs_server": sleeper.pid})
+    assert watched.ended() == "" and not watched.pids()
+
+
 def test_an_address_is_lost_after_some_refusals() -> None:
     with socket.socket() as gcs:
         gcs.bind(("127.0.0.1", 0))  # held throughout: nobody else can answer there
