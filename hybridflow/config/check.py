@@ -284,6 +284,8 @@ def _model_sizes(config: RunConfig) -> list[str]:
             f"actor.parallel.tensor={tensor} with experts (num_experts={experts}) needs actor.parallel.sequence=true: "
             "Megatron refuses to train a mixture of experts under tensor parallelism without it"
         )
+    if experts and config.actor.parallel.moe_dispatcher == "deepep":
+        found += _deepep_problems(config)
     if not any(True for _ in check_engines.shape_problems(config)):
         found += check_engines.size_problems(config.rollout, sizes)
     return found + list(_positions(config, sizes))
@@ -306,6 +308,15 @@ def _dense_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"actor.parallel.expert_tensor={parallel.expert_tensor} needs a mixture of experts, but the model has no "
             "num_experts; set it to null"
+        )
+
+
+def _deepep_problems(config: RunConfig) -> Iterator[str]:
+    """Megatron's flex dispatcher serves the ranks that share experts (token_dispatcher.py:1346)."""
+    if config.actor.parallel.expert * derived.expert_tensor_size(config.actor.parallel) == 1:
+        yield (
+            "actor.parallel.moe_dispatcher=deepep carries tokens between ranks, and with expert=1 every rank has all "
+            "experts; give actor.parallel.expert more than 1, or set moe_dispatcher=alltoall"
         )
 
 

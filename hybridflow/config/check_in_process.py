@@ -34,6 +34,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     refused = {
         "cluster.address": (config.cluster.address, None),
         "rollout.quantization": (config.rollout.quantization, None),
+        "rollout.python": (config.rollout.python, None),
         "rollout.sleep_while_training": (config.rollout.sleep_while_training, False),
     }
     for key, (found, wanted) in refused.items():

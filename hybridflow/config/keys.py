@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, cast
 
 from hybridflow.config.registry import Registry, is_user_entry, package_folder
@@ -147,6 +148,7 @@ class Kind:
         return (f"list of {name}s" if self.is_list else name) + (" or null" if self.optional else "")
 
 
+@functools.cache
 def kind_of(annotation: Any) -> Kind:
     """Take an annotation apart: `Annotated`, `| None` and `tuple[..., ...]` in any order."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -164,9 +166,14 @@ def kind_of(annotation: Any) -> Kind:
     return Kind(annotation)
 
 
-def hints_of(cls: type) -> dict[str, Any]:
+def hints_of(cls: type) -> Mapping[str, Any]:
     """{field: annotation} of a group, with what `Annotated` adds."""
-    return typing.get_type_hints(cls, include_extras=True)
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(cls, include_extras=True))
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Kind]]:

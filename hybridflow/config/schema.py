@@ -362,6 +362,8 @@ class RolloutConfig:
     logprob_diff_bound_bfloat16: Positive = 0.1
     # give the engines' device memory to the trainer (cuda; on CPU engines keep theirs)
     sleep_while_training: bool = False
+    # interpreter of the engine's server, with the kind's library (vllm); null: the one of this process
+    python: str | None = None
     # more arguments of the engine's own server, e.g. {chunked_prefill_size: 2048} (sglang)
     extra_args: dict[str, Any] = field(default_factory=dict)
 

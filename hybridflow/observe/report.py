@@ -147,7 +147,7 @@ def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
 
 
 def _plan_pictures(planned: Any) -> list[Drawn]:
-    """Those of `planned` in summary.json; none where a run had no plan or the file holds something else."""
+    """The pictures of `planned` in summary.json; none where a run had no plan or the file holds something else."""
     try:
         measured = {name: pair["measured"] for name, pair in planned["seconds"].items() if pair["measured"] is not None}
         return pictures(planned["plan"]["phases"], planned["plan"]["device_bytes"], measured)

@@ -157,11 +157,12 @@ class Starting:
     """Processes that are being started: one that ran once should not have ended.
 
     Args:
-        running: those that run now, by name.
+        running: those that there are now, by name. What there was before, of an earlier cluster, is not looked at.
     """
 
     def __init__(self, running: Callable[[], Mapping[str, int]]) -> None:
         self._running, self._seen = running, dict[str, int]()
+        self._before = frozenset(running().values())
 
     def pids(self) -> Sequence[int]:
         """The processes that were seen."""
@@ -169,7 +170,7 @@ class Starting:
 
     def ended(self) -> str:
         """The first that has ended."""
-        self._seen |= self._running()
+        self._seen |= {name: pid for name, pid in self._running().items() if pid not in self._before}
         return Processes(self._seen).ended()
 
     def silent(self) -> str:

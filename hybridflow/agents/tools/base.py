@@ -75,7 +75,7 @@ class Tool:
         return ""
 
     def schema(self) -> dict[str, Any]:
-        """Its declaration as chat templates take it."""
+        """The declaration of the tool, as chat templates take it."""
         if self.declared is not None:
             declared = {"name": self.name, "description": self.description, "parameters": dict(self.declared)}
             return {"type": "function", "function": declared}
