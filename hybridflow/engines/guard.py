@@ -197,6 +197,7 @@ def main(argv: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a fork server starts us with it blocked
     is_fork = command[0] == "-m"  # then its parent is the fork server
     orphaned = process_end(parent) if is_fork or os.getppid() == parent else None
     while not is_ours(folder):

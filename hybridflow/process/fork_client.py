@@ -91,7 +91,8 @@ def fork(
         argv: the script or `-m MODULE`, and its arguments.
         env: the whole environment.
         files: descriptors of its standard input, output and error.
-        leader: it leads a session of its own and looks after its own end; otherwise it is killed when the server ends.
+        leader: it leads a session of its own and looks after its own end: it begins with SIGTERM blocked, to unblock it
+            once it can handle it. Otherwise it is killed when the server ends.
 
     Raises:
         OSError: there is no such server, or it has ended.

@@ -114,6 +114,8 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
     server = os.getpid()
     try:
         order = _read(connection, files)
+        # its client may end at once, and SIGTERM must find the handler of one that clears up behind itself
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if order["leader"] else ())
         pid = os.fork()
         if not pid:
             try:
@@ -130,6 +132,8 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
         connection.close()
         return None
     finally:
+        if os.getpid() == server:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for file in files:
             os.close(file)
     child = _Child(pid, connection, os.pidfd_open(pid))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.engines import guard
 from hybridflow.process import fork_client
 from hybridflow.process.children import state_of
 from hybridflow.process.fork_client import ForkedProcess, address_of, fork
@@ -119,6 +120,18 @@ def test_forks_end_with_their_client_and_with_the_server_but_for_leaders(start: 
     assert _ends(bound.pid)
     assert state_of(leader.pid) not in ("", "Z", "X")
     os.kill(leader.pid, signal.SIGKILL)
+
+
+def test_a_guard_whose_client_ends_at_once_removes_the_folder(start: Start, tmp_path: Path) -> None:
+    (name,), _ = start(())
+    for number in range(5):
+        folder = tmp_path / f"engine-{number}"
+        words = [guard.__file__, str(os.getpid()), "0", str(folder), "--", "-m", "tests.unit.process.sleeper"]
+        process = fork(name, words, os.environ, (0, 1, 2), leader=True)
+        folder.mkdir()
+        process.close()
+        assert _ends(process.pid)
+        assert not folder.exists()
 
 
 def test_a_fork_that_cannot_begin_ends_and_the_server_goes_on(
