@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from hybridflow.config.schema import SamplingConfig
@@ -10,6 +11,7 @@ from hybridflow.engines import weight_transaction
 from hybridflow.engines.asking import Asking, TokenRequests, Told
 from hybridflow.engines.base import Completion
 from hybridflow.engines.server import ServerProcess
+from hybridflow.engines.spec import check_tokens, model_config
 from hybridflow.sync.schedule import EngineLayout
 from hybridflow.sync.session import Order, Outcome, answer_deadline
 
@@ -23,8 +25,10 @@ class ServedEngine(ServerProcess):
         `start`."""
         raise NotImplementedError
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise EngineError for a prompt that the server would not survive."""
+    @cached_property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model; 0 where its config does not say."""
+        return int(model_config(self.spec).get("vocab_size") or 0)
 
     def generate(
         self,
@@ -36,7 +40,7 @@ class ServedEngine(ServerProcess):
         with_routes: bool = False,
     ) -> list[Completion]:
         """`ServerClient.generate`."""
-        self._check_prompts(prompts)
+        check_tokens(prompts, self.vocabulary, self.spec.name)
         found: list[Completion] = self.client.generate(
             prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes
         )
@@ -44,7 +48,7 @@ class ServedEngine(ServerProcess):
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """`ServerClient.ask`."""
-        self._check_prompts(requests.prompts)
+        check_tokens(requests.prompts, self.vocabulary, self.spec.name)
         asking: Asking = self.client.ask(requests, told)
         return asking
 

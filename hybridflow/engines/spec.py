@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hybridflow.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,35 @@ class EngineSpec:
     def ranks(self) -> int:
         """Processes that hold weights, on all nodes together."""
         return self.tensor * self.pipeline
+
+
+def model_config(spec: EngineSpec) -> dict[str, Any]:
+    """The model's Hugging Face config; empty where it cannot be read (the server's log says what is wrong)."""
+    try:
+        found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_tokens(prompts: Sequence[Sequence[int]], vocabulary: int, name: str) -> None:
+    """Refuse a token that the model does not have: servers look it up in their embedding, where some end with all their
+    other requests and some read what is padding.
+
+    Args:
+        prompts: token ids.
+        vocabulary: number of tokens of the model; 0: unknown.
+        name: of the engine.
+
+    Raises:
+        EngineError: with the prompt's number and the token.
+    """
+    for number, prompt in enumerate(prompts):
+        if not vocabulary or not len(prompt):
+            continue
+        wrong = max(prompt) if min(prompt) >= 0 else min(prompt)
+        if not 0 <= wrong < vocabulary:
+            raise EngineError(f"prompt {number} has token {wrong}, and the model has {vocabulary}", engine=name)
 
 
 def log_of_start(log_path: Path, number: int) -> Path:

@@ -84,6 +84,8 @@ def write_engine_folder(
         ModelError: `quantization` is fp8 and the model's config names another form of it.
     """
     written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
+    # SGLang also ends a response at the end token of the config: that of the tokenizer is a stop token of ours
+    written["eos_token_id"] = tokenizer.eos_id
     written.pop("quantization_config", None)
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()

@@ -163,16 +163,6 @@ def test_replay_removes_the_difference_that_other_routes_make(pair: Pair, models
     assert np.max(rounded["along"]) < np.max(rounded["free"])
 
 
-def test_memory_calls_are_answered(pair: Pair) -> None:
-    """On CPU nothing is freed; the engine must go on answering."""
-    client = pair.clients[0]
-    client.flush_cache()
-    client.release_memory(["kv_cache", "weights"])
-    client.resume_memory(["weights"])
-    client.resume_memory(["kv_cache"])
-    assert len(client.generate([[1, 2]], SamplingConfig(), 2)[0].token_ids) == 2
-
-
 def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pair) -> None:
     first, second = pair.each(lambda client: client.generate(PROMPTS, SamplingConfig(temperature=0.0), 8))
     server = pair.servers[0]
@@ -181,19 +171,6 @@ def test_greedy_is_the_same_on_both_engines_and_in_one_or_many_requests(pair: Pa
     )
     tokens = [[c.token_ids.tolist() for c in answers] for answers in (first, second, cut)]
     assert tokens[0] == tokens[1] == tokens[2]
-
-
-def test_a_stop_token_ends_and_is_part_of_the_response(pair: Pair) -> None:
-    (free,) = pair.clients[0].generate([[5, 6]], SamplingConfig(temperature=0.0), 6)
-    whole = free.token_ids.tolist()
-    stop = whole[2]
-    (stopped,) = pair.clients[0].generate([[5, 6]], SamplingConfig(temperature=0.0), 6, [stop])
-    assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == whole[: whole.index(stop) + 1]
-
-
-def test_a_prompt_longer_than_the_model_is_refused(pair: Pair) -> None:
-    with pytest.raises(EngineError, match=r"engine engine-0: /generate refused: .*longer than the model"):
-        pair.clients[0].generate([[1] * 2000], SamplingConfig(), 4)
 
 
 def test_everything_listens_on_loopback(pair: Pair) -> None:

@@ -28,7 +28,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="HYBRIDFLOW_VLLM_PYTHON names no interpreter that has vLLM"),
 ]
-MODEL = {**DENSE_UNTIED, "head_dim": 32, "vocab_size": 96}  # vLLM's attention on CPUs takes no narrower heads
+# vLLM's attention on CPUs takes no narrower heads
+MODEL = {**DENSE_UNTIED, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 1024}
 PROMPTS = [[7], [3, 1, 4], list(range(8)), list(range(20, 60))]
 
 
@@ -74,16 +75,9 @@ def test_a_request_that_waits_during_a_sync_goes_on_with_the_new_weights(world: 
     assert versions in ([str(world.version - 1)], [str(world.version - 1), str(world.version)])
 
 
-def test_a_stop_token_ends_and_is_part_of_the_response(world: SyncWorld) -> None:
-    engine = world.workers[0].supervisor.engine
-    whole = engine.generate([[5, 6]], SamplingConfig(temperature=0.0), 6)[0].token_ids.tolist()
-    [stopped] = engine.generate([[5, 6]], SamplingConfig(temperature=0.0), 6, [whole[2]])
-    assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == whole[: whole.index(whole[2]) + 1]
-
-
 def test_a_request_is_aborted(world: SyncWorld) -> None:
     engine, told = world.workers[0].supervisor.engine, dict[int, Completion]()
-    asked = engine.ask(TokenRequests([[3, 1], [4]], SamplingConfig(), [250, 2], []), told.__setitem__)
+    asked = engine.ask(TokenRequests([[3, 1], [4]], SamplingConfig(), [1000, 2], []), told.__setitem__)
     wait_begun(asked)
     asked.abort([0])
     asked.done.result(60.0)

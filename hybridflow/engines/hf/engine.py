@@ -18,7 +18,7 @@ import torch
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.engines.base import Completion, WeightSpan
-from hybridflow.engines.spec import EngineSpec
+from hybridflow.engines.spec import EngineSpec, check_tokens
 from hybridflow.errors import EngineError, ModelError
 from hybridflow.models import family_of
 from hybridflow.models.causal import allocate, causal_on_meta
@@ -60,6 +60,7 @@ class HfEngine:
                 "rollout.engine"
             )
         self._model = model.eval().requires_grad_(False)
+        self._model.generation_config.eos_token_id = None  # a response ends with the stop tokens that were asked for
 
     def wait_ready(self) -> None:
         """Return at once: a started engine is ready. EngineError when it was not started."""
@@ -101,12 +102,23 @@ class HfEngine:
             raise EngineError("holds no whole weights", engine=self.spec.name)
         if with_routes:
             raise EngineError("does not return the experts of tokens", engine=self.spec.name)
+        self._check_prompts(prompts)
         found: list[Completion] = []
         longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
         size = max(1, min(self.spec.max_running_requests, self.spec.max_total_tokens // longest))
         for start in range(0, len(prompts), size):
             found += self._answer(prompts[start : start + size], sampling, max_new_tokens, stop_token_ids)
         return found
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise EngineError for what transformers would end on, or answer without sense."""
+        config = self._model.config.get_text_config()
+        check_tokens(prompts, config.vocab_size, self.spec.name)
+        longest = config.max_position_embeddings
+        for number, prompt in enumerate(prompts):
+            if len(prompt) >= longest:
+                said = f"prompt {number} has {len(prompt)} tokens, and with an answer the model has room for {longest}"
+                raise EngineError(said, engine=self.spec.name)
 
     def _answer(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, most: int, stops: Sequence[int]

@@ -8,7 +8,6 @@ from functools import cached_property
 from hybridflow.engines.served_engine import ServedEngine
 from hybridflow.engines.vllm.client import VllmClient
 from hybridflow.engines.vllm.server import VllmServer
-from hybridflow.errors import EngineError
 from hybridflow.sync.session import Order, Outcome
 
 
@@ -35,10 +34,3 @@ class VllmEngine(ServedEngine, VllmServer):
     def wake(self, tags: Sequence[str]) -> None:
         """Weights are empty until the next sync."""
         self.client.resume_memory(tags)
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """A token outside of the vocabulary ends vLLM's process on a CPU, and all other requests with it."""
-        for number, prompt in enumerate(prompts):
-            if self.vocabulary and len(prompt) and max(prompt) >= self.vocabulary:
-                said = f"prompt {number} has token {max(prompt)}, and the model has {self.vocabulary}"
-                raise EngineError(said, engine=self.spec.name)

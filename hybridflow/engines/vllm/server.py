@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import hybridflow
 from hybridflow.engines.server import HOST, ServerProcess, command_line, common_environment, has_weights
-from hybridflow.engines.spec import EngineSpec
+from hybridflow.engines.spec import EngineSpec, model_config
 from hybridflow.engines.vllm.door import KEY
 from hybridflow.errors import EngineError
 
@@ -40,7 +38,7 @@ def check_spec(spec: EngineSpec) -> None:
             f"vLLM does not return the experts of tokens here; set actor.router_replay to none or r2, or {other}",
             engine=spec.name,
         )
-    if _config(spec).get("quantization_config"):
+    if model_config(spec).get("quantization_config"):
         said = f"vLLM takes no quantised weights here; set rollout.quantization=null, or {other}"
         raise EngineError(said, engine=spec.name)
 
@@ -62,7 +60,7 @@ def check_python(spec: EngineSpec) -> None:
 
 def server_arguments(spec: EngineSpec, port: int) -> dict[str, Any]:
     """vLLM's arguments for the spec, by name, before they become a command line."""
-    longest = _config(spec).get("max_position_embeddings") or spec.max_total_tokens
+    longest = model_config(spec).get("max_position_embeddings") or spec.max_total_tokens
     blocks = -(-spec.max_total_tokens // BLOCK_TOKENS)
     arguments: dict[str, Any] = {
         "model": spec.model_path,
@@ -122,22 +120,8 @@ def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
     return env
 
 
-def _config(spec: EngineSpec) -> dict[str, Any]:
-    """The model's Hugging Face config; empty where it cannot be read, about which vLLM says what is wrong."""
-    try:
-        found = json.loads((Path(spec.model_path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 class VllmServer(ServerProcess):
     """One server of vLLM, in the interpreter `EngineSpec.python`."""
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Number of tokens of the model; 0 where its config does not say."""
-        return int(_config(self.spec).get("vocab_size") or 0)
 
     def _prepare(self) -> None:
         check_spec(self.spec)

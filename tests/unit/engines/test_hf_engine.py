@@ -88,6 +88,15 @@ def test_samples_stop_where_they_should(tmp_path: Path) -> None:
         assert whole.token_ids[: len(done.token_ids)] == done.token_ids
 
 
+def test_the_end_token_of_the_models_config_ends_no_response(tmp_path: Path) -> None:
+    engine = engine_of(DENSE, tmp_path)
+    fill(engine)
+    free = checked(engine, ValSamplingConfig(temperature=0.0), 12, [])
+    other = engine_of({**DENSE, "eos_token_id": free[0].token_ids[4]}, tmp_path)
+    fill(other)
+    assert checked(other, ValSamplingConfig(temperature=0.0), 12, []) == free
+
+
 def test_samples_follow_from_seed_version_and_prompts(tmp_path: Path) -> None:
     engine = engine_of(DENSE, tmp_path)
     fill(engine, 0.05)

@@ -129,7 +129,7 @@ def test_shared_memory_needs_one_machine(words: tuple[str, ...], why: str) -> No
 
 
 def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_started_from(tmp_path: Path) -> None:
-    tokenizer = type("Tokenizer", (), {"path": tmp_path / "tokenizer"})()
+    tokenizer = type("Tokenizer", (), {"path": tmp_path / "tokenizer", "eos_id": 5})()
     (tmp_path / "tokenizer").mkdir()
 
     def written(hf_config: dict[str, object], quantization: str | None) -> dict[str, object]:
@@ -137,6 +137,8 @@ def test_an_engines_folder_says_what_it_will_receive_and_not_what_the_policy_sta
         read: dict[str, object] = json.loads((folder / "config.json").read_text())
         return read
 
+    # or SGLang would end responses at a token at which the trainer does not
+    assert written({"eos_token_id": [7, 8]}, None)["eos_token_id"] == 5
     published = {"model_type": "deepseek_v3", "quantization_config": FP8.config()}
     assert "quantization_config" not in written(published, None)
     assert written(published, "fp8")["quantization_config"] == FP8.config()
