@@ -66,4 +66,7 @@ class ServedEngine(ServerProcess):
     def receive(self, order: Order, plan: str) -> Outcome:
         """Carry the order out; `plan` is the digest of the plan that this engine was described for."""
         client = self.client.with_timeout(answer_deadline(order.endpoint.timeout_s))
-        return weight_transaction.receive(client, order, plan, self.spec.pipeline)
+        try:
+            return weight_transaction.receive(client, order, plan, self.spec.pipeline)
+        finally:
+            self.client.tokens.heard()  # prompts under way were kept from answering

@@ -62,7 +62,6 @@ class EngineClient(ServerClient):
     def resume(self) -> None:
         """Continue generating after `pause`."""
         self._post("/continue_generation", {})
-        self.tokens.heard()
 
     def begin_weight_update(self) -> None:
         """Open the session that `call_ranks` needs. Pause first: otherwise it waits for the requests in flight."""

@@ -106,7 +106,6 @@ class VllmClient(ServerClient):
     def resume(self) -> None:
         """Continue generating after `pause`."""
         self._request("/resume", {})
-        self.tokens.heard()
 
     def begin_weight_update(self) -> None:
         """Do nothing: vLLM needs no session for the call of `call_ranks`."""

@@ -24,7 +24,6 @@ class VllmEngine(ServedEngine, VllmServer):
         outcome = super().receive(order, plan)
         if outcome.status == "served":
             self.client.tokens.version = str(order.version)
-            self.client.tokens.heard()
         return outcome
 
     def sleep(self) -> None:

@@ -8,19 +8,23 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from hybridflow.config.schema import SamplingConfig
-from hybridflow.engines import token_stream
+from hybridflow.engines import token_stream, weight_transaction
 from hybridflow.engines.asking import TokenRequests
-from hybridflow.engines.base import Engine, WeightSpan
+from hybridflow.engines.base import ENGINES, Engine, WeightSpan
 from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.client import EngineClient
+from hybridflow.engines.spec import EngineSpec
 from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
+from hybridflow.sync.session import Outcome
 from hybridflow.workers.requests import CUT_SHORT, EngineRequests
 from tests.unit.engines.stub import KEY, Stub, answer_of, streamed
 
@@ -341,3 +345,25 @@ def test_another_deadline_for_the_same_engine(stub: Stub, client: EngineClient) 
     stub.answers_with("/begin_weight_update", {"success": True}, delay_s=600.0)
     with pytest.raises(EngineSilent, match=r"engine engine-7: /begin_weight_update not answered within 0\.2 s"):
         client.with_timeout(0.2).begin_weight_update()
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_time_of_a_sync_is_not_counted_as_silence(
+    kind: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = ENGINES.get(kind)(EngineSpec("engine-0", str(tmp_path)), tmp_path / "engine.log", lambda: None)
+    events: list[str] = []
+
+    def receive(*_: Any) -> Outcome:
+        events.append("receive")
+        if fails:
+            raise EngineError("lost", engine="engine-0")
+        return Outcome("engine-0", 1, "refused")
+
+    monkeypatch.setattr(weight_transaction, "receive", receive)
+    monkeypatch.setattr(engine.client.tokens, "heard", lambda: events.append("heard"))
+    endpoint = SimpleNamespace(timeout_s=5.0)
+    with pytest.raises(EngineError) if fails else nullcontext():
+        engine.receive(SimpleNamespace(endpoint=endpoint, version=2), "plan")
+    assert events == ["receive", "heard"]
