@@ -21,13 +21,14 @@ def main(words: list[str]) -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--local", type=Path, required=True)
     parser.add_argument("--node", default="")
+    parser.add_argument("--part", default="0", help="number of this process among those that take the measurement")
     parser.add_argument("--nodes", nargs="+", default=[""])
     given = parser.parse_args(words)
     place = Place(given.node, tuple(given.nodes), given.folder, given.local)
     try:
         entry = MEASUREMENTS.get(given.name)
         if entry.per_node and len(place.nodes) > 1:
-            place.meet(Path(given.name).name)
+            place.meet(f"{Path(given.name).name}.{given.part}")
         found = list(entry.run(place))
         metrics = tuple(
             replace(one, node=place.node if entry.per_node else "") for one in found if isinstance(one, Metric)

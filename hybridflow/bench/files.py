@@ -58,6 +58,8 @@ def pooled(runs: Sequence[Result]) -> Result:
         key = (metric.node, metric.name)
         same = [one for run in runs for one in run.metrics if (one.node, one.name) == key]
         joined = {"rounds": tuple(value for one in same for value in one.rounds)}
+        equal = len({len(one.rounds) / one.processes for one in same}) == 1
+        joined["processes"] = sum(one.processes for one in same) if equal else 1  # type: ignore[assignment]
         for name in ("limit", "peer", "yardstick"):
             parts = [getattr(one, name) for one in same]
             if parts[-1] is not None and all(part is not None for part in parts):

@@ -6,9 +6,10 @@ node slows its own limits as well.
 
 The test: logarithms of the ratios, the difference of their middles (the mean of the inner half, which a few bad rounds
 do not move and which needs fewer rounds than a median), and its bootstrap distribution, in which runs of neighbouring
-rounds are drawn together, since they share the machine's weather. A metric has changed where that difference is larger
-than its bound and the interval does not reach zero. The confidence of the interval is Bonferroni's over all metrics of
-the comparison, so that many metrics do not raise a false alarm together.
+rounds are drawn together, since they share the machine's weather. Where several processes measured a metric, processes
+are drawn first: where memory lies is the same in all rounds of one, and another in the next. A metric has changed where
+that difference is larger than its bound and the interval does not reach zero. The confidence of the interval is
+Bonferroni's over all metrics of the comparison, so that many metrics do not raise a false alarm together.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _change(one: Metric, other: Metric, alarm: float, bound: float | None, *, ju
     a, b = np.log(costs[0]), np.log(costs[1])
     spread = max(_spread(a), _spread(b))
     limit = max(bound or other.bound, min(spread, WIDEST))
-    low, middle, high = interval(b, a, alarm, seed=_seed(other))
+    low, middle, high = interval(b, a, alarm, _seed(other), processes=(other.processes, one.processes))
     edge = math.log1p(limit)
     verdict = "slower" if low > 0 and middle > edge else "faster" if high < 0 and middle < -edge else "same"
     if verdict == "same" and high - middle > math.log1p(SEEN):
@@ -167,7 +168,10 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
             if metric.unit == "count" or shortest < MIN_ROUNDS:
                 low = excess = float(np.median(own - middle))
             else:  # rounds of the nodes ran side by side: the weather of a shared machine cancels
-                low, excess, _ = interval(own - middle, np.zeros(1), ALARM / tests, seed=_seed(metric))
+                processes = metric.processes if shortest == len(metric.rounds) else 1
+                low, excess, _ = interval(
+                    own - middle, np.zeros(1), ALARM / tests, _seed(metric), processes=(processes, 1)
+                )
             if low > 0 and excess > math.log1p(limit):
                 rest = statistics.median(other.value for other in group if other.node != metric.node)
                 found.append(
@@ -177,7 +181,12 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
 
 
 def interval(
-    values: np.ndarray, baseline: np.ndarray, alarm: float, seed: int, draws: int = DRAWS
+    values: np.ndarray,
+    baseline: np.ndarray,
+    alarm: float,
+    seed: int,
+    draws: int = DRAWS,
+    processes: tuple[int, int] = (1, 1),
 ) -> tuple[float, float, float]:
     """(low, middle, high) of the difference of the middles: each end is passed by chance with `alarm`.
 
@@ -186,21 +195,24 @@ def interval(
         alarm: one-sided chance.
         seed: makes the answer the same for the same rounds.
         draws: of the bootstrap.
+        processes: that measured the values and the baseline, as many rounds in each.
     """
     generator = np.random.default_rng(seed)
     middle = float(_middles(values[None])[0] - _middles(baseline[None])[0])
-    drawn = _drawn(values, generator, draws) - _drawn(baseline, generator, draws)
+    drawn = _drawn(values, generator, draws, processes[0]) - _drawn(baseline, generator, draws, processes[1])
     low, high = np.quantile(drawn, [alarm, 1 - alarm])
     return min(float(low), middle), middle, max(float(high), middle)
 
 
-def _drawn(values: np.ndarray, generator: np.random.Generator, draws: int) -> np.ndarray:
-    """[draws] middles of the rounds drawn in blocks of neighbours (circular block bootstrap)."""
-    count = len(values)
+def _drawn(values: np.ndarray, generator: np.random.Generator, draws: int, processes: int) -> np.ndarray:
+    """[draws] middles of rounds drawn in blocks of neighbours (circular block bootstrap), of drawn processes."""
+    count = len(values) // processes
     block = max(1, round(count ** (1 / 3)))
-    starts = generator.integers(0, count, (draws, -(-count // block)))
-    places = (starts[:, :, None] + np.arange(block)) % count
-    return _middles(values[places.reshape(draws, -1)[:, :count]])
+    starts = generator.integers(0, count, (draws, processes, -(-count // block)))
+    places = (starts[..., None] + np.arange(block)) % count
+    chosen = generator.integers(0, processes, (draws, processes, 1)) if processes > 1 else 0
+    places = places.reshape(draws, processes, -1)[..., :count] + count * chosen
+    return _middles(values[places.reshape(draws, -1)])
 
 
 def _middles(values: np.ndarray) -> np.ndarray:

@@ -51,6 +51,7 @@ class Metric:
         yardstick: of the same unit and rounds, where there is neither: it shows how fast the machine was just then.
         node: where it was measured, empty for what belongs to no single node.
         bound: change of the ratio to the limit (or peer) that counts as one, 0.05 for 5%.
+        processes: in how many processes, one after the other, the rounds were measured, as many in each.
     """
 
     measurement: str
@@ -63,6 +64,7 @@ class Metric:
     yardstick: Reference | None = None
     node: str = ""
     bound: float = 0.05
+    processes: int = 1
 
     @property
     def value(self) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from hybridflow.bench import result as results
+from hybridflow.bench.files import pooled
 from hybridflow.bench.measurements.base import MEASUREMENTS, SUITES, Measurement, builtin
 from hybridflow.bench.result import NotRun, Result
 from hybridflow.config.registry import absolute_entry, is_user_entry
@@ -121,7 +122,17 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 
 
 def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
-    """The metrics of one measurement; of one that fails, a result with the reason alone."""
+    """The metrics of one measurement, of all its processes; of one that fails, a result with the reason alone."""
+    parts = []
+    for part in range(entry.processes if entry else 1):
+        parts.append(_measure_once(job, name, entry, part))
+        if not parts[-1].metrics:
+            return parts[-1]
+    return pooled(parts)
+
+
+def _measure_once(job: Job, name: str, entry: Measurement | None, part: int) -> Result:
+    """The metrics that one process takes; of one that fails, a result with the reason alone."""
     label = absolute_entry(name).rpartition("/")[2].replace(".py:", "-") if is_user_entry(name) else name
     log = job.folder / "logs" / (f"{label}.{job.node}.log" if job.node else f"{label}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -130,11 +141,11 @@ def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
     out = local / "metrics.json"
     words: Sequence[str] = [sys.executable, "-m", "hybridflow.bench", absolute_entry(name), "--out", str(out)]
     words = [*words, "--folder", str(job.folder.resolve()), "--local", str(local), "--node", job.node]
-    words = [*words, "--nodes", *job.nodes] if entry else [sys.executable, str(scripts()[name])]
+    words = [*words, "--part", str(part), "--nodes", *job.nodes] if entry else [sys.executable, str(scripts()[name])]
     environment = {**os.environ, **CONDITIONS, RESULT_VARIABLE: str(out)}
     empty = Result(label, "", 0.0, results.fingerprint_of({}))
     try:
-        with log.open("wb") as stream:
+        with log.open("ab" if part else "wb") as stream:
             code = finish(words, environment, stream, limit_s)
         if code == 0 and out.exists():
             found = results.read(out)

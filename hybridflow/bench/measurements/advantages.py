@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, interleaved, measurement
+from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, interleaved, measurement
 from hybridflow.bench.result import Metric, Reference
 
 ROWS, LONGEST = 256, 2048
 
 
-@measurement("advantages", "micro")
+@measurement("advantages", "micro", processes=PROCESSES)
 def advantages(place: Place) -> Iterator[Metric]:
     """GAE and whitening of 256 responses of 1 to 2,048 tokens beside a copy of what is read and written"""
     import torch
@@ -28,6 +28,7 @@ def advantages(place: Place) -> Iterator[Metric]:
             "gae": lambda: whiten(gae(rewards, values, lengths, gamma=1.0, lam=0.95)[0]),
             "copy": lambda: [(rewards.clone(), values.clone()) for _ in range(20)],
         },
+        rounds=ROUNDS_EACH,
         warm_up=3,
         clock=time.process_time,
     )

@@ -25,6 +25,8 @@ SUITES = {
     "scale": "the same steps with 1, 2, 4, ... processes: efficiency",
 }
 ROUNDS = 25
+# Where memory lies differs by process and stays as it is in each: short measurements are taken in several.
+PROCESSES, ROUNDS_EACH = 5, 9
 _POLL_S = 0.02
 
 
@@ -80,6 +82,7 @@ class Measurement:
         per_node: every node runs it, at the same time; else the first node alone.
         needs_gpu: it is not run where there is none, and the result says so.
         timeout_s: after which its process is ended.
+        processes: how many take it, one after the other; the rounds of all are judged together.
     """
 
     run: Run
@@ -88,13 +91,19 @@ class Measurement:
     per_node: bool = False
     needs_gpu: bool = False
     timeout_s: float = 90.0
+    processes: int = 1
 
 
 MEASUREMENTS: Registry[Measurement] = Registry("measurement", "hybridflow.bench.measurements", "measurement")
 
 
 def measurement(
-    name: str, *suites: str, per_node: bool = False, needs_gpu: bool = False, timeout_s: float = 90.0
+    name: str,
+    *suites: str,
+    per_node: bool = False,
+    needs_gpu: bool = False,
+    timeout_s: float = 90.0,
+    processes: int = 1,
 ) -> Callable[[Run], Run]:
     """Register a function as the measurement `name`. ConfigError: there is no such suite."""
     if unknown := set(suites) - set(SUITES):
@@ -102,7 +111,7 @@ def measurement(
 
     def decorate(run: Run) -> Run:
         summary = (run.__doc__ or name).strip().splitlines()[0]
-        MEASUREMENTS.register(name, Measurement(run, suites, summary, per_node, needs_gpu, timeout_s))
+        MEASUREMENTS.register(name, Measurement(run, suites, summary, per_node, needs_gpu, timeout_s, processes))
         return run
 
     return decorate

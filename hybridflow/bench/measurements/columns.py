@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from hybridflow.batch import DataProto, Jagged
-from hybridflow.bench.measurements.base import Place, interleaved, measurement
+from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, interleaved, measurement
 from hybridflow.bench.result import Metric, Reference
 
 ROWS, PARTS, TOKENS = 512, 16, 2_000_000
 
 
-@measurement("columns", "micro")
+@measurement("columns", "micro", processes=PROCESSES)
 def columns(place: Place) -> Iterator[Metric]:
     """concat and reorder of a jagged batch of 32 MB beside a copy of its bytes"""
     random = np.random.default_rng(1)
@@ -28,6 +28,7 @@ def columns(place: Place) -> Iterator[Metric]:
             "reorder": lambda: batch.reorder(order),
             "copy": lambda: [column.copy() for column in values.values()],
         },
+        rounds=ROUNDS_EACH,
         warm_up=2,
         clock=time.process_time,
     )

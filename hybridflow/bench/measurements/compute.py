@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, interleaved, loop, measurement, rates
+from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, interleaved, loop, measurement, rates
 from hybridflow.bench.result import Metric, Reference
 
 SIZE = 768
 COPY = 64 << 20
 
 
-@measurement("compute", "preflight", "micro", per_node=True)
+@measurement("compute", "preflight", "micro", per_node=True, processes=PROCESSES)
 def compute(place: Place) -> Iterator[Metric]:
     """clocks of the cores (a matrix product, Python's own loop) and bandwidth of the memory"""
     left, right = (np.random.default_rng(seed).random((SIZE, SIZE), dtype=np.float32) for seed in (1, 2))
@@ -24,7 +24,7 @@ def compute(place: Place) -> Iterator[Metric]:
         "loop": loop,
         "copy": lambda: np.copyto(target, source),
     }
-    found = {name: tuple(seconds) for name, seconds in interleaved(sides, warm_up=3).items()}
+    found = {name: tuple(seconds) for name, seconds in interleaved(sides, rounds=ROUNDS_EACH, warm_up=3).items()}
     yardstick = Reference("Python's own loop", found["loop"])
     yield Metric("compute", "compute/product", "s", "lower", found["product"], yardstick=yardstick, bound=0.08)
     yardstick = Reference("a matrix product", found["product"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, interleaved, measurement
+from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, interleaved, measurement
 from hybridflow.bench.result import Metric, Reference
 
 TOKENS, HIDDEN, VOCAB = 256, 128, 8192
 
 
-@measurement("log_probs", "micro")
+@measurement("log_probs", "micro", processes=PROCESSES)
 def log_probs(place: Place) -> Iterator[Metric]:
     """log-probabilities of 256 tokens over a vocabulary of 8,192 beside the matrix product alone"""
     import torch
@@ -32,6 +32,7 @@ def log_probs(place: Place) -> Iterator[Metric]:
                 "ours": lambda: log_probs_and_entropy(hidden, weight, targets, scoring, None),
                 "product": lambda: hidden @ weight.T,
             },
+            rounds=ROUNDS_EACH,
             warm_up=3,
             clock=time.process_time,
         )

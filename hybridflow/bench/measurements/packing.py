@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hybridflow.bench.measurements.base import Place, interleaved, loop, measurement
+from hybridflow.bench.measurements.base import PROCESSES, Place, interleaved, loop, measurement
 from hybridflow.bench.result import Metric, Reference
 from hybridflow.data.packing import balance, pack
 
 BUDGET = 16384
 
 
-@measurement("packing", "micro")
+@measurement("packing", "micro", processes=PROCESSES)
 def packing(place: Place) -> Iterator[Metric]:
     """micro-batches of 512 sequences and balance of 8,192 over 64 ranks: seconds, and how even they are"""
     random = np.random.default_rng(13)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from hybridflow.bench.measurements.base import Place, interleaved, loop, measurement
+from hybridflow.bench.measurements.base import PROCESSES, ROUNDS_EACH, Place, interleaved, loop, measurement
 from hybridflow.bench.result import Metric, Reference
 
 
-@measurement("planner", "micro")
+@measurement("planner", "micro", processes=PROCESSES)
 def planner(place: Place) -> Iterator[Metric]:
     """a plan of Qwen3-30B-A3B from 16 ranks to 8: seconds to plan, prove and simulate, slices, evenness of links"""
     from hybridflow.reshard import report
@@ -24,7 +24,9 @@ def planner(place: Place) -> Iterator[Metric]:
     def plan() -> None:
         runs.append(report.dry_run(config, trainer, [engine], "bfloat16", 1 << 30, Fabric()))
 
-    found = interleaved({"plan": plan, "loop": lambda: [loop() for _ in range(20)]}, rounds=9, clock=time.process_time)
+    found = interleaved(
+        {"plan": plan, "loop": lambda: [loop() for _ in range(20)]}, rounds=ROUNDS_EACH // 3, clock=time.process_time
+    )
     loops = Reference("Python's own loop", tuple(found["loop"]))
     yield Metric("planner", "planner/plan and proof", "s", "lower", tuple(found["plan"]), yardstick=loops, bound=0.1)
     figures = runs[-1].figures()

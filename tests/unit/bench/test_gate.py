@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hybridflow.bench.gate import compare, interval, outliers
-from hybridflow.bench.result import Metric, Reference, fingerprint_of
+from hybridflow.bench.result import Metric, Reference, Result, fingerprint_of
 from tests.unit.bench.samples import METRICS, simulated
 
 TRIES = 20
@@ -31,6 +32,25 @@ def test_a_metric_that_is_a_fifth_slower_is_named() -> None:
         name = f"room{i % METRICS}/seconds"
         found += slower(300 + i, 400 + i, {("", name): 1.2}) == [name]
     assert found >= 18
+
+
+def in_processes(seed: int, slow: float = 1.0, known: bool = True) -> Result:
+    """One metric of five processes, each with its own layout of memory: 4% from process to process, 1% within one."""
+    draw = np.random.default_rng(seed)
+    costs = np.exp(draw.normal(0.0, 0.04, (5, 1)) + draw.normal(0.0, 0.01, (5, 9))).ravel() * slow
+    limit = Reference("a copy", (1.0,) * costs.size)
+    metric = Metric("copy", "copy/seconds", "s", "lower", tuple(costs), limit, processes=5 if known else 1)
+    return replace(simulated(1), metrics=(metric,))
+
+
+def test_what_differs_between_processes_of_equal_code_is_no_change() -> None:
+    def alarms(known: bool) -> int:
+        pairs = [(in_processes(700 + i, known=known), in_processes(800 + i, known=known)) for i in range(5 * TRIES)]
+        return sum(compare(one, other).changes[0].verdict == "slower" for one, other in pairs)
+
+    assert alarms(known=True) <= 5 and alarms(known=True) < alarms(known=False)
+    found = [compare(in_processes(700 + i), in_processes(900 + i, slow=1.2)).changes[0] for i in range(5 * TRIES)]
+    assert sum(change.verdict == "slower" for change in found) >= 90
 
 
 def test_medians_of_the_values_alone_would_raise_false_alarms() -> None:
