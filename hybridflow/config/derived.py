@@ -128,26 +128,36 @@ def updates_per_step(config: RunConfig) -> int:
 
 
 def scores_before_update(config: RunConfig) -> bool:
-    """Whether a pass computes the policy's log-probs and entropies before a step's first update.
+    """Whether a pass computes the policy's log-probs and entropies of all rows before a step's first update.
 
-    Without it the first update reports them: it computes them anyway, with the weights that the pass would have. They
-    are needed earlier where updates follow that move the weights, where the reward, the estimator or the loss reads
-    them, and where the pass records or compares experts.
+    Without it the first update reports those of its rows: it computes them anyway, with the weights that the pass would
+    have. They are needed earlier where the reward, the estimator or the loss reads them, and where the pass records or
+    compares experts.
     """
     actor, algorithm = config.actor, config.algorithm
     reads = {*ESTIMATORS.get(algorithm.adv_estimator).reads, *POLICY_LOSSES.get(actor.policy_loss).reads}
     if algorithm.kl_coef or actor.router_replay != "none" or "entropys" in reads or actor.entropy_target is not None:
         return True
-    if "old_log_probs" in ESTIMATORS.get(algorithm.adv_estimator).reads:
-        return True
-    return actor.old_log_probs == "trainer" and updates_per_step(config) != 1
+    return "old_log_probs" in ESTIMATORS.get(algorithm.adv_estimator).reads
+
+
+def scores_later_rows(config: RunConfig) -> bool:
+    """Whether a pass before a step's first update computes log-probs and entropies of the rows of later mini-batches.
+
+    Their updates find weights that have moved; the first update reports log-probs and entropies of its own rows.
+    """
+    several = config.actor.ppo_mini_batch_size != config.data.train_batch_size
+    return several and config.actor.old_log_probs == "trainer" and not scores_before_update(config)
 
 
 def old_log_probs_column(config: RunConfig) -> str | None:
-    """The column that updates compare their log-probs with; None: the update's own values, without their gradient."""
+    """The column that updates compare their log-probs with; None: the update's own values, without their gradient.
+
+    Where no pass has computed old_log_probs of its rows, the first of several updates compares with its own values too.
+    """
     if config.actor.old_log_probs == "engine":
         return "rollout_log_probs"
-    return "old_log_probs" if scores_before_update(config) else None
+    return "old_log_probs" if scores_before_update(config) or updates_per_step(config) != 1 else None
 
 
 def total_updates(config: RunConfig) -> int:

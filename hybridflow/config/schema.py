@@ -160,8 +160,9 @@ class ActorConfig:
     # reinforce
     policy_loss: Annotated[str, POLICY_LOSS, _VERL_LOSSES] = "ppo"
     policy_loss_options: dict[str, Any] = field(default_factory=dict)  # of the loss, besides the keys of this section
-    # what updates compare with; trainer: the policy's log-probs before the first update of a step (where a step has one
-    # update, its own values: no pass computes them); engine: those of the engine that sampled (verl's bypass_mode)
+    # what updates compare with; trainer: the policy's log-probs before the first update of a step (for the rows of that
+    # update its own values; a pass computes those of the other rows); engine: those of the engine that sampled (verl's
+    # bypass_mode)
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     clip_ratio_low: NonNegative = 0.2
     clip_ratio_high: NonNegative = 0.2

@@ -67,12 +67,7 @@ class ModelGroup:
         the seed draws from the whole batch: the same on any number of ranks."""
         if seed is None:
             return [merge(reports) for reports in zip(*self.run(method, batch), strict=True)]
-        rows, ranks = derived.role_samples_per_mini_batch(self.config, self.role), self._data_parallel
-        read, costs, updates = batch.select(self._reads(method)), self._costs(batch), []
-        for epoch in range(getattr(self.config, self.role).ppo_epochs):
-            share = read.reorder(update_order(costs, ranks, rows, (seed, epoch)))
-            updates += [merge(reports) for reports in zip(*self.run(method, share, rows // ranks), strict=True)]
-        return updates
+        return self._epochs(method, batch, seed)
 
     def memory(self) -> Mapping[str, float]:
         """Peaks of the methods, and what lay off the device, since the last call."""
@@ -85,6 +80,26 @@ class ModelGroup:
     def is_saved(self) -> bool:
         """Whether no rank is writing. CheckpointError when the last background save failed."""
         return all(self.run(RoleWorker.is_saved))
+
+    def _epochs(self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0) -> list[Update]:
+        """The updates of the epochs from the `first` on."""
+        epochs, updates = range(first, getattr(self.config, self.role).ppo_epochs), list[Update]()
+        for epoch in epochs:
+            updates += self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
+        return updates
+
+    def _train(
+        self, method: Callable[..., Any], batch: DataProto, *args: Any, without: tuple[str, ...] = ()
+    ) -> list[Update]:
+        """Updates over a batch whose consecutive pieces are the shares of the ranks; `without` some columns."""
+        rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
+        share = batch.select([name for name in self._reads(method) if name not in without])
+        return [merge(reports) for reports in zip(*self.run(method, share, rows, *args), strict=True)]
+
+    def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
+        """[ranks, rows] the rows of an epoch's mini-batches, one mini-batch after another."""
+        rows, ranks = derived.role_samples_per_mini_batch(self.config, self.role), self._data_parallel
+        return update_order(self._costs(batch), ranks, rows, seed).reshape(ranks, -1)
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return method_spec(method).reads
@@ -137,15 +152,36 @@ class PolicyGroup(ModelGroup):
         self._unobserved = True
         return self.compute(log_prob_method(self.config), batch)
 
-    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        """The rows of the step's first mini-batch, in the order of `batch`, with the old_log_probs and entropys that
-        its update computed."""
-        rows, ranks = derived.samples_per_mini_batch(self.config), self._data_parallel
-        order = update_order(self._costs(batch), ranks, rows, (seed, 0))
-        first = order.reshape(ranks, -1)[:, : rows // ranks].reshape(-1)  # each rank's share, as the rank holds it
-        found = as_batch(self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(first)))
-        by_row = np.argsort(first)
-        return batch.rows(first[by_row]).union(found.rows(by_row))
+    def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, as the ranks will hold
+        these rows."""
+        return self.log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
+
+    def update_and_score(
+        self, batch: DataProto, seed: int, later: DataProto | None = None
+    ) -> tuple[list[Update], DataProto]:
+        """All updates of a step whose first mini-batch no pass has scored. Returns them, and in the order of `batch`
+        the rows of that mini-batch (with `later`, all rows) with old_log_probs and entropys."""
+        method, (rows, others) = PolicyWorker.update_policy, self._first_and_later(batch, seed)
+        offload = self.config.actor.offload
+        if later is not None and (offload.gradients or offload.optimizer):
+            self.run(RoleWorker.wake, ("gradients", "optimizer"))  # once for both calls; training's end offloads them
+        begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
+        updates = self._train(method, batch.rows(begun), True, without=("old_log_probs",))
+        found = as_batch(self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows)))
+        if later is not None:
+            updates += self._train(method, batch.rows(others).union(later))
+            rows, found = np.concatenate([rows, others]), _stacked(found, later)
+        by_row = np.argsort(rows)
+        scored = batch.rows(rows[by_row]).union(found.rows(by_row))
+        updates += self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
+        return self._observed(updates, batch), scored
+
+    def _first_and_later(self, batch: DataProto, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of the first mini-batch of the first epoch, and all others, each as the ranks hold them."""
+        share = derived.samples_per_mini_batch(self.config) // self._data_parallel
+        order = self._order(batch, (seed, 0))
+        return order[:, :share].reshape(-1), order[:, share:].reshape(-1)
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates; those of a step of reinforcement learning say how replay went and what memory was taken.
@@ -154,8 +190,10 @@ class PolicyGroup(ModelGroup):
             RouterReplayError: replay was not live in the step that `batch` went through.
         """
         updates = super().update(method, batch, seed)
-        if seed is None:
-            return updates
+        return updates if seed is None else self._observed(updates, batch)
+
+    def _observed(self, updates: Sequence[Update], batch: DataProto) -> list[Update]:
+        """The updates with what the ranks have noticed since the step began."""
         observations, self._unobserved = self.run(PolicyWorker.take_observations), False
         lengths, actor = (batch.lengths("prompt_ids"), batch.lengths("response_ids")), self.config.actor
         observed = memory_metrics(observations, self.role) | model_metrics(observations)
@@ -165,6 +203,12 @@ class PolicyGroup(ModelGroup):
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return update_step(self.config).reads
+
+
+def _stacked(first: DataProto, others: DataProto) -> DataProto:
+    """Rows of both; columns stay in the object store where both have them there."""
+    parts = [first, others]
+    return DataProto.concat(parts if first.deferred == others.deferred else [part.fetch() for part in parts])
 
 
 def update_step(config: RunConfig) -> DataflowStep:
@@ -181,13 +225,14 @@ def check_steps(config: RunConfig) -> None:
         SchemaError: names the step and the column.
     """
     critic = derived.has_critic(config)
+    scored = derived.scores_before_update(config) or derived.scores_later_rows(config)
     reference = ModelWorker if derived.has_own_reference(config) else PolicyWorker
     generating = DataflowStep("generate", ("prompt_ids",), method_spec(collect_method(config)).writes), SCORING
     check_dataflow(
         [
             *([READING] if config.data.answers == "pairs" else generating),
             *([ModelWorker.compute_scores] if derived.has_reward_model(config) else []),
-            *([log_prob_method(config)] if derived.scores_before_update(config) else []),
+            *([log_prob_method(config)] if scored else []),
             *([PolicyWorker.compute_sum_pi_squared] if derived.needs_sum_pi_squared(config) else []),
             *([reference.compute_ref_log_probs] if derived.needs_reference(config) else []),
             *([teacher_method(config.actor.distillation)] if derived.has_teacher(config) else []),
@@ -195,6 +240,7 @@ def check_steps(config: RunConfig) -> None:
             *([GREEDY] if "greedy_scores" in advantages_step(config).reads else []),
             advantages_step(config),
             *([ModelWorker.update_critic] if critic else []),
+            *([] if scored else [PolicyWorker.take_update_log_probs]),  # of the first update, for those after it
             update_step(config),
         ],
         available=("uid", *COLUMNS),

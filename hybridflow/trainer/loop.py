@@ -127,9 +127,13 @@ class RLTrainer:
         `record` is given."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.phases.training():
+            later = None
             if self.scores_first:
                 with phase("old_log_prob"):
                     batch = batch.union(self.policy.log_probs(batch))
+            elif derived.scores_later_rows(self.config):
+                with phase("old_log_prob"):
+                    later = self.policy.later_log_probs(batch, self.update_seed())
             batch = self.with_comparisons(batch)
             if self.critic:
                 with phase("values"):
@@ -138,7 +142,7 @@ class RLTrainer:
                 batch = self.keep(self.advantages.add(batch))
             if self.scores_first:
                 self.check_log_probs(batch)
-            updates, scored = self.update(batch)
+            updates, scored = self.update(batch, later)
         validates = self.step == trainer.total_steps or self.session.is_due(trainer.test_every_steps, self.step)
         synced = None
         if self.config.data.answers == "sampled" or validates:  # nobody asks the engines otherwise
@@ -201,23 +205,26 @@ class RLTrainer:
 
     @property
     def scores_first(self) -> bool:
-        """Whether a pass of its own computes this step's old log-probs; otherwise its first update reports them."""
+        """Whether a pass of its own computes old log-probs of all rows of this step; otherwise its first update reports
+        those of its rows."""
         return derived.scores_before_update(self.config) or self.step <= self.config.trainer.critic_warmup
 
-    def update(self, batch: DataProto) -> tuple[dict[str, Sequence[Update]], DataProto]:
-        """The step's updates of critic and policy. Returns them, and the rows of `batch` with old_log_probs: all of
-        them, or where no pass computed these, those of the first mini-batch."""
+    def update(self, batch: DataProto, later: DataProto | None) -> tuple[dict[str, Sequence[Update]], DataProto]:
+        """The step's updates of critic and policy; `later` holds what a pass over some rows has computed. Returns them,
+        and the rows of `batch` with old_log_probs: all of them, or where no pass computed these, those of the first
+        mini-batch."""
         updates: dict[str, Sequence[Update]] = {}
         seed, phase = self.update_seed(), self.session.timeline.phase
         if self.critic:
             with phase("update_critic"):
                 updates["critic"] = self.critic.update(ModelWorker.update_critic, batch, seed)
-        if self.step > self.config.trainer.critic_warmup:
-            with phase("update_actor"):
-                updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
         if self.scores_first:
+            if self.step > self.config.trainer.critic_warmup:
+                with phase("update_actor"):
+                    updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
             return updates, batch
-        scored = self.policy.update_log_probs(batch, seed)
+        with phase("update_actor"):
+            updates["actor"], scored = self.policy.update_and_score(batch, seed, later)
         self.check_log_probs(scored)  # an error here still comes before engines or a checkpoint get the update
         return updates, scored
 

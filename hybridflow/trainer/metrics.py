@@ -134,7 +134,7 @@ def _explained_variance(batch: DataProto) -> float:
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Means over the policy's updates of a step; `actor/first_ppo_kl` is that of the first, where old and new weights
-    are the same, where the loss reports `actor/ppo_kl`.
+    are the same, where the loss reports `actor/ppo_kl`. It is 0 where that update compares with its own values.
 
     Without updates (`trainer.critic_warmup`), nothing.
     """

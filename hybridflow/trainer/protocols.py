@@ -51,7 +51,15 @@ class Policy(Role, Protocol):
         """old_log_probs and entropys; with router replay the experts of each token."""
         ...
 
-    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        """After an update of `batch` with `seed` that no such pass came before: the rows of the first mini-batch, in
-        the order of `batch`, with the old_log_probs and entropys that the update computed for them."""
+    def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, for
+        `update_and_score`."""
+        ...
+
+    def update_and_score(
+        self, batch: DataProto, seed: int, later: DataProto | None = None
+    ) -> tuple[Sequence[Update], DataProto]:
+        """All updates of a step whose first mini-batch no pass has scored. Returns them, and rows in the order of
+        `batch` with old_log_probs and entropys: those of the first mini-batch, as its update computed them, and with
+        what `later_log_probs` returned for the same batch and seed all the others."""
         ...

@@ -74,19 +74,22 @@ class PolicyWorker(RoleWorker):
 
     @register(Dispatch.DP_METRIC)
     @needs("weights", "gradients", "optimizer")
-    def update_policy(self, batch: DataProto, rows_per_update: int) -> list[Report]:
+    def update_policy(self, batch: DataProto, rows_per_update: int, notes: bool = False) -> list[Report]:
         """Updates over this rank's share in its order, `rows_per_update` of its rows each. One report an update.
 
         Reads prompt_ids, response_ids and what the policy loss declares, and replays routed_experts if it is there.
+        With `notes` the first update keeps what it computes for `take_update_log_probs`. A batch without old_log_probs
+        is that update alone, which compares with its own values.
         """
         with self.model.replay.during("replay") if ROUTES in batch else nullcontext():
-            return self._update(batch, rows_per_update)
+            return self._update(batch, rows_per_update, notes)
 
-    def _update(self, batch: DataProto, rows_per_update: int) -> list[Report]:
-        config, reports = self.spec.config, []
-        loss = PolicyLoss(self.config, derived.old_log_probs_column(config))
+    def _update(self, batch: DataProto, rows_per_update: int, notes: bool) -> list[Report]:
+        config, reports = self.spec.config, list[Report]()
+        old = derived.old_log_probs_column(config)
+        loss = PolicyLoss(self.config, None if notes and old == "old_log_probs" else old)
         for mini_batch in batch.mini_batches(rows_per_update):
-            noted = Noted(loss) if self._noted is None and not derived.scores_before_update(config) else None
+            noted = Noted(loss) if notes and not reports else None
             sums, info = self.model.train_mini_batch(
                 mini_batch,
                 noted or loss,

@@ -194,6 +194,21 @@ def test_updates_do_not_depend_on_packing_and_a_nan_changes_nothing(backend: str
         assert result["unequal"][0] == result["unequal"][1]
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_first_update_computes_what_a_pass_before_it_would(backend: str) -> None:
+    """Its own log-probs may stand in for old_log_probs: the same values, gradients and metrics, and a ratio of 1."""
+    for result in run_backend(backend, RANKS, "own_values", hf=DENSE):
+        scored, own = result["scored"], result["own"]
+        np.testing.assert_array_equal(own["old_log_probs"], scored["old_log_probs"])
+        np.testing.assert_allclose(own["old_log_probs"], result["pass"], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(own["entropys"], result["pass_entropies"], rtol=0, atol=TOLERANCE)
+        assert own["norm"] == pytest.approx(scored["norm"], rel=1e-5) and own["norm"] > 1e-3
+        assert own["sums"]["actor/ppo_kl"][0] == 0
+        assert own["sums"].keys() == scored["sums"].keys()
+        for name, pair in own["sums"].items():
+            assert pair == pytest.approx(scored["sums"][name], rel=1e-5, abs=1e-5), name
+
+
 def test_two_ranks_train_on_the_mini_batches_of_one() -> None:
     """Mini-batches drawn from each rank's share would differ, and gradient norms with them."""
     [[one], *two] = (run_backend("megatron", ranks, "drawn", hf=DENSE) for ranks in (1, RANKS))

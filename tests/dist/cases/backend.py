@@ -279,6 +279,27 @@ def masked(policy: Any) -> dict[str, Any]:
     return found
 
 
+def own_values(backend: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """Norm, metrics and noted log-probs of a first update that compares with a pass before it, and with itself."""
+    from hybridflow.workers.losses import Noted, PolicyLoss
+
+    policy = open_policy(backend, hf, 0.1)
+    rows = share(policy, with_columns()).drop(["old_log_probs"])
+    arguments = {"max_tokens": 40, "temperature": 0.8, "with_entropy": True}
+    before, entropies = policy.log_probs(rows, **arguments)
+    found: dict[str, Any] = {"pass": before.values.tolist(), "pass_entropies": entropies.values.tolist()}
+    for name, batch, old in (("scored", rows.with_columns(old_log_probs=before), "old_log_probs"), ("own", rows, None)):
+        policy.set_optimizer(OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=0.0))
+        loss = PolicyLoss(ActorConfig(entropy_coef=0.1), old)
+        noted = Noted(loss)
+        sums, info = policy.train_mini_batch(batch, noted, columns=loss.columns, **arguments)
+        seen = noted.take(batch)
+        assert seen is not None
+        found[name] = {"norm": info["grad_norm"], "sums": sums}
+        found[name] |= {column: seen.jagged(column).values.tolist() for column in seen.columns}
+    return found
+
+
 def drawn(backend: str, hf: dict[str, Any]) -> list[float]:
     """Gradient norms of two epochs of four updates each, drawn as `trainer.groups` draws them, and a weight sum."""
     from hybridflow.data.packing import update_order

@@ -370,8 +370,9 @@ def test_all_problems_come_at_once() -> None:
     ("overrides", "column", "first", "shown"),
     [
         ((), None, False, "the one update's own values; no pass computes them"),
-        (("actor.ppo_epochs=2",), "old_log_probs", True, "of a pass before the updates (actor.old_log_probs trainer)"),
-        (("actor.ppo_mini_batch_size=2",), "old_log_probs", True, "of a pass before the updates"),
+        (("actor.ppo_epochs=2",), "old_log_probs", False, "own values for its rows; no pass computes them"),
+        (("actor.ppo_mini_batch_size=1",), "old_log_probs", False, "a pass over the other 75% of the rows"),
+        (("actor.ppo_epochs=2", "algorithm.kl_coef=0.1"), "old_log_probs", True, "of a pass before the updates"),
         (("algorithm.kl_coef=0.1",), "old_log_probs", True, "of a pass before the updates"),
         (("actor.router_replay=r2",), "old_log_probs", True, "of a pass before the updates"),
         (("actor.ppo_epochs=2", "actor.old_log_probs=engine"), "rollout_log_probs", False, "of the engine"),

@@ -61,21 +61,59 @@ def test_where_no_pass_comes_first_the_update_reports_the_log_probs(
     world.first_rows = rows
     trainer = trainer_of(config, world)
     trainer.fit()
-    assert world.calls == ["sync 0", "answer", "generate", "update", "update_log_probs", "sync 1", "answer", "save"]
+    assert world.calls == ["sync 0", "answer", "generate", "update", "sync 1", "answer", "save"]
     [record] = records(trainer, "train")
     assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
     dumped = read_rollouts(trainer.session.folder / "rollouts" / "step_000001.parquet")
     assert len(dumped) == PROMPTS * N and ("logprob_diff_mean" in dumped[0]) == (rows == PROMPTS * N)
 
 
+class Counting(World):
+    """A world that notes how many rows its passes score."""
+
+    def __init__(self, difference: float = 0.0) -> None:
+        super().__init__(difference)
+        self.scored: list[int] = []
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        self.scored.append(len(batch))
+        return super().log_probs(batch)
+
+
+def test_with_several_updates_a_pass_scores_the_rows_of_the_later_ones_alone(tmp_path: Path) -> None:
+    """What is recorded is still of all rows: the first update reports its own."""
+    config = config_of(tmp_path, total_steps=1)
+    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=1))
+    world = Counting(difference=0.005)
+    world.first_rows = N
+    trainer = trainer_of(config, world)
+    trainer.fit()
+    assert world.scored == [(PROMPTS - 1) * N]
+    [record] = records(trainer, "train")
+    assert record["rollout/logprob_diff/mean"] == pytest.approx(0.005) and record["actor/entropy"] == -1.0
+    dumped = read_rollouts(trainer.session.folder / "rollouts" / "step_000001.parquet")
+    assert len(dumped) == PROMPTS * N and all("logprob_diff_mean" in row for row in dumped)
+
+
+def test_a_pass_scores_all_rows_where_the_reward_reads_them(tmp_path: Path) -> None:
+    config = config_of(tmp_path, kl=0.1, total_steps=1)
+    actor, algorithm = replace(config.actor, ppo_mini_batch_size=1), replace(config.algorithm, kl_coef=0.1)
+    world = Counting()
+    trainer_of(replace(config, actor=actor, algorithm=algorithm), world).fit()
+    assert world.scored[0] == PROMPTS * N
+
+
+@pytest.mark.parametrize("mini_batch", [PROMPTS, 1])
 def test_engines_that_disagree_stop_a_run_whose_update_reports_it_before_anybody_gets_the_weights(
-    tmp_path: Path,
+    tmp_path: Path, mini_batch: int
 ) -> None:
     config = config_of(tmp_path, save_every_steps=1)
     world = World(difference=0.02)
+    world.first_rows = mini_batch * N
     with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
-        trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=PROMPTS)), world).fit()
-    assert world.calls == ["sync 0", "answer", "generate", "update", "update_log_probs"]
+        trainer_of(replace(config, actor=replace(config.actor, ppo_mini_batch_size=mini_batch)), world).fit()
+    scored = [] if mini_batch == PROMPTS else ["log_probs"]
+    assert world.calls == ["sync 0", "answer", "generate", *scored, "update"]
 
 
 @pytest.mark.parametrize(
@@ -265,9 +303,10 @@ def test_restarts_are_counted_and_an_error_of_a_whole_group_is_none_of_their_bus
 
 @pytest.mark.parametrize("difference", [0.02, float("nan")])
 def test_engines_that_disagree_stop_the_run_before_it_trains(tmp_path: Path, difference: float) -> None:
-    world = World(difference=difference)
+    config, world = config_of(tmp_path), World(difference=difference)
+    config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))  # the reward reads log-probs of all rows
     with pytest.raises(LogprobMismatchError, match=r"step 1: .*bound 1\.00e-02.*logprob_diff_bound"):
-        trainer_of(config_of(tmp_path), world).fit()
+        trainer_of(config, world).fit()
     assert "update" not in world.calls and "save" not in world.calls
 
 

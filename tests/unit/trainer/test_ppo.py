@@ -236,7 +236,7 @@ class Frozen(FakeRole):
 
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         self.world.calls.append("own reference")
-        return batch.select(["old_log_probs"]).rename({"old_log_probs": "ref_log_probs"})
+        return batch.select(["rollout_log_probs"]).rename({"rollout_log_probs": "ref_log_probs"})
 
 
 @pytest.mark.parametrize("path", [None, "teacher"])

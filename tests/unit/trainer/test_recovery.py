@@ -110,8 +110,8 @@ class OwnCritic:
         self.world.calls.append(f"critic {method.__name__}")
 
     def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
-        old = batch.jagged("old_log_probs")
-        return DataProto.from_columns({"values": old})
+        response = batch.jagged("response_ids")
+        return DataProto.from_columns({"values": Jagged(np.zeros(len(response.values), np.float32), response.offsets)})
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1

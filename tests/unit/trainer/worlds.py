@@ -72,18 +72,26 @@ class World:
         self.calls.append("update")
         self.seeds.append(seed)
         assert {"advantages", "response_ids"} <= set(batch.columns)
-        assert "old_log_probs" in batch or "log_probs" not in self.calls
         return [
             Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
         ]
 
-    def update_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        self.calls.append("update_log_probs")
-        assert seed == self.seeds[-1]
-        first = batch.rows(np.arange(len(batch)) < self.first_rows)
-        response = first.jagged("response_ids")
+    def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+        return self.log_probs(batch.rows(np.arange(len(batch)) >= self.first_rows))
+
+    def update_and_score(
+        self, batch: DataProto, seed: int, later: DataProto | None = None
+    ) -> tuple[Sequence[Update], DataProto]:
+        updates = self.update(PolicyWorker.update_policy, batch, seed)
+        is_first = np.arange(len(batch)) < self.first_rows
+        rows = batch.rows(is_first)
+        response = rows.jagged("response_ids")
         old = Jagged(np.full(len(response.values), -1.0, np.float32), response.offsets)
-        return first.with_columns(old_log_probs=old, entropys=old)
+        found = DataProto.from_columns({"old_log_probs": old, "entropys": old})
+        if later is None:
+            return updates, rows.union(found)
+        assert len(later) == (~is_first).sum()
+        return updates, batch.union(DataProto.concat([found, later]))
 
     def save(self, folder: Path, *, phase: str, step: int, background: bool) -> None:
         self.calls.append("save")
