@@ -77,14 +77,23 @@ class Sandbox:
                 "in a container, its seccomp profile)"
             )
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
-        """Run a Python program with this standard input. A sandbox that has ended starts again, in this thread."""
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None, *, goes_on: bool = False) -> ProgramResult:
+        """Run a Python program with this standard input. A sandbox that has ended starts again, in this thread.
+
+        Args:
+            code: the program.
+            stdin: its standard input.
+            limits: of this run; None: the default ones.
+            goes_on: whether the same program is expected to run again next, in the same namespaces. That costs one
+                fork; the process and /tmp are new, as for another program.
+        """
         limits = limits or Limits()
         if self.has_ended:
             self._start()
+        order = {"code": code, "stdin": stdin, "goes_on": goes_on, **vars(limits)}
         self._connection.settimeout(limits.timeout_s + _PATIENCE_S)
         try:
-            self._lines.write(json.dumps({"code": code, "stdin": stdin, **vars(limits)}).encode() + b"\n")
+            self._lines.write(json.dumps(order).encode() + b"\n")
             self._lines.flush()
             line = self._lines.readline()
         except OSError:

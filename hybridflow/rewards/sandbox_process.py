@@ -2,8 +2,9 @@
 standard input imports nothing else, has an empty environment and holds no secrets that a fork could read.
 
 It leaves the host's mounts, network and users behind once (user, mount, network, IPC and UTS namespaces, a root of its
-own without /proc). Each program gets a PID and a mount namespace more, a private /tmp, limits and a seccomp filter
-under which it may compute, use its /tmp and start threads, and nothing else: no fork, exec, socket, mount or ptrace.
+own without /proc). Each program gets a PID and a mount namespace more. Each run of it, with an input of its own, is a
+fork of the first process there and gets an empty /tmp, limits and a seccomp filter under which it may compute, use its
+/tmp and start threads, and nothing else: no fork, exec, socket, mount or ptrace.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import struct
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 4, 38, 22
 _SYS_CLONE, _SYS_PIVOT_ROOT, _SYS_CAPSET = 56, 155, 126
 _NOBODY = 65534
-_FILES, _THREADS, _TMP_INODES = 64, 32, 1024
+_FILES, _THREADS = 64, 32
+_TMP_FLAGS, _TMP_OPTIONS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size={},nr_inodes=1024,mode=1777"
 # Of x86-64. Files, memory, time, threads' locks, signals within the PID namespace; what acts on others is left out.
 _ALLOWED = (
     *range(0, 16), *range(17, 26), 28, 32, 33, *range(35, 40), 60, 61, 62, 63, 72, 74, 75, 76, 77, 78, 79, 80, 82, 83,
@@ -177,7 +180,7 @@ def _limit(order: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _be_program(order: dict[str, Any], files: tuple[int, int, int]) -> None:
+def _be_program(order: dict[str, Any], files: list[int]) -> None:
     """The program itself; does not return."""
     os.setsid()  # or a signal to its process group would reach processes outside of the namespace
     for number, file in enumerate(files):
@@ -207,57 +210,97 @@ def _be_program(order: dict[str, Any], files: tuple[int, int, int]) -> None:
         os._exit(code & 0xFF)
 
 
-def _be_init(order: dict[str, Any], files: tuple[int, int, int], status: int) -> None:
-    """The first process of the program's PID namespace, at whose end the kernel kills all others; does not return."""
+def _be_init(order: dict[str, Any], requests: socket.socket) -> None:
+    """The first process of a PID namespace, at whose end the kernel kills all others; does not return.
+
+    Each request brings four descriptors, the three of a run and the one on which it says how the run has ended.
+    """
     try:
         _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
         for number in (signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-        _mount("tmpfs", "/tmp", "tmpfs", flags, f"size={order['tmp_bytes']},nr_inodes={_TMP_INODES},mode=1777")
-        program = os.fork()
-        if program == 0:
-            _be_program(order, files)
-        for file in files:
-            os.close(file)
-        ended, code = 0, 0
-        while ended != program:
-            ended, code = os.wait()
-        os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
-    except BaseException as error:
-        os.write(status, f"init: {error}".encode())
+        has_folder = False
+        while True:
+            _, (*files, status), _, _ = socket.recv_fds(requests, 1, 4)
+            try:
+                if has_folder:
+                    _check(_libc.umount2(b"/tmp", 2), "umount /tmp")
+                _mount("tmpfs", "/tmp", "tmpfs", _TMP_FLAGS, _TMP_OPTIONS.format(order["tmp_bytes"]))
+                has_folder = True
+                os.write(status, str(_ended(order, files)).encode())
+            except BaseException as error:
+                os.write(status, f"init: {error}".encode())
+                raise
+            os.close(status)
     finally:
         os._exit(0)
 
 
-def _run(order: dict[str, Any]) -> dict[str, Any]:
-    """Run one program to its end or its limits."""
-    stdin = os.memfd_create("stdin")
-    view = memoryview(order["stdin"].encode())
-    while view:
-        view = view[os.write(stdin, view) :]
-    os.lseek(stdin, 0, os.SEEK_SET)
-    out, err, status = os.pipe(), os.pipe(), os.pipe()
-    began = time.monotonic()
-    flags = _CLONE_NEWPID | _CLONE_NEWNS | signal.SIGCHLD
-    init = _check(_libc.syscall(_SYS_CLONE, ctypes.c_ulong(flags), 0, 0, 0, 0), "clone")
-    if init == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-        _be_init(order, (stdin, out[1], err[1]), status[1])
-    for file in (stdin, out[1], err[1], status[1]):
+def _ended(order: dict[str, Any], files: list[int]) -> int:
+    """Run the program once; its exit code. Nothing of it runs on."""
+    program = os.fork()
+    if program == 0:
+        _be_program(order, files)
+    for file in files:
         os.close(file)
-    found: dict[int, bytearray] = {out[0]: bytearray(), err[0]: bytearray(), status[0]: bytearray()}
-    why = _read(found, status[0], order["output_bytes"], began + order["timeout_s"])
-    os.kill(init, signal.SIGKILL)
-    os.waitpid(init, 0)
-    text = {name: found[file].decode(errors="replace") for name, file in (("stdout", out[0]), ("stderr", err[0]))}
-    said = found[status[0]].decode()
-    for file in found:
-        os.close(file)
-    if not why and not said.lstrip("-").isdigit():
-        why = f"the sandbox failed: {said or 'its first process was killed'}"
-    code = int(said) if not why else None
-    return text | {"code": code, "why": why, "seconds": time.monotonic() - began}
+    ended, code = 0, 0
+    while ended != program:
+        ended, code = os.wait()
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    return os.waitstatus_to_exitcode(code)
+
+
+class _Space:
+    """A PID and a mount namespace in which one program runs, with one input after another.
+
+    Args:
+        order: the program and its limits.
+    """
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.order = order
+        self._requests, theirs = socket.socketpair()
+        flags = _CLONE_NEWPID | _CLONE_NEWNS | signal.SIGCHLD
+        self._init = _check(_libc.syscall(_SYS_CLONE, ctypes.c_ulong(flags), 0, 0, 0, 0), "clone")
+        if self._init == 0:
+            ctypes.pythonapi.PyOS_AfterFork_Child()
+            self._requests.close()
+            _be_init(order, theirs)
+        theirs.close()
+
+    def run(self, given: str, began: float) -> dict[str, Any]:
+        """Run the program with this standard input to its end or its limits."""
+        stdin = os.memfd_create("stdin")
+        view = memoryview(given.encode())
+        while view:
+            view = view[os.write(stdin, view) :]
+        os.lseek(stdin, 0, os.SEEK_SET)
+        out, err, status = os.pipe(), os.pipe(), os.pipe()
+        theirs = [stdin, out[1], err[1], status[1]]
+        with suppress(BrokenPipeError):  # an init that was killed says nothing, which is read below
+            socket.send_fds(self._requests, [b"."], theirs)
+        for file in theirs:
+            os.close(file)
+        found: dict[int, bytearray] = {out[0]: bytearray(), err[0]: bytearray(), status[0]: bytearray()}
+        why = _read(found, status[0], self.order["output_bytes"], began + self.order["timeout_s"])
+        text = {name: found[file].decode(errors="replace") for name, file in (("stdout", out[0]), ("stderr", err[0]))}
+        said = found[status[0]].decode()
+        for file in found:
+            os.close(file)
+        if not why and not said.lstrip("-").isdigit():
+            why = f"the sandbox failed: {said or 'its first process was killed'}"
+        code = int(said) if not why else None
+        return text | {"code": code, "why": why, "seconds": time.monotonic() - began}
+
+    def close(self) -> None:
+        """Kill what runs there."""
+        self._requests.close()
+        os.kill(self._init, signal.SIGKILL)
+        os.waitpid(self._init, 0)
 
 
 def _read(found: dict[int, bytearray], status: int, most: int, deadline: float) -> str:
@@ -302,10 +345,24 @@ def main() -> None:
         answer = {"refused": str(error)}
     lines.write(json.dumps(answer).encode() + b"\n")
     lines.flush()
-    import bisect  # noqa: F401  # programs use them
+    import bisect  # noqa: F401  # programs use it
 
+    compile("", "program", "exec")  # makes the interpreter's types of syntax, which each fork would make again
+
+    space: _Space | None = None
     for line in lines:
-        lines.write(json.dumps(_run(json.loads(line) | {"as_nobody": as_root})).encode() + b"\n")
+        began = time.monotonic()
+        order: dict[str, Any] = json.loads(line) | {"as_nobody": as_root}
+        given, goes_on = order.pop("stdin"), order.pop("goes_on", False)
+        if space is not None and space.order != order:
+            space.close()
+            space = None
+        space = space or _Space(order)
+        result = space.run(given, began)
+        if result["why"] or not goes_on:
+            space.close()
+            space = None
+        lines.write(json.dumps(result).encode() + b"\n")
         lines.flush()
 
 

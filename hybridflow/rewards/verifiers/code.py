@@ -52,8 +52,9 @@ def code(
     if not blocks:
         return ScoreResult(0.0, {"passed": 0, "tests": len(inputs), "failed_with": "no program"})
     passed, failed_with = 0, None
-    for given, wanted in zip(inputs, outputs, strict=True):
-        said = _failure(blocks[-1], given, wanted, tests.get("fn_name"), Limits(timeout_s=test_timeout_s))
+    limits = Limits(timeout_s=test_timeout_s)
+    for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=True), start=1):
+        said = _failure(blocks[-1], given, wanted, tests.get("fn_name"), limits, goes_on=number < len(inputs))
         passed += said is None
         failed_with = failed_with or said
         if said and not partial_credit:
@@ -67,14 +68,16 @@ def _sandbox() -> Sandbox:
     return Sandbox()
 
 
-def _failure(program: str, given: Any, wanted: Any, function: str | None, limits: Limits) -> str | None:
+def _failure(
+    program: str, given: Any, wanted: Any, function: str | None, limits: Limits, *, goes_on: bool
+) -> str | None:
     """How one test failed, or None."""
     if function:
         arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
         program, given = program + _CALL, json.dumps([function, arguments])
     elif not isinstance(given, str):
         given = "\n".join(map(str, given))
-    result = _sandbox().run(program, given, limits)
+    result = _sandbox().run(program, given, limits, goes_on=goes_on)
     if result.why or result.code:
         return result.why or (result.stderr.strip().splitlines() or [f"exit code {result.code}"])[-1][:200]
     if function:

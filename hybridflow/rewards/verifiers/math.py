@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from hybridflow.rewards.latex import cheap_prediction
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 _SOURCES = (
@@ -33,10 +34,11 @@ def math(response: str, ground_truth: str) -> ScoreResult:
         ValueError: nothing can be read from the ground truth.
     """
     parse_truth, parse_answer, verify = _functions()
-    expected = parse_truth(f"\\boxed{{{ground_truth}}}")
-    if not expected:
-        raise ValueError(f"the ground truth {ground_truth!r} is no expression")
-    found = parse_answer(response)
+    with cheap_prediction():
+        expected = parse_truth(f"\\boxed{{{ground_truth}}}")
+        if not expected:
+            raise ValueError(f"the ground truth {ground_truth!r} is no expression")
+        found = parse_answer(response)
     return ScoreResult(float(bool(found) and verify(expected, found)), {"answer": str(found[-1]) if found else None})
 
 

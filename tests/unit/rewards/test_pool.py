@@ -73,6 +73,44 @@ def test_rows_that_hang_raise_end_or_return_nonsense_cost_themselves_alone(tmp_p
     assert "scoring hang" in (tmp_path / "logs" / "rewards.log").read_text()
 
 
+MEETING = f"""
+    import os, pathlib, time
+
+    def compute_score({ROW}):
+        folder = pathlib.Path(extra_info["folder"])
+        while solution_str == "wait" and not (folder / "all-are-submitted").exists():
+            time.sleep(0.01)
+        if solution_str.startswith("meet"):
+            (folder / f"{{solution_str}}-{{os.getpid()}}").touch()
+            while len(list(folder.glob(f"{{solution_str}}-*"))) < 2:
+                time.sleep(0.01)
+        return {{"score": 1.0, "pid": os.getpid()}}
+"""
+
+
+def _scored_by(manager: RewardManager, folder: Path, texts: list[str], truths: list[str]) -> list[tuple[str, int]]:
+    """Each row's ground truth and the process that has scored it."""
+    submitted = manager.submit(["a"] * len(texts), texts, truths, [{"folder": str(folder)}] * len(texts))
+    (folder / "all-are-submitted").touch()
+    results = manager.collect(submitted)
+    return [(truth, result.extra["pid"]) for truth, result in zip(truths, results, strict=True)]
+
+
+@pytest.mark.slow
+def test_rows_with_one_ground_truth_go_to_one_process_while_others_have_work(tmp_path):
+    texts = ["wait"] * 2 + [f"meet {number}" for number in range(4)] * 2  # the processes work in step
+    with _manager(tmp_path, MEETING, timeout_s=30.0) as manager:
+        scored_by = _scored_by(manager, tmp_path, texts, ["1", "2"] + ["x"] * 4 + ["y"] * 4)[2:]
+    assert len(set(scored_by)) == 2 and len({pid for _, pid in scored_by}) == 2, scored_by
+
+
+@pytest.mark.slow
+def test_no_process_is_idle_for_the_sake_of_a_ground_truth(tmp_path):
+    with _manager(tmp_path, MEETING, timeout_s=30.0) as manager:
+        scored_by = _scored_by(manager, tmp_path, ["meet 0"] * 2, ["x"] * 2)
+    assert len(set(scored_by)) == 2, scored_by
+
+
 def test_rows_that_nobody_collects_cost_nobody_anything(tmp_path):
     code = f"""
         def compute_score({ROW}):

@@ -95,7 +95,8 @@ HOSTILE = {
 }
 
 
-def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch, goes_on):
     monkeypatch.setenv("SECRET", SECRET)
     file = tmp_path / "file"
     file.write_text(SECRET)
@@ -111,7 +112,9 @@ def test_hostile_programs_end_as_failures_and_harm_nothing(tmp_path, monkeypatch
             code = HOSTILE[name]
             for word, value in values.items():
                 code = code.replace(word, str(value))
-            found[name] = sandbox.run(code, "", limits)
+            found[name] = sandbox.run(code, "", limits, goes_on=goes_on)
+            if goes_on:  # whatever the first run did, the second one ends as such programs do
+                found[f"{name}, again"] = sandbox.run(code, "", limits)
         assert sandbox.run("print(input())", "still here").stdout == "still here\n"
         sandbox.close()
         return found
@@ -153,6 +156,60 @@ def test_ordinary_programs_find_a_python_with_its_library_and_a_folder():
     sandbox.close()
 
 
+def test_a_program_that_goes_on_finds_nothing_of_its_earlier_runs() -> None:
+    sandbox = Sandbox()
+    code = """
+        import builtins, os, sys
+        print(sys.stdin.read(), os.listdir("/tmp"), hasattr(builtins, "left"), os.getpid(), len(os.listdir("/")))
+        builtins.left = 1
+        open("/tmp/left", "w").write("x")
+        for number in range(3, 64):
+            try:
+                os.fstat(number)
+                print("an open descriptor", number)
+            except OSError:
+                pass
+    """
+    found = [sandbox.run(textwrap.dedent(code), word, goes_on=word != "c") for word in "abc"]
+    assert all((result.code, result.why, result.stderr) == (0, "", "") for result in found), found
+    words, folders = zip(*((result.stdout.split()[0], result.stdout.split()[1:3]) for result in found), strict=True)
+    assert words == ("a", "b", "c") and list(folders) == [["[]", "False"]] * 3
+    assert len({result.stdout.split()[3] for result in found}) == 3  # the same namespace, another process
+    assert not any("descriptor" in result.stdout for result in found)
+    again = sandbox.run(textwrap.dedent(code), "d")
+    assert again.stdout.split()[3] == found[0].stdout.split()[3]  # a namespace of its own
+    sandbox.close()
+
+
+def test_a_run_that_reaches_a_limit_or_ends_badly_does_not_end_those_that_follow() -> None:
+    sandbox = Sandbox()
+    code = """
+        import os, signal, time
+        what = input()
+        if what == "sleep": time.sleep(60)
+        if what == "write":
+            while True: print("x" * 4096)
+        if what == "memory": bytearray(4 << 30)
+        if what == "end": os._exit(3)
+        if what == "kill":
+            for victim in (-1, 1, os.getpid()):
+                try: os.kill(victim, signal.SIGKILL)
+                except OSError: pass
+        open("/tmp/full", "wb").write(b"x" * (1 << 20))
+        print("well")
+    """
+    words = ["well", "sleep", "well", "write", "well", "memory", "end", "kill", "well"]
+    limits = Limits(timeout_s=2.0, memory_bytes=256 << 20, tmp_bytes=3 << 19)  # the file fits once
+    found = [sandbox.run(textwrap.dedent(code), f"{word}\n", limits, goes_on=True) for word in words]
+    ends = [(result.why, result.code) for result in found]
+    well = ("", 0)
+    assert ends == [well, ("timeout", None), well, ("output", None), well, ("", 1), ("", 3), ("", -9), well], found
+    assert "MemoryError" in found[5].stderr
+    other = sandbox.run("import os; print(os.getpid(), os.listdir('/tmp'))", limits=limits, goes_on=True)
+    assert other.stdout == "2 []\n"
+    sandbox.close()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_an_ordinary_user_has_the_sandbox_as_well():
     python = shutil.which("python3", path="/usr/bin")  # one that another user can read
@@ -160,16 +217,18 @@ def test_an_ordinary_user_has_the_sandbox_as_well():
         pytest.skip("no python3 in /usr/bin")
     source = (Path(__file__).parents[3] / "hybridflow" / "rewards" / "sandbox_process.py").read_text()
     become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
-    order = {"code": "import os; print(os.getpid(), os.listdir('/tmp'))", "stdin": "", **vars(Limits())}
+    code = "import os; print(os.getpid(), os.listdir('/tmp')); open('/tmp/x', 'w'); os.kill(1, 9)"
+    order = {"code": code, "stdin": "", "goes_on": True, **vars(Limits())}
     ours, theirs = socket.socketpair()
     process = subprocess.Popen([python, "-I", "-S", "-c", become, source], stdin=theirs, env={}, cwd="/")
     theirs.close()
     with ours, ours.makefile("rwb") as lines:
         assert json.loads(lines.readline()) == {"ready": True}
-        lines.write(json.dumps(order).encode() + b"\n")
-        lines.flush()
-        result = json.loads(lines.readline())
-    assert (result["code"], result["stdout"]) == (0, "2 []\n"), result
+        for number in (2, 3):  # the first process of the namespace has the same user, and lives on
+            lines.write(json.dumps(order).encode() + b"\n")
+            lines.flush()
+            result = json.loads(lines.readline())
+            assert (result["code"], result["stdout"]) == (0, f"{number} []\n"), result
     process.wait(60)
 
 
