@@ -28,6 +28,7 @@ HYBRIDFLOW = str(Path(sys.executable).with_name("hybridflow"))
 def start_from(folder: Path) -> Path:
     """A folder with a model that gets some sums right; both sides start from it."""
     words = ["--config-name", RECIPE, f"output_dir={folder}", f"data.prepare.out={folder / 'data'}", "name=warm"]
+    words.append("sft=warm-start")
     run("hybridflow sft", [HYBRIDFLOW, "sft", *words], inherited(), folder)
     return folder / "warm" / "export"
 

@@ -17,6 +17,7 @@ def curve(folder: Path, name: str, *words: str) -> list[float]:
     """The held-out accuracy after 0, 25, 50 and 75 steps."""
     engine = Path(__file__).with_name("perturbed_engine.py")
     given = ["--config-name", "tiny-rloo", f"rollout.engine={engine}:perturbed", "rollout.logprob_diff_bound=null"]
+    given += ["sft=warm-start", "trainer.total_steps=75"]
     given += [f"output_dir={folder}", f"name={name}", f"data.prepare.out={folder / 'data'}", "trainer.export=false"]
     command = ("env", f"{NOISE}=0.3", "OMP_NUM_THREADS=1", HYBRIDFLOW)
     with Run(folder / f"output-{name}", "train", *given, *words, command=command) as run:
