@@ -150,6 +150,13 @@ def scores_later_rows(config: RunConfig) -> bool:
     return several and config.actor.old_log_probs == "trainer" and not scores_before_update(config)
 
 
+def share_scored_before_update(config: RunConfig) -> float:
+    """The share of a step's rows that a pass of the policy scores before the first update."""
+    if scores_before_update(config):
+        return 1.0
+    return 1 - config.actor.ppo_mini_batch_size / config.data.train_batch_size if scores_later_rows(config) else 0.0
+
+
 def old_log_probs_column(config: RunConfig) -> str | None:
     """The column that updates compare their log-probs with; None: the update's own values, without their gradient.
 

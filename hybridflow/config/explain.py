@@ -155,7 +155,7 @@ def _old_log_probs(config: RunConfig) -> str:
         return "the one update's own values; no pass computes them"
     kind = f"actor.old_log_probs {config.actor.old_log_probs}"
     if column == "old_log_probs" and not derived.scores_before_update(config):
-        later = 1 - config.actor.ppo_mini_batch_size / config.data.train_batch_size
+        later = derived.share_scored_before_update(config)
         rest = f"a pass over the other {later:.0%} of the rows" if later else "no pass computes them"
         return f"the first update's own values for its rows; {rest} ({kind})"
     where = "of a pass before the updates" if column == "old_log_probs" else "of the engine that sampled"

@@ -89,8 +89,9 @@ class Search:
             if held + working > self.memory:
                 continue
             length = self.job.prompt_tokens + self.job.lengths.weighted
-            prepared = training.pass_seconds(role.micro_tokens, count, length, backward=False)
-            trained = 0.0
+            prepared = trained = 0.0
+            if role.scored:
+                prepared = training.pass_seconds(role.micro_tokens, count * role.scored, length, backward=False)
             if role.updates:
                 each = count * role.passes / role.updates
                 trained = role.updates * training.update_seconds(role.micro_tokens, each, length)

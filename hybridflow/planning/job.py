@@ -39,7 +39,8 @@ class RolePlan:
 
     Attributes:
         micro_tokens: tokens of a micro-batch, all context ranks together. updates: optimizer updates a step; 0: it only
-            computes. passes: times that the batch is trained on.
+            computes. passes: times that the batch is trained on. scored: share of the samples that a pass without
+            gradients reads.
     """
 
     name: str
@@ -49,6 +50,7 @@ class RolePlan:
     passes: int
     offload: OffloadConfig
     is_guest: bool  # in the actor's processes
+    scored: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
         # a colocated reference follows the actor
         offload=config.actor.offload if name == "reference" and is_guest else section.offload,
         is_guest=is_guest,
+        scored=derived.share_scored_before_update(config) if name == "actor" else 1.0,
     )
 
 

@@ -171,6 +171,8 @@ def _generation(job: Job) -> Phase:
 def _scoring(job: Job) -> Iterator[Phase]:
     names = {"actor": "log-probs", "reference": "reference", "critic": "values"}
     for role in job.roles:
+        if not role.scored:
+            continue
         if role.name == "reference" and role.is_guest:
             held = _held(job, role, "weights") | {"reference": role.training.weights(_heaviest(role))}
         else:
@@ -179,7 +181,9 @@ def _scoring(job: Job) -> Iterator[Phase]:
         held |= {f"{role.name} activations": training.forward_activations(stage, role.micro_tokens)}
         yield Phase(
             names.get(role.name, role.name.replace("_", " ")),
-            training.pass_seconds(role.micro_tokens, _micro_batches(job, role), _length(job), backward=False),
+            training.pass_seconds(
+                role.micro_tokens, _micro_batches(job, role) * role.scored, _length(job), backward=False
+            ),
             held | _engine_while_training(job),
         )
 

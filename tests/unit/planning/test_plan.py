@@ -145,3 +145,15 @@ def test_the_demo_holds_what_its_formulas_say() -> None:
     heaviest = max(numbers, key=lambda one: one.total)
     assert parts["weights"] == parts["gradients"] == 4 * heaviest.total == parts["reference"]
     assert parts["optimizer"] == 8 * heaviest.total  # one data-parallel rank
+
+
+def test_a_step_without_a_pass_for_old_log_probs_is_planned_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(*words: str) -> float:
+        assert main(["plan", "--config-name", "grpo-qwen3-8b-1x8", "--json", *words]) == 0
+        phases = json.loads(capsys.readouterr().out)["phases"]
+        return sum(float(phase["seconds"]) for phase in phases if phase["name"] == "log-probs")
+
+    batch = load_config("grpo-qwen3-8b-1x8").data.train_batch_size
+    half = seconds(f"actor.ppo_mini_batch_size={batch // 2}")
+    assert seconds(f"actor.ppo_mini_batch_size={batch}") == 0.0 < half
+    assert 1.2 * half < seconds(f"actor.ppo_mini_batch_size={batch // 4}") < 1.7 * half
