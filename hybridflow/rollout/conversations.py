@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import inspect
 import logging
+import threading
 import time
 import weakref
 from collections import deque
@@ -48,6 +49,7 @@ _SAMPLED = ("response_ids", "rollout_log_probs", "response_versions")
 _ROW = ("data_source", "ground_truth", "extra_info")
 SINGLE_TURN = "single_turn"  # the loop that needs no conversation
 _POLL_S = 0.25
+_CLOSE_S = 5.0
 # while no engine works, the longest wait for environments and programs that are at work, and between two looks at them
 _TOGETHER_S, _STEP_S = 2.0, 0.001
 _SETTLED = 10  # times that the event loop goes round without another conversation asking
@@ -334,6 +336,17 @@ class Conversations:
 
 
 def _close(events: asyncio.AbstractEventLoop, completions: CompletionServer) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        _end(events, completions)
+    else:  # Python collects in any thread, also in one where another loop runs
+        thread = threading.Thread(target=_end, args=(events, completions))
+        thread.start()
+        thread.join(_CLOSE_S)
+
+
+def _end(events: asyncio.AbstractEventLoop, completions: CompletionServer) -> None:
     events.run_until_complete(completions.close())
     events.run_until_complete(_cancel(list(asyncio.all_tasks(events))))
     events.close()

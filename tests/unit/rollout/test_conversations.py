@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +154,19 @@ def test_conversations_of_several_lengths_in_rounds(tokenizer: Tokenizer) -> Non
         {"role": "assistant", "content": "12"},
     ]
     assert found["agent_failure"].tolist() == [None] * 3
+
+
+def test_a_service_that_is_collected_while_another_event_loop_runs_is_closed(tokenizer: Tokenizer) -> None:
+    service = Conversations(Engines(tokenizer, lambda _: "7"), tokenizer, config(loop="tools"))
+    events, held = service._events, [service]
+    del service
+
+    async def collect() -> None:
+        held.clear()
+        gc.collect()
+
+    asyncio.run(collect())
+    assert events.is_closed()
 
 
 @pytest.fixture
