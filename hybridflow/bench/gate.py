@@ -168,10 +168,7 @@ def outliers(result: Result, bound: float = NODE_BOUND) -> tuple[Outlier, ...]:
             if metric.unit == "count" or shortest < MIN_ROUNDS:
                 low = excess = float(np.median(own - middle))
             else:  # rounds of the nodes ran side by side: the weather of a shared machine cancels
-                processes = metric.processes if shortest == len(metric.rounds) else 1
-                low, excess, _ = interval(
-                    own - middle, np.zeros(1), ALARM / tests, _seed(metric), processes=(processes, 1)
-                )
+                low, excess, _ = interval(own - middle, np.zeros(1), ALARM / tests, _seed(metric))
             if low > 0 and excess > math.log1p(limit):
                 rest = statistics.median(other.value for other in group if other.node != metric.node)
                 found.append(

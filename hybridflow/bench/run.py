@@ -124,7 +124,8 @@ def run(job: Job, say: Callable[[str], None] = print) -> Result:
 def _measure(job: Job, name: str, entry: Measurement | None) -> Result:
     """The metrics of one measurement, of all its processes; of one that fails, a result with the reason alone."""
     parts = []
-    for part in range(entry.processes if entry else 1):
+    # nodes measure each round side by side, which processes that start anew would not
+    for part in range(entry.processes if entry and len(job.nodes) == 1 else 1):
         parts.append(_measure_once(job, name, entry, part))
         if not parts[-1].metrics:
             return parts[-1]

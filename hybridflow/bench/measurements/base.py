@@ -82,7 +82,8 @@ class Measurement:
         per_node: every node runs it, at the same time; else the first node alone.
         needs_gpu: it is not run where there is none, and the result says so.
         timeout_s: after which its process is ended.
-        processes: how many take it, one after the other; the rounds of all are judged together.
+        processes: how many take it, one after the other; the rounds of all are judged together. Where several nodes
+            take part, one on each.
     """
 
     run: Run
