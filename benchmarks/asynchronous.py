@@ -98,9 +98,9 @@ class Engines(Requests):
             self.advance(
                 min(self.engines[number].running[0][0] for number in engines if self.engines[number].running) + _POLL_S
             )
-        return [self._answers(self.engines[number]) for number in engines]
+        return [self._brought(self.engines[number]) for number in engines]
 
-    def _answers(self, engine: Engine) -> DataProto:
+    def _brought(self, engine: Engine) -> DataProto:
         tickets, engine.ended = engine.ended, []
         answer = Completion([0], [0.0], "stop", (WeightSpan("0", 0, 1),))
         return response_columns([answer] * len(tickets)).with_columns(ticket=np.array(tickets, np.int64))
@@ -141,12 +141,12 @@ class Unscored:
         """Nothing was begun."""
 
 
-def config_of(staleness: int = 0, tail: float = 0.0) -> RunConfig:
+def config_of(staleness: int = 0, tail: float = 0.0, ahead: int | None = None) -> RunConfig:
     """The run that is looked at."""
     return RunConfig(
         data=DataConfig(train_batch_size=PROMPTS, max_response_length=MOST),
         rollout=RolloutConfig(n=SAMPLES, num_engines=ENGINES, max_running_requests=RUNNING),
-        trainer=TrainerConfig(total_steps=STEPS, max_staleness=staleness, tail_batching=tail),
+        trainer=TrainerConfig(total_steps=STEPS, max_staleness=staleness, steps_ahead=ahead, tail_batching=tail),
     )
 
 
@@ -157,20 +157,24 @@ def lengths_of(count: int, seed: int) -> np.ndarray:
     return np.minimum(np.maximum(drawn, 1), MOST).astype(np.int64)
 
 
-def run(staleness: int, training_s: float, tail: float = 0.0) -> tuple[float, float, float]:
-    """Seconds a step, the share of the trainer's time in which it waits, and the idle share of the engines' places."""
-    config = config_of(staleness, tail)
+def run(
+    staleness: int, training_s: float, tail: float = 0.0, ahead: int | None = None
+) -> tuple[float, float, float, float]:
+    """Seconds a step, the share of the trainer's time in which it waits, the idle share of the engines' places, and the
+    weight versions since the prompts of a step were handed out, in the mean."""
+    config = config_of(staleness, tail, ahead)
     count = 2 * PROMPTS * SAMPLES * STEPS  # what tail batching cuts off is answered anew, at most once
-    engines, waited = Engines(config, lengths_of(count, 1)), 0.0
+    engines, waited, age = Engines(config, lengths_of(count, 1)), 0.0, 0.0
     given: Any = (engines, Rows(), lambda batch: batch, Unscored())
     groups = Groups(config, *given)
     for version in range(STEPS):
         before = engines.now
         groups.next_batch(version)
         waited += engines.now - before
+        age += groups.metrics.get("rollout/staleness/mean", 0.0)
         engines.advance(engines.now + training_s)
     busy = sum(engine.busy for engine in engines.engines)
-    return engines.now / STEPS, waited / engines.now, 1 - busy / (engines.now * ENGINES * RUNNING)
+    return engines.now / STEPS, waited / engines.now, 1 - busy / (engines.now * ENGINES * RUNNING), age / STEPS
 
 
 def throughput(long_share: float) -> float:
@@ -194,14 +198,16 @@ def main() -> None:
     """Simulate, and write the results."""
     training_s = run(0, 0.0)[0]
     synchronous, figures = 0.0, []
-    for staleness, tail in ((0, 0.0), (0, TAIL), (1, 0.0), (4, 0.0)):
-        step_s, waits, idle = run(staleness, training_s, tail)
+    for staleness, tail, ahead in ((0, 0.0, None), (0, TAIL, None), (1, 0.0, None), (4, 0.0, None), (4, 0.0, 4)):
+        step_s, waits, idle, age = run(staleness, training_s, tail, ahead)
         synchronous = synchronous or step_s
         name = f"tail_batching {tail}" if tail else f"max_staleness {staleness}"
+        name += "" if ahead is None else f", steps_ahead {ahead}"
         figures += [
             Figure(f"{name}: a step", step_s, "s", "synchronous", synchronous, synchronous / step_s),
             Figure(f"{name}: trainer waits", waits, "of its time"),
             Figure(f"{name}: places of engines idle", idle, "of their time"),
+            Figure(f"{name}: age of prompts", age, "weight versions"),
         ]
     plain, tailed = throughput(0.0), throughput(0.01)
     name = "throughput with 1 % of answers 20 times as long"

@@ -9,6 +9,11 @@ from hybridflow.config.schema import RunConfig
 
 def problems(config: RunConfig) -> Iterator[str]:
     """Every problem as one line."""
+    if (ahead := config.trainer.steps_ahead) is not None and ahead > config.trainer.max_staleness:
+        yield (
+            f"trainer.steps_ahead={ahead} hands prompts out for more steps than answers may be old "
+            f"(trainer.max_staleness={config.trainer.max_staleness}); set steps_ahead to null or to that at most"
+        )
     if not config.trainer.max_staleness:
         return
     stale = f"trainer.max_staleness={config.trainer.max_staleness}"

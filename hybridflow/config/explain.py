@@ -103,9 +103,13 @@ def _staleness(config: RunConfig) -> str:
         )
     if not steps:
         return "a step waits for all of its samples, which the present weights make"
+    ahead = config.trainer.steps_ahead
+    have = f"up to 1 + {steps} steps, {(1 + steps) * samples}, but of no more than keep the trainer busy,"
+    if ahead is not None:
+        have = f"1 + trainer.steps_ahead {ahead} steps, {(1 + ahead) * samples},"
     return (
-        f"engines have the samples of up to 1 + {steps} steps, {(1 + steps) * samples}, and go on while the policy "
-        f"trains; a token is at most {steps} weight versions old"
+        f"engines have the samples of {have} and go on while the policy trains; a token is at most {steps} weight "
+        "versions old"
     )
 
 

@@ -19,7 +19,7 @@ _COLUMNS = ("score", *TOKEN_COLUMNS)
 # of the time, the machine and the engines, not of what the step computed
 _OTHER_METRICS = (
     *("wall_time", "step", "phase", "timing_s/", "perf/", "sync/", "controller/", "trainer/", "rollout/restarts"),
-    *("rollout/staleness", "rollout/groups_left", "sampling/"),
+    *("rollout/staleness", "rollout/groups_left", "rollout/steps_ahead", "sampling/"),
 )
 
 

@@ -1,9 +1,13 @@
 """Which groups of answers a step trains: a buffer between engines that go on and a policy that moves.
 
-A group is a prompt with its samples. As a step begins, prompts for this one and `trainer.max_staleness` more are handed
-out, and it takes those that were handed out with the oldest weights, of these the ones that have ended first. So no
-token that is trained is more than `max_staleness` versions old: an answer has the time of so many steps, and a step
-waits for one that takes longer. With 0 a step waits for all that it hands out.
+A group is a prompt with its samples. As a step begins, prompts for this one and some steps more are handed out, and it
+takes the groups that have ended. An answer has the time of `trainer.max_staleness` steps; a step waits for one that
+takes longer, so that no token that is trained is more than so many versions old. With 0 a step waits for all that it
+hands out.
+
+For how many steps prompts are handed out in advance is `trainer.steps_ahead`. Without a number it follows from the
+run: one more, up to `max_staleness`, whenever a step finds too few answers, and one less, down to one, whenever it
+finds those of the next step there too. Samples are thus no older than it takes to keep the trainer busy.
 
 With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run hands out more prompts
 than it trains, takes the groups that end first and cuts the others off. As soon as a step's worth of prompts has been
@@ -63,6 +67,7 @@ class Groups:
         self._cut_off: list[int] = []  # rows of the dataset that wait for a long round
         self._begun: tuple[list[int], DataProto] | None = None  # versions of the first of `_next`, and their answers
         self._scored: list[Scoring] = []  # of the groups of the last batch
+        self._ahead = self._first_ahead()
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
@@ -73,11 +78,14 @@ class Groups:
         Raises:
             HybridFlowError: what `RolloutService.poll` raises.
         """
+        goes_on = bool(self._left)
         self._hand_out(version)
         if self.config.trainer.max_staleness and self._left and not self.engines.ended(self._left[-1].tickets):
             self.engines.poll()  # engines begin what was handed out now, also where the step has its groups already
+        if goes_on:
+            self._adapt()
         self._begin_scoring()
-        while (chosen := self._ready()) is None:
+        while (chosen := self._ready(version)) is None:
             self.engines.poll()
             self._begin_scoring()
         taken = set(map(id, chosen))
@@ -90,6 +98,7 @@ class Groups:
                 "rollout/staleness/mean": float(age.mean()),
                 "rollout/staleness/max": float(age.max()),
                 "rollout/groups_left": float(len(self._left)),
+                "rollout/steps_ahead": float(self._ahead),
             }
         prompts = concat([group.prompts.rows(group.rows) for group in chosen])
         answered = self.engines.take([ticket for group in chosen for ticket in group.tickets])
@@ -149,6 +158,9 @@ class Groups:
             self._cut_off = cut_off
         else:
             self._next += cut_off
+        if self.config.trainer.steps_ahead is None:
+            steps = min(len(self._next) // self.config.data.train_batch_size, self.config.trainer.max_staleness)
+            self._ahead = max(steps, self._first_ahead())
         if begun is not None and self._kind().items() <= state.items():
             self._begun = [self._kept(made_by, state["versions"], version) for made_by in state["versions"]], begun
 
@@ -170,7 +182,7 @@ class Groups:
         if trainer.tail_batching:
             rows = self._round(steps * size)
         else:
-            rows = self._drawn(min(1 + trainer.max_staleness, steps) * size - len(self._left))
+            rows = self._drawn(min(1 + self._ahead, steps) * size - len(self._left))
         if not rows:
             return
         versions, begun = self._taken_up(len(rows), version)
@@ -233,9 +245,42 @@ class Groups:
         self._left = []
         self.metrics["rollout/prompts_cut_off"] = float(len(self._cut_off))
 
-    def _ready(self) -> list[_Group] | None:
-        """The groups that the step trains, in the order in which they were handed out; None while it has to wait."""
-        ended = {id(group) for group in self._left if self.engines.ended(group.tickets)}
+    def _ready(self, version: int) -> list[_Group] | None:
+        """The groups that the step trains, in the order in which they were handed out; None while it has to wait.
+
+        Of the groups that were handed out with the oldest weights it takes as many as cannot be trained in time
+        otherwise, and then those that have ended.
+        """
+        size, ended = self.config.data.train_batch_size, self._ended()
         oldest_first = sorted(self._left, key=lambda group: (group.version, id(group) not in ended))
-        chosen = {id(group) for group in oldest_first[: self.config.data.train_batch_size]}
-        return [group for group in self._left if id(group) in chosen] if chosen <= ended else None
+        due = self._due(oldest_first, version)
+        chosen = [*oldest_first[:due], *(group for group in oldest_first[due:] if id(group) in ended)][:size]
+        found = {id(group) for group in chosen}
+        if len(chosen) < size or not found <= ended:
+            return None
+        return [group for group in self._left if id(group) in found]
+
+    def _due(self, oldest_first: Sequence[_Group], version: int) -> int:
+        """How many of these groups this step must train, so that each can be trained before it is too old."""
+        size, most = self.config.data.train_batch_size, self.config.trainer.max_staleness
+        # the group in place n must be among the first n + 1, of which later steps can train `size` each
+        places = enumerate(oldest_first, start=1)
+        return max([number - size * (group.version + most - version) for number, group in places] + [0])
+
+    def _ended(self) -> set[int]:
+        return {id(group) for group in self._left if self.engines.ended(group.tickets)}
+
+    def _first_ahead(self) -> int:
+        """For how many steps prompts are handed out in advance before it is known how many are needed."""
+        trainer = self.config.trainer
+        return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
+
+    def _adapt(self) -> None:
+        """Follow what a step finds as it begins: too few answers, or those of the next step too."""
+        if self.config.trainer.steps_ahead is not None:
+            return
+        ended, size = len(self._ended()), self.config.data.train_batch_size
+        if ended < size:
+            self._ahead = min(self._ahead + 1, self.config.trainer.max_staleness)
+        elif ended >= 2 * size:
+            self._ahead = max(self._ahead - 1, self._first_ahead())

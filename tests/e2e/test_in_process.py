@@ -120,7 +120,8 @@ def test_rollouts_alone_are_trained_on_by_ranks_of_their_own(tmp_path: Path, set
 def test_an_asynchronous_run_goes_on_with_the_answers_that_it_had(tmp_path: Path, settings: list[str]) -> None:
     """Answers of older weights, which the present ones would make otherwise: resumed, a run is bit for bit the same."""
     words = [*settings, "cluster=in-process", f"trainer.total_steps={STEPS}", "trainer.save_every_steps=1",
-             "trainer.max_checkpoints_to_keep=0", "trainer.max_staleness=2", "trainer.val_before_train=false",
+             "trainer.max_checkpoints_to_keep=0", "trainer.max_staleness=2", "trainer.steps_ahead=2",
+             "trainer.val_before_train=false",
              "actor.rollout_correction.weight=token", "trainer.export=false"]  # fmt: skip
     _, folder = train(tmp_path, words, "whole")
     grown = numbers(folder)

@@ -205,6 +205,7 @@ def test_what_can_run_passes(overrides: tuple[str, ...]) -> None:
         (("rollout.sampling.top_p=0.9",), ("rollout.sampling.top_p=0.9", "logprob_diff_bound=null")),
         (("trainer.max_staleness=1",), ("trainer.max_staleness=1", "actor.rollout_correction.weight=token")),
         ((*STALE, "trainer.tail_batching=0.25"), ("trainer.tail_batching=0.25", "set one of them to 0")),
+        ((*STALE, "trainer.steps_ahead=2"), ("trainer.steps_ahead=2", "trainer.max_staleness=1")),
         (("trainer.tail_batching=-1",), ("trainer.tail_batching=-1", "at least 0")),
         ((*STALE, "rollout.sync.pause=abort"), ("rollout.sync.pause=abort", "retract or in_place")),
         ((*STALE, "rollout.sync.pause=in_place"), ("rollout.sync.pause=in_place", "logprob_diff_bound=null")),

@@ -49,13 +49,17 @@ def test_a_group_chosen_on_the_command_line_is_the_one_that_is_read(tmp_path: Pa
         ("sft.steps=0", "Warm start: none"),
         ("trainer.tail_batching=0.25", "trains the 64 that end first"),
         ("trainer.max_staleness=2", "engines have the samples of up to 1 + 2 steps"),
+        (
+            "trainer.max_staleness=2 trainer.steps_ahead=1",
+            "engines have the samples of 1 + trainer.steps_ahead 1 steps, 1024,",
+        ),
         ("rollout.tensor=4", "rollout.tensor x rollout.pipeline = 4 x 1 = 4 an engine, on one node"),
         ("rollout.sync.staging_bytes=4000", "4000 / (2 x 2) = 1000 bytes"),
     ],
 )
 def test_every_role_is_explained(override: str, said: str) -> None:
-    config = load_config("tiny-moe-grpo", [override])
-    assert said in explain(config, Origins.find("tiny-moe-grpo", [override], config_dirs(None)))
+    config = load_config("tiny-moe-grpo", override.split())
+    assert said in explain(config, Origins.find("tiny-moe-grpo", override.split(), config_dirs(None)))
 
 
 def test_engines_over_several_nodes_say_where_their_ranks_lie() -> None:

@@ -20,8 +20,8 @@ SIZE, N, ROWS = 4, 2, 10
 class Service:
     """Each poll ends some requests; the weights of the present version make whatever ends."""
 
-    def __init__(self, seed: int) -> None:
-        self.random, self.version = np.random.default_rng(seed), 0
+    def __init__(self, seed: int, rate: float = 0.2) -> None:
+        self.random, self.rate, self.version = np.random.default_rng(seed), rate, 0
         self.open: dict[int, tuple[int, int]] = {}  # ticket: prompt, version when it was handed out
         self.done: dict[int, tuple[int, int]] = {}
         self.next, self.polls = 0, 0
@@ -36,9 +36,16 @@ class Service:
 
     def poll(self) -> None:
         self.polls += 1
+        self.end_some()
+
+    def end_some(self) -> None:
         for ticket in list(self.open):
-            if self.random.random() < 0.2:
+            if self.random.random() < self.rate:
                 self.done[ticket] = self.open.pop(ticket)
+
+    def end_all(self) -> None:
+        for ticket in list(self.open):
+            self.done[ticket] = self.open.pop(ticket)
 
     def ended(self, tickets: Iterable[int]) -> bool:
         return all(ticket in self.done for ticket in tickets)
@@ -105,12 +112,18 @@ class Rows:
 
 
 def groups_of(
-    service: Service, staleness: int, steps: int, size: int = SIZE, tail: float = 0.0, rows: int = ROWS
+    service: Service,
+    staleness: int,
+    steps: int,
+    size: int = SIZE,
+    tail: float = 0.0,
+    rows: int = ROWS,
+    ahead: int | None = None,
 ) -> Groups:
     config = RunConfig(
         data=DataConfig(train_batch_size=size),
         rollout=RolloutConfig(n=N),
-        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, tail_batching=tail),
+        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, tail_batching=tail, steps_ahead=ahead),
     )
     given: Any = (service, Rows(rows), lambda batch: batch, Scores())
     return Groups(config, *given)
@@ -143,7 +156,7 @@ def in_order(steps: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(staleness: int, seed: int) -> None:
     steps, service = 12, Service(seed)
-    groups = groups_of(service, staleness, steps)
+    groups = groups_of(service, staleness, steps, ahead=staleness)
     found = []
     for version in range(steps):
         found += trained(groups, service, version)
@@ -157,9 +170,80 @@ def test_each_prompt_is_trained_once_and_nothing_is_older_than_allowed(staleness
         assert groups.metrics["rollout/groups_left"] == 0
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("rate", [0.02, 0.2, 0.9])
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_are_handed_out_as_late_as_the_engines_allow(staleness: int, rate: float, seed: int) -> None:
+    """Whatever the rate: each prompt once, none older than allowed, never more handed out than the bound allows."""
+    steps, service = 20, Service(seed, rate)
+    groups = groups_of(service, staleness, steps)
+    found = []
+    for version in range(steps):
+        found += trained(groups, service, version)
+        assert (version + 1) * SIZE <= service.next // N <= min(version + 1 + staleness, steps) * SIZE
+        for _ in range(3):  # while the policy trains
+            service.end_some()
+    assert Counter(found) == Counter(in_order(steps))
+    assert not service.open and not service.done and not groups.state()["handed_out"]
+
+
+def test_the_lead_grows_while_the_trainer_waits_and_shrinks_while_answers_wait() -> None:
+    service = Service(0, 0.0)
+    groups = groups_of(service, 3, 30)
+    ahead, polls = [], 0
+
+    def poll() -> None:
+        nonlocal polls
+        polls += 1
+        if polls % 2 == 0:
+            service.end_all()
+
+    service.poll = poll  # type: ignore[method-assign]
+    for version in range(10):  # nothing has ended when a step begins: all ends while the step waits
+        trained(groups, service, version)
+        ahead.append(groups.metrics["rollout/steps_ahead"])
+        for ticket in list(service.done):  # what has ended of other groups is under way again
+            service.open[ticket] = service.done.pop(ticket)
+    assert ahead == [1, 2, *[3] * 8]
+    del service.poll  # type: ignore[method-assign]
+    service.rate = 1.0
+    ages = []
+    for version in range(10, 20):  # everything ends within a step
+        trained(groups, service, version)
+        ages.append(groups.metrics["rollout/staleness/mean"])
+    assert groups.metrics["rollout/steps_ahead"] == 1 and ages[0] == 3 and ages[-5:] == [1] * 5
+
+
+@pytest.mark.parametrize("ahead", [None, 1])
+def test_a_long_answer_does_not_make_others_wait(ahead: int | None) -> None:
+    """With a lead of one step it may still take three, while groups that were handed out later are trained."""
+    service = Service(0, 1.0)
+    groups = groups_of(service, 3, 9, ahead=ahead)
+    groups._hand_out(0)
+    slow = min(service.open)
+    held = service.open.pop(slow)
+    for version in range(3):
+        polls = service.polls
+        assert held[0] not in trained(groups, service, version) and service.polls <= polls + 1
+    service.done[slow] = held
+    assert held[0] in trained(groups, service, 3) and groups.metrics["rollout/staleness/max"] == 3
+
+
+def test_a_resumed_run_hands_out_what_was_handed_out() -> None:
+    service = Service(0, 0.0)
+    groups = groups_of(service, 3, 30, ahead=3)
+    groups._hand_out(0)
+    service.end_all()
+    trained(groups, service, 0)
+    resumed = groups_of(Service(1), 3, 30)
+    resumed.restore(json.loads(json.dumps(groups.state())), version=1)
+    resumed._hand_out(1)
+    assert resumed.state()["handed_out"][: 3 * SIZE] == groups.state()["handed_out"]
+
+
 def test_a_long_answer_has_the_time_of_so_many_steps_as_it_may_be_old() -> None:
     service = Service(0)
-    groups = groups_of(service, 2, 9)
+    groups = groups_of(service, 2, 9, ahead=2)
     groups._hand_out(0)
     slow = min(service.open)
     held = service.open.pop(slow)
@@ -196,13 +280,8 @@ def test_a_group_is_scored_while_engines_still_answer_others_of_its_step() -> No
 
 def test_engines_begin_what_a_step_hands_out_also_where_its_own_groups_have_ended_before() -> None:
     service = Service(0)
-    groups = groups_of(service, 2, 9)
-
-    def poll() -> None:
-        for ticket in list(service.open):
-            service.done[ticket] = service.open.pop(ticket)
-
-    service.poll = poll  # type: ignore[method-assign]
+    groups = groups_of(service, 2, 9, ahead=2)
+    service.poll = service.end_all  # type: ignore[method-assign]
     for version in range(3):
         trained(groups, service, version)
         assert not service.open  # the engines have seen it before the policy trains
@@ -218,7 +297,8 @@ def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> No
     while version < steps:
         service = Service(seed + version)
         service.version = version
-        groups = groups_of(service, int(random.integers(0, 4)), steps)
+        staleness = int(random.integers(0, 4))
+        groups = groups_of(service, staleness, steps, ahead=staleness if random.random() < 0.5 else None)
         groups.restore(state)
         for _ in range(int(random.integers(1, 4))):
             if version < steps:
@@ -231,7 +311,7 @@ def test_a_run_that_is_stopped_anywhere_trains_each_prompt_once(seed: int) -> No
 
 def test_going_back_gives_up_what_is_under_way() -> None:
     service = Service(3)
-    groups = groups_of(service, 2, 5)
+    groups = groups_of(service, 2, 5, ahead=2)
     whole = trained(groups, service, 0) + trained(groups, service, 1)
     groups.restore(None)
     assert not service.open and not service.done

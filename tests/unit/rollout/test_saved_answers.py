@@ -153,11 +153,12 @@ class Ranks:
         return True
 
 
-def config_of(staleness: int, loop: str = "single_turn", steps: int = STEPS) -> RunConfig:
+def config_of(staleness: int, loop: str = "single_turn", steps: int = STEPS, *, adapts: bool = False) -> RunConfig:
+    ahead = None if adapts else staleness
     return RunConfig(
         data=DataConfig(train_batch_size=SIZE, max_response_length=MOST),
         rollout=RolloutConfig(n=N, num_engines=2, max_running_requests=4, agent=AgentConfig(loop=loop)),
-        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness),
+        trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, steps_ahead=ahead),
     )
 
 
@@ -189,7 +190,7 @@ def attempts(folder: Path, seed: int, loop: str, tokenizer: Tokenizer | None, ch
     store, trained = CheckpointStore(folder, Retention()), list[list[int]]()
     deaths = 3
     while len(trained) < STEPS:
-        config = config_of(int(random.integers(1, 4)), loop)
+        config = config_of(int(random.integers(1, 4)), loop, adapts=random.random() < 0.5)
         looks = int(random.integers(1, 25)) if deaths else 1 << 30
         deaths -= 1
         engines = Engines(config, int(random.integers(1 << 30)), chance, looks)
