@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,11 @@ def run(side: str, command: list[str], environment: dict[str, str], folder: Path
     return done.stdout
 
 
-def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
-    """One run of `hybridflow train`."""
+def train(
+    folder: Path, case: str, layout: str, steps: int, more: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], float]:
+    """One run of `hybridflow train`; `more` are overrides. Returns the metrics of its steps, and the seconds from the
+    start to the end of the first."""
     most = LENGTHS[case.split("-")[1]][0]
     words = [
         "--config-name", "tiny-moe-grpo", "model=folder", f"model.path={folder / 'model'}", "model.dtype=float32",
@@ -113,7 +117,7 @@ def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
         "rollout.max_running_requests=512", "rollout.max_total_tokens=81920", f"trainer.total_steps={steps}",
         "trainer.val_before_train=false", "trainer.export=false", "trainer.report=false",
         "trainer.dump_rollouts_every_steps=0", "trainer.loggers=[jsonl]", f"output_dir={folder}", "name=ours",
-        "trainer.resume=disable",
+        "trainer.resume=disable", *more,
     ]  # fmt: skip
     environment = {**inherited(), "RAY_worker_niceness": "0"}
     begun = time.time()
@@ -122,9 +126,15 @@ def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
     records = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if record["phase"] == "train"]
     shutil.rmtree(folder / "ours")
+    return records, records[0]["wall_time"] - begun
+
+
+def ours(folder: Path, case: str, layout: str, steps: int) -> dict[str, Any]:
+    """What one run of `hybridflow train` took."""
+    records, first = train(folder, case, layout, steps)
     return {
         "seconds": [record["timing_s/step"] for record in records],
-        "first": records[0]["wall_time"] - begun,
+        "first": first,
         "mean_length": statistics.mean(record["response_length/mean"] for record in records),
     }
 
