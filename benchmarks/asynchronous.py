@@ -165,7 +165,7 @@ def run(
     config = config_of(staleness, tail, ahead)
     count = 2 * PROMPTS * SAMPLES * STEPS  # what tail batching cuts off is answered anew, at most once
     engines, waited, age = Engines(config, lengths_of(count, 1)), 0.0, 0.0
-    given: Any = (engines, Rows(), lambda batch: batch, Unscored())
+    given: Any = (engines, Rows(), lambda batch: batch, Unscored(), lambda: engines.now)
     groups = Groups(config, *given)
     for version in range(STEPS):
         before = engines.now

@@ -411,7 +411,7 @@ class TrainerConfig:
     # out; 1: it trains while engines answer those of the next; more: fully asynchronous (docs/asynchronous.md)
     max_staleness: NonNegativeInt = 0
     # for how many steps prompts are handed out before the one that trains; null: for as many, up to max_staleness, as
-    # keep the trainer from waiting
+    # answers take, so that samples are as young as can be
     steps_ahead: NonNegativeInt | None = None
     # tail batching (RollPacker): a step hands out so many more prompts, as a share of its own, and trains those whose
     # samples end first; the others are answered anew in a step of their own. 0: never (docs/asynchronous.md)

@@ -5,9 +5,10 @@ takes the groups that have ended. An answer has the time of `trainer.max_stalene
 takes longer, so that no token that is trained is more than so many versions old. With 0 a step waits for all that it
 hands out.
 
-For how many steps prompts are handed out in advance is `trainer.steps_ahead`. Without a number it follows from the
-run: one more, up to `max_staleness`, whenever a step finds too few answers, and one less, down to one, whenever it
-finds those of the next step there too. Samples are thus no older than it takes to keep the trainer busy.
+For how many steps prompts are handed out in advance is `trainer.steps_ahead`. Without a number it is the mean time in
+which the groups that were trained last had ended, in steps that wait for nothing: by Little's law the groups of so many
+steps are under way when a step begins, so that those of one more have ended. Samples are thus no older than it takes
+to keep the trainer busy.
 
 With `trainer.tail_batching` (RollPacker, arXiv 2509.21009) a step of a synchronous run hands out more prompts
 than it trains, takes the groups that end first and cuts the others off. As soon as a step's worth of prompts has been
@@ -16,6 +17,8 @@ cut off, one step (a long round) answers just these, from their first token on, 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,18 +33,51 @@ from hybridflow.rollout.evaluation import Scorer, Scoring
 from hybridflow.rollout.protocols import RolloutService
 from hybridflow.rollout.requests import concat
 
+_LATE = 0.1  # for so small a share of a step's groups that end late, prompts are not handed out a whole step earlier
+
 
 @dataclass(eq=False)
 class _Group:
     """Rows of `prompts` that were handed out with the weights of `version`, for a row of the dataset. `scoring` begins
-    when the last of them has ended."""
+    when the last of them has ended, `steps` after they were handed out at `since`, in the time of `_StepClock`."""
 
     index: int
     version: int
     prompts: DataProto
     rows: slice
     tickets: Sequence[int]
+    since: float
     scoring: Scoring | None = None
+    steps: float = 0.0
+
+
+class _StepClock:
+    """Time in steps: one for what the trainer does between two batches, and what it waits for answers in proportion."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.time = 0.0
+        self._version = -1
+        self._training: float | None = None  # seconds, of the last step
+        self._mark = clock()
+
+    def step_begins(self, version: int) -> None:
+        """The trainer asks for a batch; more than one for the same weights belong to one step."""
+        if self._version not in (-1, version):
+            self._training = max(self._clock() - self._mark, 1e-3)
+            self.time += 1
+        self._version = version
+
+    def wait_begins(self) -> None:
+        """From now on the trainer waits."""
+        self._mark = self._clock()
+
+    def waited(self) -> None:
+        """The trainer has waited until now."""
+        now = self._clock()
+        if self._training is not None:
+            self.time += (now - self._mark) / self._training
+        self._mark = now
 
 
 class Groups:
@@ -50,6 +86,7 @@ class Groups:
     Args:
         keep: moves token columns that the driver makes to where workers and engines read them.
         scorer: scores each group as soon as it has ended, while engines answer others.
+        clock: seconds.
     """
 
     def __init__(
@@ -59,6 +96,7 @@ class Groups:
         dataset: Prompts,
         keep: Callable[[DataProto], DataProto],
         scorer: Scorer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.engines, self.dataset, self.keep, self.scorer = config, engines, dataset, keep, scorer
         self.sampler = open_sampler(config.data, dataset, config.seed)
@@ -67,7 +105,7 @@ class Groups:
         self._cut_off: list[int] = []  # rows of the dataset that wait for a long round
         self._begun: tuple[list[int], DataProto] | None = None  # versions of the first of `_next`, and their answers
         self._scored: list[Scoring] = []  # of the groups of the last batch
-        self._ahead = self._first_ahead()
+        self._ahead, self._steps = self._first_ahead(), _StepClock(clock)
         self._first = self.state()
         self.metrics: dict[str, float] = {}
 
@@ -78,16 +116,17 @@ class Groups:
         Raises:
             HybridFlowError: what `RolloutService.poll` raises.
         """
-        goes_on = bool(self._left)
+        self._steps.step_begins(version)
         self._hand_out(version)
         if self.config.trainer.max_staleness and self._left and not self.engines.ended(self._left[-1].tickets):
             self.engines.poll()  # engines begin what was handed out now, also where the step has its groups already
-        if goes_on:
-            self._adapt()
         self._begin_scoring()
+        self._steps.wait_begins()
         while (chosen := self._ready(version)) is None:
             self.engines.poll()
+            self._steps.waited()
             self._begin_scoring()
+        self._follow(chosen)
         taken = set(map(id, chosen))
         self._left = [group for group in self._left if id(group) not in taken]
         if self.config.trainer.tail_batching:
@@ -191,7 +230,7 @@ class Groups:
         tickets = self.engines.submit(batch, training=True, begun=begun)
         for number, index in enumerate(rows):
             own = slice(number * n, (number + 1) * n)
-            self._left.append(_Group(index, versions[number], batch, own, tickets[own]))
+            self._left.append(_Group(index, versions[number], batch, own, tickets[own], self._steps.time))
 
     def _taken_up(self, count: int, version: int) -> tuple[list[int], DataProto | None]:
         """The versions of so many prompts that are handed out now, and what an earlier process had begun of them."""
@@ -214,7 +253,7 @@ class Groups:
         answered = self.engines.shown([ticket for group in new for ticket in group.tickets])
         parts = self.scorer.begin(prompts.union(answered), self.config.rollout.n)
         for group, part in zip(new, parts, strict=True):
-            group.scoring = part
+            group.scoring, group.steps = part, self._steps.time - group.since
 
     def _forget_scoring(self) -> None:
         self.scorer.forget([group.scoring for group in self._left if group.scoring is not None])
@@ -275,12 +314,8 @@ class Groups:
         trainer = self.config.trainer
         return min(trainer.max_staleness, 1) if trainer.steps_ahead is None else trainer.steps_ahead
 
-    def _adapt(self) -> None:
-        """Follow what a step finds as it begins: too few answers, or those of the next step too."""
-        if self.config.trainer.steps_ahead is not None:
-            return
-        ended, size = len(self._ended()), self.config.data.train_batch_size
-        if ended < size:
-            self._ahead = min(self._ahead + 1, self.config.trainer.max_staleness)
-        elif ended >= 2 * size:
-            self._ahead = max(self._ahead - 1, self._first_ahead())
+    def _follow(self, trained: Sequence[_Group]) -> None:
+        """Hand prompts out for as many steps in advance as these groups took in the mean."""
+        if self.config.trainer.steps_ahead is None:
+            steps = math.ceil(np.mean([group.steps for group in trained]) - _LATE)
+            self._ahead = max(self._first_ahead(), min(steps, self.config.trainer.max_staleness))

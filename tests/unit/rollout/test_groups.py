@@ -24,7 +24,7 @@ class Service:
         self.random, self.rate, self.version = np.random.default_rng(seed), rate, 0
         self.open: dict[int, tuple[int, int]] = {}  # ticket: prompt, version when it was handed out
         self.done: dict[int, tuple[int, int]] = {}
-        self.next, self.polls = 0, 0
+        self.next, self.polls, self.now = 0, 0, 0.0
 
     def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         assert training
@@ -125,7 +125,7 @@ def groups_of(
         rollout=RolloutConfig(n=N),
         trainer=TrainerConfig(total_steps=steps, max_staleness=staleness, tail_batching=tail, steps_ahead=ahead),
     )
-    given: Any = (service, Rows(rows), lambda batch: batch, Scores())
+    given: Any = (service, Rows(rows), lambda batch: batch, Scores(), lambda: service.now)
     return Groups(config, *given)
 
 
@@ -187,31 +187,42 @@ def test_prompts_are_handed_out_as_late_as_the_engines_allow(staleness: int, rat
     assert not service.open and not service.done and not groups.state()["handed_out"]
 
 
-def test_the_lead_grows_while_the_trainer_waits_and_shrinks_while_answers_wait() -> None:
-    service = Service(0, 0.0)
-    groups = groups_of(service, 3, 30)
-    ahead, polls = [], 0
+class Clock(Service):
+    """Answers take `seconds` each, and training one second; to look at the engines takes a twentieth of it."""
 
-    def poll() -> None:
-        nonlocal polls
-        polls += 1
-        if polls % 2 == 0:
-            service.end_all()
+    def __init__(self, seconds: float) -> None:
+        super().__init__(0)
+        self.seconds = seconds
+        self.since: dict[int, float] = {}
 
-    service.poll = poll  # type: ignore[method-assign]
-    for version in range(10):  # nothing has ended when a step begins: all ends while the step waits
-        trained(groups, service, version)
-        ahead.append(groups.metrics["rollout/steps_ahead"])
-        for ticket in list(service.done):  # what has ended of other groups is under way again
-            service.open[ticket] = service.done.pop(ticket)
-    assert ahead == [1, 2, *[3] * 8]
-    del service.poll  # type: ignore[method-assign]
-    service.rate = 1.0
-    ages = []
-    for version in range(10, 20):  # everything ends within a step
-        trained(groups, service, version)
-        ages.append(groups.metrics["rollout/staleness/mean"])
-    assert groups.metrics["rollout/steps_ahead"] == 1 and ages[0] == 3 and ages[-5:] == [1] * 5
+    def poll(self) -> None:
+        self.now += 0.05
+        for ticket in list(self.open):
+            if self.now >= self.since.setdefault(ticket, self.now) + self.seconds:
+                self.done[ticket] = self.open.pop(ticket)
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.2, 1), (0.9, 1), (1.5, 2), (2.5, 3), (9.0, 3)])
+def test_the_lead_follows_from_how_long_answers_take(seconds: float, wanted: int) -> None:
+    service = Clock(seconds)
+    groups = groups_of(service, 3, 100)
+
+    def settled(version: int) -> tuple[set[float], set[float]]:
+        """The lead and the age of prompts, without the first steps."""
+        leads, ages = set(), set()
+        for number in range(version, version + 20):
+            trained(groups, service, number)
+            service.now += 1
+            if number >= version + 8:
+                leads.add(groups.metrics["rollout/steps_ahead"])
+                ages.add(groups.metrics["rollout/staleness/mean"])
+        return leads, ages
+
+    assert settled(0) == ({wanted}, {wanted})
+    service.seconds = 0.2
+    assert settled(20) == ({1}, {1})
+    service.seconds = seconds
+    assert settled(40) == ({wanted}, {wanted})
 
 
 @pytest.mark.parametrize("ahead", [None, 1])
