@@ -27,12 +27,7 @@ FORMATS: Registry[CallFormat] = Registry(CALL_FORMAT.kind, CALL_FORMAT.package, 
 
 def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
     """Register a function as the format of this name."""
-
-    def registered(function: CallFormat) -> CallFormat:
-        FORMATS.register(name, function)
-        return function
-
-    return registered
+    return FORMATS.entry(name, lambda function: function)
 
 
 def json_call(text: str, arguments_key: str) -> Call:

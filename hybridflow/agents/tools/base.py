@@ -94,12 +94,7 @@ def tool(
     name: str, *, is_instant: bool = False, options: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the tool of this name; `Tool` says what it may look like."""
-
-    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        TOOLS.register(name, Tool(name, function, _description(function), is_instant, options))
-        return function
-
-    return registered
+    return TOOLS.entry(name, lambda function: Tool(name, function, _description(function), is_instant, options))
 
 
 def _description(function: Callable[..., Any]) -> str:

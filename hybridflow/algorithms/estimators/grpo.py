@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ class GrpoOptions:
 
 
 @estimator("grpo", compares_samples=True, options=GrpoOptions)
-def grpo(samples: Samples, options: GrpoOptions) -> tuple[torch.Tensor, None]:
+def grpo(samples: Samples, options: GrpoOptions) -> Estimate:
     """The group-relative advantage of a sample at each of its sampled tokens."""
     advantages = grpo_advantages(samples.scores, samples.groups, norm_by_std=options.norm_adv_by_std)
     return samples.over_tokens(advantages), None

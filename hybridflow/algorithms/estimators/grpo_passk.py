@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class PassKOptions:
 
 
 @estimator("grpo_passk", compares_samples=True, options=PassKOptions)
-def grpo_passk(samples: Samples, options: PassKOptions) -> tuple[torch.Tensor, None]:
+def grpo_passk(samples: Samples, options: PassKOptions) -> Estimate:
     """Best score less second best, at the tokens of the best sample (arXiv 2503.19595, section 3); 0 at all others.
 
     Of equally good samples none is better than the next, so the group has no advantage; nor has a group of one.

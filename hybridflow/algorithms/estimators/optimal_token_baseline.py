@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 if TYPE_CHECKING:
     import torch
 
 
 @estimator("optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True)
-def optimal_token_baseline(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
     """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled token.
 
     The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum of p^2 over the

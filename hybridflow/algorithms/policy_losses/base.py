@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.config.entries import POLICY_LOSSES, NoOptions, TokenLoss
 
 if TYPE_CHECKING:
     import torch
 
-    # loss of each token [T], and metrics: numbers or truths [T] whose mean over all tokens is reported
-    Function = Callable[["Tokens", Any], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+# loss of each token [T], and metrics: numbers or truths [T] whose mean over all tokens is reported
+Loss: TypeAlias = "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
+Function = Callable[["Tokens", Any], "Loss"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,4 @@ def policy_loss(
     `actor.loss_agg_mode` says how the losses of tokens become one number; entropy bonus and KL penalty are added to
     every policy loss alike.
     """
-
-    def registered(function: Function) -> Function:
-        POLICY_LOSSES.register(name, TokenLoss(function, reads, options, aggregations))
-        return function
-
-    return registered
+    return POLICY_LOSSES.entry(name, lambda function: TokenLoss(function, reads, options, aggregations))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class CispoOptions:
 
 
 @policy_loss("cispo", options=CispoOptions)
-def cispo(tokens: Tokens, options: CispoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def cispo(tokens: Tokens, options: CispoOptions) -> Loss:
     """-sg(clip(ratio)) A log p (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5). The log-ratio is clamped to +-20."""
     log_ratio = (tokens.log_probs - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0).detach()
     ratio = log_ratio.exp()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,7 @@ class ClipCovOptions:
 
 
 @policy_loss("clip_cov", options=ClipCovOptions)
-def clip_cov(tokens: Tokens, options: ClipCovOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def clip_cov(tokens: Tokens, options: ClipCovOptions) -> Loss:
     """PPO without the tokens that would lower the entropy most (arXiv 2505.22617, eq. 10 and 11).
 
     Means are those of the micro-batch. Of more candidates than are left out, evenly spaced ones are: ranks that share a

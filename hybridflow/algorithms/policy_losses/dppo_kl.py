@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class DppoKlOptions:
 
 
 @policy_loss("dppo_kl", options=DppoKlOptions)
-def dppo_kl(tokens: Tokens, options: DppoKlOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def dppo_kl(tokens: Tokens, options: DppoKlOptions) -> Loss:
     """-sg(ratio) A log p where the divergence of the token is within the bound or the update leads back
     (DPPO-Binary-KL, arXiv 2602.04879, section 4.2), 0 elsewhere."""
     advantages, old = tokens.columns["advantages"], tokens.columns["old_log_probs"]

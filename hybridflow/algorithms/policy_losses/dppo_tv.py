@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class DppoTvOptions:
 
 
 @policy_loss("dppo_tv", options=DppoTvOptions)
-def dppo_tv(tokens: Tokens, options: DppoTvOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def dppo_tv(tokens: Tokens, options: DppoTvOptions) -> Loss:
     """-sg(ratio) A log p where the total variation p - p_old of the token is within the bounds (DPPO-Binary-TV, arXiv
     2602.04879, section 4.2), 0 elsewhere."""
     advantages, old = tokens.columns["advantages"], tokens.columns["old_log_probs"]

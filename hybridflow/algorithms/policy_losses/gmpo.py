@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class GmpoOptions:
 
 
 @policy_loss("gmpo", options=GmpoOptions, aggregations=("seq-mean-token-mean",))
-def gmpo(tokens: Tokens, options: GmpoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gmpo(tokens: Tokens, options: GmpoOptions) -> Loss:
     """-A exp(mean of a sequence's clipped log-ratios) (arXiv 2507.20673, eq. 4), the same at each token of a sequence.
 
     As in PPO only the side is clipped that would move the policy further; A is the mean of the sequence's advantages.

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @policy_loss("gpg", reads=("advantages",))
-def gpg(tokens: Tokens, options: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gpg(tokens: Tokens, options: object) -> Loss:
     """-A log p (arXiv 2504.02546, eq. 5). Nothing bounds how far an update moves the policy: one update a step."""
     return -tokens.columns["advantages"] * tokens.log_probs, {}

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class GspoOptions:
 
 
 @policy_loss("gspo", options=GspoOptions)
-def gspo(tokens: Tokens, options: GspoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gspo(tokens: Tokens, options: GspoOptions) -> Loss:
     """The clipped surrogate of s_i = exp(mean of a sequence's log-ratios), whose gradient flows through each token
     (GSPO-token, arXiv 2507.18071, eq. 13 and 14). The paper takes actor.loss_agg_mode=seq-mean-token-mean.
 

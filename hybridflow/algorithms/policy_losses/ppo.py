@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class PpoOptions:
 
 
 @policy_loss("ppo", options=PpoOptions)
-def ppo(tokens: Tokens, options: PpoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo(tokens: Tokens, options: PpoOptions) -> Loss:
     """The clipped surrogate (arXiv 1707.06347, eq. 7) with optional dual clip (arXiv 1912.09729, eq. 5).
 
     The log-ratio is clamped to +-20. Metrics: ppo_kl (mean of -log-ratio, as it is clamped), pg_clipfrac,
