@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._groups import Groups
 from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.rewards import rows_of_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,6 @@ def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
 
 def _positions(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """[n], [n] int64: the sample of each sampled token, and how many sampled tokens of it come before."""
-    rows = samples.lengths.new_ones(len(samples.lengths)).cumsum(0) - 1
-    row = rows.repeat_interleave(samples.lengths)[samples.mask]
-    number = row.bincount(minlength=len(rows))
+    row = rows_of_tokens(samples.lengths)[samples.mask]
+    number = row.bincount(minlength=len(samples.lengths))
     return row, (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]
