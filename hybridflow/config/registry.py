@@ -49,7 +49,7 @@ class Registry(Generic[T]):
         self._entries[name if owner is None else f"{owner}:{name}"] = entry
         return entry
 
-    def entry(self, name: str, made: Callable[[F], T]) -> Callable[[F], F]:
+    def entry(self, name: str, made: Callable[[Any], T]) -> Callable[[F], F]:
         """A decorator that registers what `made` makes of a function or class under `name`, and leaves that as it
         is."""
 
