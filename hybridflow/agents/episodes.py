@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -22,8 +20,7 @@ from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import AgentConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.process.secret import without_credentials
-from hybridflow.rewards.lines import Lines
+from hybridflow.rewards.lines import start_process
 
 _MAX_PROCESSES, _MAX_RESTARTS = 16, 16
 _START_S = 300.0  # for the user's file to be imported
@@ -133,24 +130,10 @@ class _Process:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._moved, self._limit_s, self._has_started = time.monotonic(), _START_S, False
         self._timer: asyncio.TimerHandle | None = None
-        ours, theirs = socket.socketpair()
-        if log_path is not None:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-        out = open(log_path, "ab") if log_path is not None else None  # noqa: SIM115
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "hybridflow.agents.episode_host", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        if out is not None:
-            out.close()
-        ours.setblocking(False)
-        self._lines, self._loop = Lines(ours), asyncio.get_running_loop()
-        self._loop.add_reader(ours, self._hear)
+        self._popen, self._lines = start_process("hybridflow.agents.episode_host", log_path)
+        self._lines.socket.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._lines.socket, self._hear)
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
 
     @property
