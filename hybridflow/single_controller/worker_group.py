@@ -17,6 +17,7 @@ from hybridflow.dispatch import (
     MethodSpec,
     RankCall,
     WorkerContext,
+    in_rank_order,
     method_spec,
     plan_call,
 )
@@ -273,7 +274,7 @@ class WorkerGroup:
             name,
             ranks=self._ranks,
             refs=refs,
-            collect=_in_rank_order,
+            collect=in_rank_order,
             default_timeout_s=left,
             check=self._cluster.require_open,
         )
@@ -337,10 +338,6 @@ class WorkerGroup:
     def _note_loss(self, error: HybridFlowError) -> None:
         """After a death or a hang the ranks no longer stand at the same point: every later call would hang too."""
         self._broken = error
-
-
-def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
-    return [results[rank] for rank in sorted(results)]
 
 
 def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:

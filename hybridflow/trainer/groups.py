@@ -20,6 +20,7 @@ from hybridflow.observe.environment import note_in_environment
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import GREEDY, SCORING
 from hybridflow.rollout.recorded import READING
+from hybridflow.rollout.requests import concat
 from hybridflow.rollout.service import as_batch, collect_method
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
@@ -171,7 +172,7 @@ class PolicyGroup(ModelGroup):
         found = as_batch(self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows)))
         if later is not None:
             updates += self._train(method, batch.rows(others).union(later))
-            rows, found = np.concatenate([rows, others]), _stacked(found, later)
+            rows, found = np.concatenate([rows, others]), concat([found, later])
         by_row = np.argsort(rows)
         scored = batch.rows(rows[by_row]).union(found.rows(by_row))
         updates += self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
@@ -203,12 +204,6 @@ class PolicyGroup(ModelGroup):
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return update_step(self.config).reads
-
-
-def _stacked(first: DataProto, others: DataProto) -> DataProto:
-    """Rows of both; columns stay in the object store where both have them there."""
-    parts = [first, others]
-    return DataProto.concat(parts if first.deferred == others.deferred else [part.fetch() for part in parts])
 
 
 def update_step(config: RunConfig) -> DataflowStep:
