@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.rollout.protocols import SyncReport, WeightSync
+from hybridflow.rollout.service import EngineGroup
 
 log = logging.getLogger(__name__)
-
-
-class Engines(RolloutService, Protocol):
-    """A rollout service whose workers can be lost."""
-
-    def workers_alive(self) -> bool:
-        """Whether every engine's worker still runs."""
-        ...
-
-    def restart_workers(self) -> None:
-        """Start all workers, and with them all engines, again; return when they are up and can take weights."""
-        ...
 
 
 class RestartingRollouts:
@@ -38,7 +26,9 @@ class RestartingRollouts:
         told: about each restart, in one line.
     """
 
-    def __init__(self, engines: Engines, weights: WeightSync, max_restarts: int, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, engines: EngineGroup, weights: WeightSync, max_restarts: int, told: Callable[[str], None]
+    ) -> None:
         self.engines, self.weights, self._told = engines, weights, told
         self._restarts = RestartLimit(max_restarts)
         self._version = -1

@@ -34,21 +34,17 @@ class Generation(Protocol):
 
     def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
-        ...
 
     def connect(
         self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
     ) -> tuple[RolloutService, WeightSync]:
         """What the loop calls, once the policy is there; `logs` is the folder for what environments print."""
-        ...
 
     def wait_ready(self, progress: Progress) -> None:
         """Return when the engines serve and can take weights."""
-        ...
 
     def stop(self) -> None:
         """Stop the engines."""
-        ...
 
 
 class NoEngines:

@@ -189,10 +189,8 @@ class PolicyWorker(RoleWorker):
         layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
-            staging, part = (
-                self.sync.staging_bytes,
-                part_bytes(chosen(self.sync.transport, self.platform), self.platform),
-            )
+            staging, transport = self.sync.staging_bytes, chosen(self.sync.transport, self.platform)
+            part = part_bytes(transport, self.platform)
             facts = make_weight_plan(
                 self._store, self.model.family, source, engines, staging, wait_s, part, self._quantisation
             )
