@@ -11,21 +11,18 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 _QUARTERS = ("first", "second", "third", "last")
 
 
-def divergences(engine_T: np.ndarray, trainer_T: np.ndarray) -> dict[str, float]:
-    """How far the engine's log-probs of tokens that it sampled are from the trainer's, with r = trainer / engine: kl
-    and k3 estimate the divergence from the trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the share
-    of the tokens that importance weights would leave."""
-    return _divergences(_sums(engine_T, trainer_T))
-
-
-def _sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
-    """[5] number of tokens, and sums of log r, r, r^2 and r - 1 - log r over them. Log-ratios are clamped to +-20."""
+def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
+    """[5] number of tokens that the engine sampled, and with r = trainer / engine sums of log r, r, r^2 and r - 1 -
+    log r over them. Log-ratios are clamped to +-20."""
     log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
     ratio = np.exp(log_ratio)
     return np.array([len(ratio), log_ratio.sum(), ratio.sum(), (ratio**2).sum(), (ratio - 1.0 - log_ratio).sum()])
 
 
-def _divergences(sums: np.ndarray) -> dict[str, float]:
+def divergences(sums: np.ndarray) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, by `ratio_sums`: kl and k3 estimate the divergence from
+    the trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the share of the tokens that importance
+    weights would leave."""
     count, log_ratio, ratio, squared, k3 = sums.tolist()
     return {
         "kl": -log_ratio / count,
@@ -48,7 +45,7 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
         sampled = np.diff(before)  # of each row
         number = np.arange(int(sampled.sum())) - np.repeat(before[:-1] - before[0], sampled)
         engine, trainer = (piece.jagged(name).values[mask] for name in names[1:])
-        sums += _sums(engine, trainer)
+        sums += ratio_sums(engine, trainer)
         difference = np.abs(engine - trainer)
         quarters += _totals(number * 4 // np.repeat(sampled, sampled), difference, 4)
         if known:
@@ -57,7 +54,7 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
                 by_version[version] = by_version.get(version, np.zeros(2)) + total
     if not sums[0]:
         return {}
-    found = _divergences(sums)
+    found = divergences(sums)
     for name, (total, count) in zip(_QUARTERS, quarters.T, strict=True):
         if count:
             found[f"{name}_quarter"] = total / count
