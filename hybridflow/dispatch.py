@@ -294,9 +294,9 @@ def plan_call(
     if spec.dispatch is Dispatch.RANK_ZERO or spec.execute is Execute.RANK_ZERO:
         return CallPlan({0: RankCall(args, kwargs)}, lambda results: results[0])
     if spec.dispatch is Dispatch.ONE_TO_ALL:
-        return CallPlan(dict.fromkeys(range(world_size), RankCall(args, kwargs)), _in_rank_order)
+        return CallPlan(dict.fromkeys(range(world_size), RankCall(args, kwargs)), in_rank_order)
     if spec.dispatch is Dispatch.ALL_TO_ALL:
-        return CallPlan(_spread_lists(spec, world_size, args, kwargs), _in_rank_order)
+        return CallPlan(_spread_lists(spec, world_size, args, kwargs), in_rank_order)
     assert mesh is not None
     return _plan_data_parallel(spec, mesh, args, kwargs)
 
@@ -409,7 +409,8 @@ def _spread_lists(
     }
 
 
-def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
+def in_rank_order(results: Mapping[int, Any]) -> list[Any]:
+    """The results, rank after rank."""
     return [results[rank] for rank in sorted(results)]
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +18,8 @@ from typing import Any
 
 from hybridflow.agents.environments.base import ENVIRONMENTS, Environment, Step
 from hybridflow.config.registry import describe_error
-from hybridflow.process.children import die_with_parent, print_whole_lines
-from hybridflow.rewards.lines import Lines
+from hybridflow.process.children import die_with_parent
+from hybridflow.rewards.lines import Lines, connection_of
 
 _MOST_CHARACTERS = 1 << 16  # of an observation, before it is cut to tokens
 
@@ -67,9 +65,7 @@ def _plain(step: Any) -> list[Any]:
 
 def main(argv: Sequence[str]) -> None:
     """Hold environments for the connection with this descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    print_whole_lines()
-    serve(Lines(socket.socket(fileno=int(argv[0]))))
+    serve(connection_of(argv))
 
 
 if __name__ == "__main__":

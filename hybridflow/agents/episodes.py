@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -22,8 +20,7 @@ from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import AgentConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.process.secret import without_credentials
-from hybridflow.rewards.lines import Lines
+from hybridflow.rewards.lines import start_process
 
 _MAX_PROCESSES, _MAX_RESTARTS = 16, 16
 _START_S = 300.0  # for the user's file to be imported
@@ -56,7 +53,7 @@ class Episodes:
     @property
     def waiting(self) -> bool:
         """Whether an environment is at work."""
-        return any(one.is_asked for one in self._processes)
+        return any(one.waiting for one in self._processes)
 
     def begin(self, row: Mapping[str, Any]) -> Episode:
         """An episode for this row of the prompts, to be entered with `async with`.
@@ -124,39 +121,21 @@ class _Process:
     Attributes:
         episodes: how many it holds.
         ended: why it takes no more episodes; empty while it does.
+        waiting: the answers that somebody waits for, by the number of what was asked.
     """
 
     def __init__(self, config: AgentConfig, log_path: Path | None) -> None:
         self.config = config
         self.episodes, self.ended = 0, ""
         self._asked = 0
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self.waiting: dict[int, asyncio.Future[Any]] = {}
         self._moved, self._limit_s, self._has_started = time.monotonic(), _START_S, False
         self._timer: asyncio.TimerHandle | None = None
-        ours, theirs = socket.socketpair()
-        if log_path is not None:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-        out = open(log_path, "ab") if log_path is not None else None  # noqa: SIM115
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "hybridflow.agents.episode_host", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        if out is not None:
-            out.close()
-        ours.setblocking(False)
-        self._lines, self._loop = Lines(ours), asyncio.get_running_loop()
-        self._loop.add_reader(ours, self._hear)
+        self._popen, self._lines = start_process("hybridflow.agents.episode_host", log_path)
+        self._lines.socket.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._lines.socket, self._hear)
         self.tell({"environment": absolute_entry(str(config.environment)), "parent": os.getpid()})
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody waits for it."""
-        return bool(self._waiting)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message with the others of this round of the event loop. ValueError: it holds what JSON does not."""
@@ -172,9 +151,9 @@ class _Process:
             raise EpisodeError(f"the process of the environment {self.ended}")
         self._asked += 1
         number, answer = self._asked, self._loop.create_future()
-        if not self._waiting:
+        if not self.waiting:
             self._moved = time.monotonic()
-        self._waiting[number] = answer
+        self.waiting[number] = answer
         try:
             self.tell({"id": number, **message})
             if self._timer is None:
@@ -185,14 +164,14 @@ class _Process:
                 f"a row of the prompts holds {error}; environments are given plain data alone"
             ) from error
         finally:
-            self._waiting.pop(number, None)
+            self.waiting.pop(number, None)
 
     def _watch(self) -> None:
         """End the process when it does nothing for too long while somebody waits; look again when that may be."""
         self._timer = None
         if self._left_s() <= 0:
             self._hear()  # what came while the event loop stood still
-        if not self._waiting or self.ended:
+        if not self.waiting or self.ended:
             return
         if self._left_s() > 0:
             self._timer = self._loop.call_later(self._left_s(), self._watch)
@@ -227,7 +206,7 @@ class _Process:
                 if self._timer is not None:
                     self._timer.cancel()
                     self._watch()
-            answer = self._waiting.get(message.get("id", 0))
+            answer = self.waiting.get(message.get("id", 0))
             if answer is None or answer.done():
                 continue
             if "failure" in message:
@@ -248,7 +227,7 @@ class _Process:
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(_END_S)
         self.ended = why or f"ended with code {self._popen.returncode}"
-        for answer in self._waiting.values():
+        for answer in self.waiting.values():
             if not answer.done() and not self._loop.is_closed():
                 answer.set_exception(EpisodeError(f"the process of the environment {self.ended}"))
 

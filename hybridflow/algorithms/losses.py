@@ -27,12 +27,10 @@ class ResponseTokens(Protocol):
     @property
     def lengths(self) -> torch.Tensor:
         """[S] response tokens of each sequence."""
-        ...
 
     @property
     def columns(self) -> Mapping[str, torch.Tensor]:
         """Per-response-token columns [T, ...]."""
-        ...
 
 
 # (log-probs [T], entropies [T] or None, micro-batch) -> (loss sum, count, metric sums with counts)

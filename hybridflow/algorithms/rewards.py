@@ -1,11 +1,15 @@
 """Scores of rows and penalties of tokens become rewards of tokens.
 
-T is the number of response tokens of a batch, rows one after another without padding; S the number of rows.
+T is the number of response tokens of a batch, rows one after another without padding; S the number of rows. Torch's
+methods only, as estimators and losses use it too.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def token_rewards(
@@ -21,10 +25,10 @@ def token_rewards(
         mask_T: [T] bool, whether the policy sampled the token; None: all of them.
     """
     rewards, row = -penalty_T.float(), rows_of_tokens(lengths_S)
-    place = torch.arange(len(row))
+    place = row.new_ones(len(row)).cumsum(0) - 1
     if mask_T is not None:
         row, place = row[mask_T], place[mask_T]
-    last = torch.full(lengths_S.shape, -1).scatter_reduce_(0, row, place, "amax")
+    last = lengths_S.new_full(lengths_S.shape, -1).scatter_reduce_(0, row, place, "amax")
     rewards[last[last >= 0]] += scores_S.float()[last >= 0]
     return rewards
 
@@ -44,4 +48,4 @@ def sums_of_rows(values_T: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tenso
 
 def rows_of_tokens(lengths_S: torch.Tensor) -> torch.Tensor:
     """[T] the row that each token belongs to."""
-    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+    return (lengths_S.new_ones(len(lengths_S)).cumsum(0) - 1).repeat_interleave(lengths_S)

@@ -115,10 +115,8 @@ def top_log_probs(
     log_z = _normaliser(shard, hidden_NH, best=best if mine else None)[0]
     values[:, :mine], tokens[:, :mine] = best[0], best[1] + shard.first
     world = dist.get_world_size(group)
-    all_values, all_tokens = (
-        [torch.empty_like(values) for _ in range(world)],
-        [torch.empty_like(tokens) for _ in range(world)],
-    )
+    all_values = [torch.empty_like(values) for _ in range(world)]
+    all_tokens = [torch.empty_like(tokens) for _ in range(world)]
     dist.all_gather(all_values, values, group=group)
     dist.all_gather(all_tokens, tokens, group=group)
     best = torch.cat(all_values, -1).topk(k, dim=-1)

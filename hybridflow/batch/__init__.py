@@ -5,7 +5,7 @@ What needs pyarrow is imported when it is first asked for.
 
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.batch.columns import Column, Deferred
+from hybridflow.batch.columns import Column, Deferred, objects
 from hybridflow.batch.jagged import Jagged
 from hybridflow.batch.protocol import DataProto
 from hybridflow.batch.routes import FREE, ROUTED, ROUTES, num_experts, unknown_routes, with_free_end
@@ -33,6 +33,7 @@ __all__ = [
     "from_table",
     "iter_parquet",
     "num_experts",
+    "objects",
     "read_parquet",
     "to_stream",
     "to_table",

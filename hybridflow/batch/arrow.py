@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridflow.batch.columns import Column
+from hybridflow.batch.columns import Column, objects
 from hybridflow.batch.jagged import Jagged, describe
 from hybridflow.batch.protocol import DataProto
 from hybridflow.errors import DataError, SchemaError, StorageError
@@ -302,10 +302,7 @@ def _column(name: str, array: pa.Array, note: Mapping[str, Any]) -> Column:
             values = [_untagged(json.loads(text)) for text in values]
         except (TypeError, ValueError) as error:
             raise SchemaError(f"column {name!r} should hold JSON: {error}") from error
-    column = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # a slice assignment would read lists of one length as a matrix
-        column[i] = value
-    return column
+    return objects(values)
 
 
 def _dense(name: str, array: pa.Array) -> np.ndarray:

@@ -15,6 +15,14 @@ from hybridflow.errors import SchemaError
 Column: TypeAlias = np.ndarray | Jagged
 
 
+def objects(values: Sequence[Any]) -> np.ndarray:
+    """A column of these objects. They are put in one by one: numpy would read lists of one length as a matrix."""
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
 class Deferred(abc.ABC):
     """An immutable column whose rows are elsewhere, for example in an object store.
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from hybridflow.errors import ConfigError
 
 T = TypeVar("T")
+F = TypeVar("F")
 _import_lock = threading.RLock()
 _USER_MODULE = "hybridflow_user_"
 
@@ -47,6 +48,16 @@ class Registry(Generic[T]):
         owner = self._importing_file()
         self._entries[name if owner is None else f"{owner}:{name}"] = entry
         return entry
+
+    def entry(self, name: str, made: Callable[[Any], T]) -> Callable[[F], F]:
+        """A decorator that registers what `made` makes of a function or class under `name`, and leaves that as it
+        is."""
+
+        def registered(found: F) -> F:
+            self.register(name, made(found))
+            return found
+
+        return registered
 
     def _importing_file(self) -> str | None:
         """The user's file whose import is asking, None for a built-in entry (also one that a user's file imports)."""

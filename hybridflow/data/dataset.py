@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config.schema import DataConfig
 from hybridflow.data.parquet import Row, read_rows
 from hybridflow.data.tokenizer import Tokenizer
@@ -282,10 +282,7 @@ def _batch(columns: dict[str, list[Any]], ragged: Sequence[str]) -> DataProto:
         if name in ragged:
             built[name] = Jagged.from_rows(values, np.int64)
             continue
-        objects = np.empty(len(values), dtype=object)
-        for i, value in enumerate(values):  # one by one: numpy would unfold a list of lists
-            objects[i] = value
-        built[name] = objects
+        built[name] = objects(values)
     return DataProto.from_columns({**built, "index": np.arange(len(next(iter(columns.values()))), dtype=np.int64)})
 
 

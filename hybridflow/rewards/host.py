@@ -24,9 +24,9 @@ from typing import Any
 
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import HybridFlowError
-from hybridflow.process.children import die_with_parent, print_whole_lines
+from hybridflow.process.children import die_with_parent
 from hybridflow.rewards.functions import Outcome, Scoring
-from hybridflow.rewards.lines import Lines, decoded, encoded
+from hybridflow.rewards.lines import Lines, connection_of, decoded, encoded
 
 ASYNC_CALLS = 64  # of an async function in flight in one process
 _NEAR = 16  # calls among which one with a known ground truth is looked for, and calls that may overtake another
@@ -233,23 +233,19 @@ async def _score(connection: socket.socket, scoring: Scoring, timeout_s: float) 
 
 def main(argv: Sequence[str]) -> None:
     """Be the host for the connection with this descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    print_whole_lines()
-    driver = Lines(socket.socket(fileno=int(argv[0])))
-    orders = driver.received()
-    while orders == []:
-        orders = driver.received()
-    if not orders:
+    driver = connection_of(argv)
+    orders = driver.first()
+    if orders is None:
         return
     try:
-        config = RewardConfig(**{**orders[0]["config"], "verifiers": tuple(orders[0]["config"]["verifiers"])})
+        config = RewardConfig(**{**orders["config"], "verifiers": tuple(orders["config"]["verifiers"])})
         scoring = Scoring(config)
     except HybridFlowError as error:
         driver.send({"refused": str(error)})
         return
     facts = {"by_group": scoring.by_group, "reads_prompt": scoring.reads_prompt}
     driver.send({"ready": scoring.sources, **facts})
-    Host(driver, scoring, orders[0]["processes"], config.timeout_s).serve()
+    Host(driver, scoring, orders["processes"], config.timeout_s).serve()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,23 @@
-"""Messages as lines of JSON over a socket. Bytes and times, which parquet columns may hold, keep their type."""
+"""Messages as lines of JSON over a socket, and the processes beside the driver that are spoken to with them. Bytes and
+times, which parquet columns may hold, keep their type."""
 
 from __future__ import annotations
 
 import base64
 import datetime
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+
+from hybridflow.process.children import print_whole_lines
+from hybridflow.process.secret import without_credentials
 
 _KIND = "__hybridflow__"
 
@@ -55,6 +66,40 @@ class Lines:
             return []
         self._in = bytearray(rest)
         return [decoded(line) for line in whole.split(b"\n")]
+
+    def first(self) -> dict[str, Any] | None:
+        """Wait for a message that comes alone (the socket blocks); None when the other end has closed the
+        connection."""
+        while (messages := self.received()) == []:
+            continue
+        return messages[0] if messages else None
+
+
+def start_process(module: str, log_path: Path | None) -> tuple[subprocess.Popen[bytes], Lines]:
+    """Start `python -m module DESCRIPTOR` without the job's credentials, with the other end of a connection; returns
+    the process and this end. It prints to `log_path`; None: with this process."""
+    ours, theirs = socket.socketpair()
+    with ExitStack() as opened:
+        out = None
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            out = opened.enter_context(log_path.open("ab"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(opened.enter_context(theirs).fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    return process, Lines(ours)
+
+
+def connection_of(argv: Sequence[str]) -> Lines:
+    """The connection of a process that `start_process` has started, which leaves Ctrl-C to the driver from here on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print_whole_lines()
+    return Lines(socket.socket(fileno=int(argv[0])))
 
 
 def encoded(message: dict[str, Any]) -> bytes:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,9 +11,8 @@ from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.process.secret import without_credentials
 from hybridflow.rewards.functions import Outcome, Row
-from hybridflow.rewards.lines import Lines
+from hybridflow.rewards.lines import start_process
 
 _START_S = 300.0  # for the user's file to be imported
 _PATIENCE_S = 60.0  # beyond a call's deadline, for the host to say so
@@ -49,22 +45,8 @@ class RewardPool:
         config = replace(self.config, verifiers=tuple(map(absolute_entry, self.config.verifiers)), combine=combine)
         if config.path is not None:
             config = replace(config, path=str(Path(config.path).resolve()))
-        ours, theirs = socket.socketpair()
-        if self.log_path:
-            self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        out = open(self.log_path, "ab") if self.log_path else None  # noqa: SIM115
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hybridflow.rewards.host", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=without_credentials() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        if out:
-            out.close()
-        self._lines, self._is_ready = Lines(ours), False
+        self._process, self._lines = start_process("hybridflow.rewards.host", self.log_path)
+        self._is_ready = False
         processes = self.config.processes or min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
         self._lines.send({"config": asdict(config), "processes": processes})
 
@@ -78,18 +60,16 @@ class RewardPool:
             return
         self._lines.socket.settimeout(_START_S)
         try:
-            messages = self._lines.received()
-            while messages == []:
-                messages = self._lines.received()
+            loaded = self._lines.first()
         except TimeoutError:
             raise ConfigError(f"{self._what()} was not loaded within {_START_S:.0f} s") from None
-        if messages is None:
+        if loaded is None:
             code = self._process.wait(_PATIENCE_S)
             raise ConfigError(f"the process that loads {self._what()} ended with code {code}{self._look_at_log()}")
-        if "refused" in messages[0]:
-            raise ConfigError(messages[0]["refused"])
-        self.sources, self.by_group = messages[0]["ready"], messages[0]["by_group"]
-        self.reads_prompt, self._is_ready = messages[0]["reads_prompt"], True
+        if "refused" in loaded:
+            raise ConfigError(loaded["refused"])
+        self.sources, self.by_group = loaded["ready"], loaded["by_group"]
+        self.reads_prompt, self._is_ready = loaded["reads_prompt"], True
 
     def submit(self, rows: list[Row]) -> int:
         """Begin a call with these rows; returns its number. ValueError names a type that no JSON holds."""

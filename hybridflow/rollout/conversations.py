@@ -29,7 +29,7 @@ from hybridflow.agents.episodes import EpisodeError, Episodes
 from hybridflow.agents.loops.base import LOOPS
 from hybridflow.agents.toolbox import toolbox
 from hybridflow.agents.tools.base import ToolLostError
-from hybridflow.batch import ROUTED, ROUTES, DataProto, Jagged
+from hybridflow.batch import ROUTED, ROUTES, DataProto, Jagged, objects
 from hybridflow.config import derived
 from hybridflow.config.registry import describe_error
 from hybridflow.config.schema import RunConfig
@@ -296,13 +296,13 @@ class Conversations:
                 alike.setdefault((not ask.training, ask.val_set), []).append(ask)
         for (validating, val_set), asks in sorted(alike.items()):
             asks.sort(key=lambda ask: ask.ticket)  # not in the order in which environments happened to answer
-            rows = Jagged.from_rows([np.asarray(ask.tokens, np.int64) for ask in asks], np.int64)
+            rows = Jagged.from_rows([ask.tokens for ask in asks], np.int64)
             room = np.array([ask.most for ask in asks], np.int64)
             # the samples of a prompt begin alike, and an engine computes that once
             uid = np.array([-1 - n if ask.uid is None else ask.uid for n, ask in enumerate(asks)], np.int64)
             prompts = DataProto.from_columns({"prompt_ids": rows, ROOM: room, "uid": uid})
             if val_set:
-                prompts = prompts.with_columns(**{VAL_SET: _objects([val_set] * len(asks))})
+                prompts = prompts.with_columns(**{VAL_SET: objects([val_set] * len(asks))})
             begun = [ask.begun.with_columns(row=np.array([n])) for n, ask in enumerate(asks) if ask.begun is not None]
             known = DataProto.concat(begun) if begun else None
             tickets = self.engines.submit(prompts, training=not validating, begun=known)
@@ -414,37 +414,27 @@ def _routes(conversation: Conversation, config: RunConfig) -> np.ndarray:
 def as_batch(conversations: Sequence[Conversation], *, with_rewards: bool = False) -> DataProto:
     """A row for each conversation. Nothing of one that failed was sampled as far as training is concerned."""
     masks = [np.array(one.mask, np.bool_) & (one.failure is None) for one in conversations]
-    versions = [np.array(one.versions, np.int64) for one in conversations]
     columns: dict[str, Any] = {
-        "response_ids": Jagged.from_rows([np.array(one.tokens, np.int64) for one in conversations], np.int64),
+        "response_ids": Jagged.from_rows([one.tokens for one in conversations], np.int64),
         "response_mask": Jagged.from_rows(masks, np.bool_),
-        "rollout_log_probs": Jagged.from_rows(
-            [np.array(one.log_probs, np.float32) for one in conversations], np.float32
-        ),
-        "response_versions": Jagged.from_rows(versions, np.int64),
-        "finish_reason": _objects([one.finish_reason for one in conversations]),
-        "weight_version": _objects([str(row[-1]) if len(row) else "" for row in versions]),
-        "answer_text": _objects([_last_answer(one) for one in conversations]),
-        "messages": _objects([one.messages for one in conversations]),
+        "rollout_log_probs": Jagged.from_rows([one.log_probs for one in conversations], np.float32),
+        "response_versions": Jagged.from_rows([one.versions for one in conversations], np.int64),
+        "finish_reason": objects([one.finish_reason for one in conversations]),
+        "weight_version": objects([str(one.versions[-1]) if one.versions else "" for one in conversations]),
+        "answer_text": objects([_last_answer(one) for one in conversations]),
+        "messages": objects([one.messages for one in conversations]),
         "turns": np.array([one.answered for one in conversations], np.int64),
         "tool_calls": np.array([one.calls for one in conversations], np.int64),
-        "agent_failure": _objects([one.failure for one in conversations]),
+        "agent_failure": objects([one.failure for one in conversations]),
     }
     if with_rewards:
-        columns[TURN_REWARDS] = _objects([one.rewards for one in conversations])
+        columns[TURN_REWARDS] = objects([one.rewards for one in conversations])
     return DataProto.from_columns(columns)
 
 
 def _last_answer(conversation: Conversation) -> str:
     said = [message["content"] for message in conversation.messages if message["role"] == "assistant"]
     return said[-1] if said else ""
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    found = np.empty(len(values), dtype=object)
-    for number, value in enumerate(values):  # an assignment of all at once would take lists apart
-        found[number] = value
-    return found
 
 
 def conversing(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, Column, DataProto, Jagged, read_parquet
+from hybridflow.batch import ROUTES, Column, DataProto, Jagged, objects, read_parquet
 from hybridflow.data.micro_batches import RESPONSE_MASK
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, SchemaError
@@ -78,7 +77,7 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
     if "reward_extra" in batch or "reward_failure" in batch:
         rows["reward_extra"] = _extras(batch)
     if "messages" in batch:
-        rows |= {name: batch[name].tolist() for name in ("messages", "turns", "tool_calls", "agent_failure")}
+        rows |= {name: batch[name].tolist() for name in _CONVERSATION}
     if "rm_scores" in batch:
         rows["rm_score"] = batch["rm_scores"].tolist()
     if "greedy_scores" in batch:
@@ -184,8 +183,10 @@ def read_batch(path: Path, made_with: Mapping[str, Any]) -> DataProto:
                 f"{path} is a dump of another {'tokenizer' if name == 'tokenizer' else 'model'}: {name} is "
                 f"{theirs.get(name)} there and {ours} in this run"
             )
-    with _naming(path):
+    try:
         return DataProto.from_columns(_trained_columns(held))
+    except (SchemaError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DataError(f"{path}: damaged, or no dump of rollouts: {error}") from error
 
 
 def _trained_columns(held: DataProto) -> dict[str, Column]:
@@ -208,7 +209,7 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
         failures = [extra.pop("failure", None) for extra in extras]
         for name, values in {"reward_extra": extras, "reward_failure": failures}.items():
             if any(values):
-                columns[name] = _objects(values)
+                columns[name] = objects(values)
     return columns
 
 
@@ -219,18 +220,3 @@ def _from_runs(runs: Jagged, lengths: np.ndarray, kind: type) -> Jagged:
     if not np.array_equal(counted, lengths):
         raise ValueError("the runs of tokens do not add up to the lengths of the responses")
     return Jagged.from_lengths(np.repeat(pairs[:, 0], pairs[:, 1]).astype(kind), lengths)
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    column = np.empty(len(values), object)
-    for row, value in enumerate(values):  # a slice assignment would read lists of one length as a matrix
-        column[row] = value
-    return column
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SchemaError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise DataError(f"{path}: damaged, or no dump of rollouts: {error}") from error

@@ -39,7 +39,7 @@ class InProcessRollouts(Requests):
     ) -> None:
         super().__init__(config)
         self.engine, self.stop_ids = engine, list(stop_ids)
-        self._copy_weights = copy_weights
+        self._copy_weights, self.sleep, self.wake = copy_weights, engine.sleep, engine.wake
         self._asked: list[tuple[bool, DataProto]] = []
         self._aborted: list[DataProto] = []
 
@@ -48,14 +48,6 @@ class InProcessRollouts(Requests):
         started = time.perf_counter()
         nbytes = self.engine.take(str(version), self._copy_weights)
         return SyncReport(version, time.perf_counter() - started, nbytes, {})
-
-    def sleep(self) -> None:
-        """Have the engine give its memory back."""
-        self.engine.sleep()
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """Have the engine take the memory of these parts again."""
-        self.engine.wake(tags)
 
     # ---- the one engine, as `Requests` sees it
 

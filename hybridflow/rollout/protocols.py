@@ -27,48 +27,38 @@ class RolloutService(Protocol):
             begun: what `begun` returned of requests like these, perhaps of another process, with `row` [b], their row
                 of `prompts`: they go on from there.
         """
-        ...
 
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         """What has come of these requests, which go on: rows with their `ticket`, for `submit`; None where nothing
         has."""
-        ...
 
     def poll(self) -> None:
         """Move all requests on: wait a moment for answers, and send what engines have room for."""
-        ...
 
     def ended(self, tickets: Iterable[int]) -> bool:
         """Whether all of these requests have ended."""
-        ...
 
     def take(self, tickets: Sequence[int]) -> DataProto:
         """The answers of requests that have ended, in the order of the tickets; they can be taken once. response_ids,
         response_mask, rollout_log_probs, response_versions, finish_reason, weight_version; of conversations also
         `conversations.COLUMNS`."""
-        ...
 
     def shown(self, tickets: Sequence[int]) -> DataProto:
         """What `take` will return of requests that have ended, as far as a reward reads it."""
-        ...
 
     def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
         """End these requests wherever they are, and give their places at the engines to others. With `keep` they have
         then ended, soon, with the finish reason `abort` and what had come of them; otherwise their tickets mean nothing
         any longer."""
-        ...
 
     def forget(self) -> None:
         """Give up all requests, waiting, under way or ended; their tickets mean nothing any longer."""
-        ...
 
     def sleep(self) -> None:
         """Give the device memory away."""
-        ...
 
     def wake(self, tags: Sequence[str]) -> None:
         """Take the memory of `weights` or `kv_cache` again; weights come with the next sync."""
-        ...
 
 
 def answers(service: RolloutService, prompts: DataProto, *, training: bool) -> DataProto:
@@ -110,4 +100,3 @@ class WeightSync(Protocol):
         Raises:
             WeightSyncError: no engine could take them.
         """
-        ...

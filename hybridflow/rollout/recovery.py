@@ -7,27 +7,14 @@ not ended is asked again. While another engine can answer, `EngineGroup` asks th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from hybridflow.batch import DataProto
 from hybridflow.errors import EnginesLostError, HybridFlowError, WorkerError
 from hybridflow.process.restart_limit import RestartLimit
-from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync
+from hybridflow.rollout.protocols import SyncReport, WeightSync
+from hybridflow.rollout.service import EngineGroup
 
 log = logging.getLogger(__name__)
-
-
-class Engines(RolloutService, Protocol):
-    """A rollout service whose workers can be lost."""
-
-    def workers_alive(self) -> bool:
-        """Whether every engine's worker still runs."""
-        ...
-
-    def restart_workers(self) -> None:
-        """Start all workers, and with them all engines, again; return when they are up and can take weights."""
-        ...
 
 
 class RestartingRollouts:
@@ -39,10 +26,16 @@ class RestartingRollouts:
         told: about each restart, in one line.
     """
 
-    def __init__(self, engines: Engines, weights: WeightSync, max_restarts: int, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, engines: EngineGroup, weights: WeightSync, max_restarts: int, told: Callable[[str], None]
+    ) -> None:
         self.engines, self.weights, self._told = engines, weights, told
         self._restarts = RestartLimit(max_restarts)
         self._version = -1
+        # in these calls no loss is met
+        self.submit, self.begun, self.ended = engines.submit, engines.begun, engines.ended
+        self.take, self.shown, self.forget = engines.take, engines.shown, engines.forget
+        self.sleep, self.wake = engines.sleep, engines.wake
 
     def poll(self) -> None:
         """Move all requests on, with the weights of the last sync, however often engines are lost meanwhile.
@@ -59,26 +52,6 @@ class RestartingRollouts:
             self._restart(error)
             self.weights.sync(self._version)  # waits for engines that are starting
 
-    def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        """Take requests in."""
-        return self.engines.submit(prompts, training=training, begun=begun)
-
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
-        """What has come of these requests."""
-        return self.engines.begun(tickets)
-
-    def ended(self, tickets: Iterable[int]) -> bool:
-        """Whether all of these requests have ended."""
-        return self.engines.ended(tickets)
-
-    def take(self, tickets: Sequence[int]) -> DataProto:
-        """The answers of requests that have ended."""
-        return self.engines.take(tickets)
-
-    def shown(self, tickets: Sequence[int]) -> DataProto:
-        """The answers that `take` will return."""
-        return self.engines.shown(tickets)
-
     def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
         """End these requests. What lost workers had ended with them."""
         try:
@@ -86,10 +59,6 @@ class RestartingRollouts:
         except WorkerError:
             if self.engines.workers_alive():
                 raise
-
-    def forget(self) -> None:
-        """Give up all requests."""
-        self.engines.forget()
 
     def sync(self, version: int) -> SyncReport:
         """Bring the weights to the engines. Workers that are lost start again; `weights` handles the loss of an engine
@@ -102,14 +71,6 @@ class RestartingRollouts:
                 if self.engines.workers_alive():  # a rank of the policy, then
                     raise
                 self._restart(error)
-
-    def sleep(self) -> None:
-        """Have every engine give its memory back."""
-        self.engines.sleep()
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """Have every engine take the memory of these parts again."""
-        self.engines.wake(tags)
 
     def _restart(self, error: HybridFlowError) -> None:
         """Start lost workers again; raise `error` when no more restarts are allowed."""

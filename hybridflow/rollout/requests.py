@@ -56,11 +56,7 @@ class Requests(ABC):
         self._ended: dict[int, tuple[DataProto, int]] = {}  # the answer is a row of a batch
 
     def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
-        """Take requests in, and return a ticket for each row. Rows of one `uid` are the samples of one prompt.
-
-        Args:
-            begun: what `begun` returned of requests like these, with `row` [b], their row of `prompts`.
-        """
+        """`RolloutService.submit`: take requests in, and return a ticket for each row."""
         rows, together = prompts.select(["prompt_ids"]), dict[int, list[_Request]]()
         keys = prompts["uid"].tolist() if "uid" in prompts else range(len(prompts))
         tickets = list(range(self._next_ticket, self._next_ticket + len(prompts)))
@@ -143,12 +139,7 @@ class Requests(ABC):
         return found.reorder(np.argsort(np.concatenate([places[key] for key in batches])))
 
     def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        """End these requests wherever they are, and give their places at the engines to others.
-
-        Args:
-            keep: they end with the finish reason `abort` and what had come of them; otherwise it is dropped, and the
-                tickets mean nothing any longer.
-        """
+        """End these requests wherever they are, as `RolloutService.abort` says."""
         wanted, at_engines = frozenset(tickets), dict[int, list[int]]()
         waiting = [one for group in self._waiting for one in group if one.ticket in wanted]
         if waiting:

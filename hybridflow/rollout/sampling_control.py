@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hybridflow.batch import DataProto, Jagged
+from hybridflow.batch import DataProto, Jagged, objects
 from hybridflow.config.schema import RunConfig
 from hybridflow.data.micro_batches import RESPONSE_MASK
 
@@ -110,7 +110,6 @@ def _alike(parts: list[DataProto]) -> list[DataProto]:
         added = {}
         for name, missing in (("reward_extra", {}), ("reward_failure", None)):
             if name in names and name not in part:
-                added[name] = np.empty(len(part), dtype=object)
-                added[name][:] = [missing] * len(part)
+                added[name] = objects([missing] * len(part))
         found.append(part.with_columns(**added) if added else part)
     return found

@@ -150,9 +150,3 @@ class EngineGroup(Requests):
 def collect_method(config: RunConfig) -> Callable[..., Any]:
     """The worker method that brings answers for training, with the engines' expert routes where they are needed."""
     return RolloutWorker.collect_with_routes if derived.needs_engine_routes(config) else RolloutWorker.collect
-
-
-def as_batch(value: Any) -> DataProto:
-    """What a call that collects a batch returned, typed as one."""
-    assert isinstance(value, DataProto), type(value)
-    return value

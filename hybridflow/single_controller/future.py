@@ -145,11 +145,8 @@ class Future:
             raise self._error
         return self._value
 
+    @waiting()
     def _wait(self, timeout: float) -> None:
-        with waiting():
-            self._wait_for_all(timeout)
-
-    def _wait_for_all(self, timeout: float) -> None:
         import ray
 
         deadline, stopped = time.monotonic() + timeout, dict[int, int]()

@@ -43,7 +43,6 @@ class HostInfo:
     found, or set by the user)."""
 
     pid: int
-    hostname: str
     free_port: int
     interface: str
 
@@ -69,9 +68,9 @@ class Host:
         self._identity: Identity | None = None
 
     def describe(self, address: str, ports: range) -> HostInfo:
-        """Process id, host name, a free TCP port at `address`, and its interface."""
+        """Process id, a free TCP port at `address`, and its interface."""
         interface = "" if os.environ.get("GLOO_SOCKET_IFNAME") else interface_of(address)
-        return HostInfo(os.getpid(), socket.gethostname(), free_port(address, ports), interface)
+        return HostInfo(os.getpid(), free_port(address, ports), interface)
 
     def identity(self) -> Identity | None:
         """What `set_up` was given; None before it."""

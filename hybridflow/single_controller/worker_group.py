@@ -17,6 +17,7 @@ from hybridflow.dispatch import (
     MethodSpec,
     RankCall,
     WorkerContext,
+    in_rank_order,
     method_spec,
     plan_call,
 )
@@ -183,7 +184,7 @@ class WorkerGroup:
         if self._broken is not None:
             raise self._broken
         ranks = range(self.world_size) if only is None else only
-        mesh = self._find_mesh() if spec.needs_mesh else None
+        mesh = self.mesh if spec.needs_mesh else None
         if mesh is not None and only is not None:
             mesh = mesh.of(ranks)
         plan = plan_call(spec, len(ranks), mesh, args, kwargs)
@@ -199,7 +200,10 @@ class WorkerGroup:
     @property
     def mesh(self) -> Mesh | None:
         """Data-parallel positions of the ranks, asked once; None for a class without `mesh_position`."""
-        return self._find_mesh()
+        if self._mesh is None and hasattr(self.worker_class, "mesh_position") and self._broken is None:
+            plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
+            self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
+        return self._mesh
 
     def pids(self) -> list[int]:
         """Process ids in rank order (on their nodes)."""
@@ -268,16 +272,7 @@ class WorkerGroup:
         refs = {r: getattr(rank.actor, step).remote(*arguments[r]) for r, rank in enumerate(self._ranks)}
         name = "start-up" if step != "construct" else f"{self.worker_class.__name__}.__init__"
         left = max(0.0, deadline - time.monotonic())
-        future = Future(
-            self.role,
-            name,
-            ranks=self._ranks,
-            refs=refs,
-            collect=_in_rank_order,
-            default_timeout_s=left,
-            check=self._cluster.require_open,
-        )
-        return future.result()
+        return self._future(name, left, refs=refs, collect=in_rank_order).result()
 
     def _launch(
         self,
@@ -310,23 +305,11 @@ class WorkerGroup:
             else:
                 refs[r] = actor.call_stored.remote((), 0, *arguments)
         wait = self._config.call_timeout_s if timeout is None else timeout
-        return Future(
-            self.role,
-            name,
-            ranks=list(self._ranks),
-            refs=refs,
-            collect=plan.collect,
-            default_timeout_s=wait,
-            on_lost=self._note_loss,
-            stored=stored,
-            check=self._cluster.require_open,
-        )
+        return self._future(name, wait, refs=refs, collect=plan.collect, on_lost=self._note_loss, stored=stored)
 
-    def _find_mesh(self) -> Mesh | None:
-        if self._mesh is None and hasattr(self.worker_class, "mesh_position") and self._broken is None:
-            plan = plan_call(_MESH_SPEC, self.world_size, None, (), {})
-            self._mesh = Mesh(tuple(self._launch("mesh_position", plan, None).result()))
-        return self._mesh
+    def _future(self, name: str, wait_s: float, **call: Any) -> Future:
+        ranks, check = list(self._ranks), self._cluster.require_open
+        return Future(self.role, name, ranks=ranks, default_timeout_s=wait_s, check=check, **call)
 
     def _address(self, method: Callable[..., Any], role: str | None) -> str:
         try:
@@ -337,10 +320,6 @@ class WorkerGroup:
     def _note_loss(self, error: HybridFlowError) -> None:
         """After a death or a hang the ranks no longer stand at the same point: every later call would hang too."""
         self._broken = error
-
-
-def _in_rank_order(results: Mapping[int, Any]) -> list[Any]:
-    return [results[rank] for rank in sorted(results)]
 
 
 def _stored(value: Any, sent: dict[int, Any], key: int) -> Any:

@@ -58,12 +58,11 @@ from hybridflow.trainer.layout import layout_text
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.preload import Preload
 from hybridflow.trainer.recovery import fit_with_restarts
-from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
-from hybridflow.trainer.sft import SftTrainer
+from hybridflow.trainer.supervised import RewardTrainer, SftTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
-from hybridflow.workers.role import RoleSpec
+from hybridflow.workers.role import RoleSpec, RoleWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
 
@@ -238,6 +237,8 @@ class _Job:
         trainer = SftTrainer(config.sft, self.session, policy, dataset, config.seed)
         if checkpoint is not None:
             trainer.resume(checkpoint)
+        else:
+            policy.run(PolicyWorker.set_optimizer, config.sft.optim)
         trainer.fit(check)
         return trainer
 
@@ -344,25 +345,19 @@ def _train_reward(job: _Job) -> dict[str, Any]:
             model.run(ModelWorker.fill, folder)
         model.run(ModelWorker.set_optimizer, settings.optim)
     trainer.fit()
-    with job.progress.stage("wait for the last checkpoint"):
-        job.session.store.wait()
     found = pair_accuracy(model, held_out) if held_out else {}
     for name, value in found.items():
         job.progress.message(f"held-out pairs: {name} {value:.3f}")
-    exported = job.session.folder / "export"
-    if config.trainer.export:
-        with job.progress.stage("export to a Hugging Face folder"):
-            model.run(ModelWorker.export, exported)
     return {
         "seconds_sft": job.session.totals.get("seconds_sft", 0.0),
         "seconds_reward": job.session.totals.get("seconds_reward", 0.0),
         **{f"held_out_{name}": value for name, value in found.items()},
         "steps": trainer.step,
-        "exported_to": str(exported) if config.trainer.export else None,
+        "exported_to": _finish(job, model),
     }
 
 
-def _finish(job: _Job, policy: PolicyGroup) -> str | None:
+def _finish(job: _Job, trained: ModelGroup) -> str | None:
     """Wait for the last checkpoint and write the export; returns the export's folder."""
     with job.progress.stage("wait for the last checkpoint"):
         job.session.store.wait()
@@ -370,7 +365,7 @@ def _finish(job: _Job, policy: PolicyGroup) -> str | None:
         return None
     folder = job.session.folder / "export"
     with job.progress.stage("export to a Hugging Face folder"):
-        policy.run(PolicyWorker.export, folder)
+        trained.run(RoleWorker.export, folder)
     return str(folder)
 
 

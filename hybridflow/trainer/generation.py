@@ -34,21 +34,17 @@ class Generation(Protocol):
 
     def check_starting(self) -> None:
         """Raise at once when an engine has failed to start; return when all is well so far."""
-        ...
 
     def connect(
         self, policy: WorkerGroup | InProcessGroup, tokenizer: Tokenizer, logs: Path
     ) -> tuple[RolloutService, WeightSync]:
         """What the loop calls, once the policy is there; `logs` is the folder for what environments print."""
-        ...
 
     def wait_ready(self, progress: Progress) -> None:
         """Return when the engines serve and can take weights."""
-        ...
 
     def stop(self) -> None:
         """Stop the engines."""
-        ...
 
 
 class NoEngines:
@@ -60,37 +56,14 @@ class NoEngines:
         """What the loop calls."""
         return self, self
 
-    def check_starting(self) -> None:
-        """Nothing was started."""
-
-    def wait_ready(self, progress: Progress) -> None:
-        """Nothing was started."""
-
-    def stop(self) -> None:
-        """Nothing was started."""
-
-    def poll(self) -> None:
-        """Nothing was asked."""
-
-    def abort(self, tickets: Sequence[int], *, keep: bool = False) -> None:
-        """Nothing was asked."""
-
-    def forget(self) -> None:
-        """Nothing was asked."""
-
-    def sleep(self) -> None:
-        """Nothing lies on a device."""
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """Nothing lay on a device."""
-
     def sync(self, version: int) -> SyncReport:
         """Send nothing."""
         return SyncReport(version, 0.0, 0, {})
 
-    def begun(self, tickets: Sequence[int]) -> DataProto | None:
-        """Nothing was asked."""
-        return None
+    def nothing(self, *_: object, **__: object) -> None:
+        """Do nothing: no engine was started or asked, and nothing lies on a device."""
+
+    check_starting = wait_ready = stop = poll = begun = abort = forget = sleep = wake = nothing
 
     def submit(self, prompts: DataProto, *, training: bool, begun: DataProto | None = None) -> list[int]:
         """Raise HybridFlowError: nobody answers."""

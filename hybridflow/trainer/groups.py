@@ -20,7 +20,8 @@ from hybridflow.observe.environment import note_in_environment
 from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.rollout.evaluation import GREEDY, SCORING
 from hybridflow.rollout.recorded import READING
-from hybridflow.rollout.service import as_batch, collect_method
+from hybridflow.rollout.requests import concat
+from hybridflow.rollout.service import collect_method
 from hybridflow.single_controller import InProcessGroup, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
@@ -60,7 +61,8 @@ class ModelGroup:
         """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
         order = balanced_order(self._costs(batch), self._data_parallel)
         share = batch.select(method_spec(method).reads).reorder(order)
-        return as_batch(self.run(method, share)).reorder(np.argsort(order))
+        found: DataProto = self.run(method, share)
+        return found.reorder(np.argsort(order))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs, whose mini-batches
@@ -168,10 +170,10 @@ class PolicyGroup(ModelGroup):
             self.run(RoleWorker.wake, ("gradients", "optimizer"))  # once for both calls; training's end offloads them
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
         updates = self._train(method, batch.rows(begun), True, without=("old_log_probs",))
-        found = as_batch(self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows)))
+        found: DataProto = self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows))
         if later is not None:
             updates += self._train(method, batch.rows(others).union(later))
-            rows, found = np.concatenate([rows, others]), _stacked(found, later)
+            rows, found = np.concatenate([rows, others]), concat([found, later])
         by_row = np.argsort(rows)
         scored = batch.rows(rows[by_row]).union(found.rows(by_row))
         updates += self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
@@ -203,12 +205,6 @@ class PolicyGroup(ModelGroup):
 
     def _reads(self, method: Callable[..., Any]) -> Sequence[str]:
         return update_step(self.config).reads
-
-
-def _stacked(first: DataProto, others: DataProto) -> DataProto:
-    """Rows of both; columns stay in the object store where both have them there."""
-    parts = [first, others]
-    return DataProto.concat(parts if first.deferred == others.deferred else [part.fetch() for part in parts])
 
 
 def update_step(config: RunConfig) -> DataflowStep:

@@ -316,12 +316,8 @@ class RLTrainer:
             metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
         self.session.tracker.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
-        if "actor/ppo_kl" in metrics:  # not while the critic warms up alone
-            shown["ppo_kl"] = metrics["actor/ppo_kl"]
-        if "actor/ref_kl" in metrics:
-            shown["ref_kl"] = metrics["actor/ref_kl"]
-        if "preference/accuracy" in metrics:
-            shown["preferred"] = metrics["preference/accuracy"]
+        optional = {"ppo_kl": "actor/ppo_kl", "ref_kl": "actor/ref_kl", "preferred": "preference/accuracy"}
+        shown |= {name: metrics[key] for name, key in optional.items() if key in metrics}
         shown["length"] = metrics["response_length/mean"]
         if "score_after" in self.session.totals:
             shown["held-out"] = self.session.totals["score_after"]

@@ -11,45 +11,32 @@ from hybridflow.data.micro_batches import RESPONSE_MASK
 _QUARTERS = ("first", "second", "third", "last")
 
 
-class _Sums:
-    """Sums over tokens whose engine and trainer log-probs come piece by piece."""
-
-    def __init__(self) -> None:
-        self.count, self.log_ratio, self.ratio, self.squared, self.k3 = 0, 0.0, 0.0, 0.0, 0.0
-
-    def add(self, engine_T: np.ndarray, trainer_T: np.ndarray) -> None:
-        """Take tokens in. Log-ratios are clamped to +-20."""
-        log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
-        ratio = np.exp(log_ratio)
-        self.count += len(ratio)
-        self.log_ratio += float(log_ratio.sum())
-        self.ratio += float(ratio.sum())
-        self.squared += float((ratio**2).sum())
-        self.k3 += float((ratio - 1.0 - log_ratio).sum())
-
-    def divergences(self) -> dict[str, float]:
-        """Estimates with r = trainer / engine: kl and k3 of the divergence from the trainer, chi2 = mean(r^2) - 1, and
-        ess = mean(r)^2 / mean(r^2), the share of the tokens that importance weights would leave."""
-        return {
-            "kl": -self.log_ratio / self.count,
-            "k3": self.k3 / self.count,
-            "chi2": self.squared / self.count - 1.0,
-            "ess": self.ratio**2 / (self.count * self.squared),
-        }
+def ratio_sums(engine_T: np.ndarray, trainer_T: np.ndarray) -> np.ndarray:
+    """[5] number of tokens that the engine sampled, and with r = trainer / engine sums of log r, r, r^2 and r - 1 -
+    log r over them. Log-ratios are clamped to +-20."""
+    log_ratio = np.clip(trainer_T.astype(np.float64) - engine_T, -20.0, 20.0)
+    ratio = np.exp(log_ratio)
+    return np.array([len(ratio), log_ratio.sum(), ratio.sum(), (ratio**2).sum(), (ratio - 1.0 - log_ratio).sum()])
 
 
-def divergences(engine_T: np.ndarray, trainer_T: np.ndarray) -> dict[str, float]:
-    """How far the engine's log-probs of tokens that it sampled are from the trainer's; `_Sums.divergences`."""
-    sums = _Sums()
-    sums.add(engine_T, trainer_T)
-    return sums.divergences()
+def divergences(sums: np.ndarray) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, by `ratio_sums`: kl and k3 estimate the divergence from
+    the trainer, chi2 = mean(r^2) - 1, and ess = mean(r)^2 / mean(r^2) is the share of the tokens that importance
+    weights would leave."""
+    count, log_ratio, ratio, squared, k3 = sums.tolist()
+    return {
+        "kl": -log_ratio / count,
+        "k3": k3 / count,
+        "chi2": squared / count - 1.0,
+        "ess": ratio**2 / (count * squared),
+    }
 
 
 def mismatch_metrics(batch: DataProto) -> dict[str, float]:
     """rollout/mismatch/*: kl, k3, chi2 and ess; the mean |difference| in each quarter of a row's sampled tokens; and
     where the weights that sampled are not all of one age, the same by the number of weight syncs they are behind the
     newest. Holds a piece of the columns at a time."""
-    sums, quarters, by_version = _Sums(), np.zeros((2, 4)), dict[int, np.ndarray]()
+    sums, quarters, by_version = np.zeros(5), np.zeros((2, 4)), dict[int, np.ndarray]()
     names = (RESPONSE_MASK, "rollout_log_probs", "old_log_probs")
     known = "response_versions" in batch
     for piece in batch.pieces((*names, "response_versions") if known else names):
@@ -58,16 +45,16 @@ def mismatch_metrics(batch: DataProto) -> dict[str, float]:
         sampled = np.diff(before)  # of each row
         number = np.arange(int(sampled.sum())) - np.repeat(before[:-1] - before[0], sampled)
         engine, trainer = (piece.jagged(name).values[mask] for name in names[1:])
-        sums.add(engine, trainer)
+        sums += ratio_sums(engine, trainer)
         difference = np.abs(engine - trainer)
         quarters += _totals(number * 4 // np.repeat(sampled, sampled), difference, 4)
         if known:
             versions, places = np.unique(piece.jagged("response_versions").values[mask], return_inverse=True)
             for version, total in zip(versions.tolist(), _totals(places, difference, len(versions)).T, strict=True):
                 by_version[version] = by_version.get(version, np.zeros(2)) + total
-    if not sums.count:
+    if not sums[0]:
         return {}
-    found = sums.divergences()
+    found = divergences(sums)
     for name, (total, count) in zip(_QUARTERS, quarters.T, strict=True):
         if count:
             found[f"{name}_quarter"] = total / count

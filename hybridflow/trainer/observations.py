@@ -96,10 +96,8 @@ def replay_metrics(
     if kind == "none":
         return {}
     counts = {name: sum(observed["routes"][name] for observed in observations) for name in observations[0]["routes"]}
-    once, (scored, trained) = (
-        token_layers(prompts, responses, counts["routers"], kind, routed),
-        replayed_passes(kind, ppo_epochs),
-    )
+    once = token_layers(prompts, responses, counts["routers"], kind, routed)
+    scored, trained = replayed_passes(kind, ppo_epochs)
     expected = once * (scored + trained)
     if not counts["sent"] == counts["used"] == expected or counts["mismatched"]:
         raise RouterReplayError(

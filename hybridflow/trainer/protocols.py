@@ -28,20 +28,16 @@ class Role(Saves, Protocol):
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call it on all ranks; a list with the result of each."""
-        ...
 
     def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """The columns that a data-parallel method writes, in the order of the batch."""
-        ...
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         """All optimizer updates of a data-parallel method that trains, in order. With `seed`, the batch is cut into
         mini-batches that are drawn from it."""
-        ...
 
     def memory(self) -> Mapping[str, float]:
         """Peaks of the methods, and what lay off the device, since the last call: `observations.memory_metrics`."""
-        ...
 
 
 class Policy(Role, Protocol):
@@ -49,12 +45,10 @@ class Policy(Role, Protocol):
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys; with router replay the experts of each token."""
-        ...
 
     def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
         """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, for
         `update_and_score`."""
-        ...
 
     def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
@@ -62,4 +56,3 @@ class Policy(Role, Protocol):
         """All updates of a step whose first mini-batch no pass has scored. Returns them, and rows in the order of
         `batch` with old_log_probs and entropys: those of the first mini-batch, as its update computed them, and with
         what `later_log_probs` returned for the same batch and seed all the others."""
-        ...

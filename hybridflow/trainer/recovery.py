@@ -6,30 +6,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.progress import Progress
 from hybridflow.process.restart_limit import RestartLimit
+from hybridflow.single_controller import WorkerGroup
 from hybridflow.trainer.loop import RLTrainer
 
 log = logging.getLogger(__name__)
 
 
-class Restartable(Protocol):
-    """A worker group, as far as recovery uses it."""
-
-    def is_alive(self) -> bool:
-        """Whether every rank still runs."""
-        ...
-
-    def restart(self) -> None:
-        """Start all ranks again, then run the group's hooks."""
-        ...
-
-
 def fit_with_restarts(
-    trainer: RLTrainer, groups: Mapping[str, Restartable], max_restarts: int, progress: Progress
+    trainer: RLTrainer, groups: Mapping[str, WorkerGroup], max_restarts: int, progress: Progress
 ) -> None:
     """`trainer.fit()`; when a group breaks, restart all, take the trainer back to the last checkpoint and fit again.
 

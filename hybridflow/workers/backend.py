@@ -27,15 +27,12 @@ class Replay(Protocol):
 
     def during(self, action: Literal["replay", "record", "compare"]) -> AbstractContextManager[None]:
         """Forward passes inside replay, record or compare routes."""
-        ...
 
     def recorded(self) -> Jagged:
         """The recorded experts of every token."""
-        ...
 
     def take_counts(self) -> Mapping[str, int]:
         """Token-layers counted since the last call."""
-        ...
 
 
 class Model(Holder, Protocol):
@@ -44,31 +41,24 @@ class Model(Holder, Protocol):
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """(data-parallel rank, size, whether this rank returns its group's results)."""
-        ...
 
     def set_optimizer(self, config: Any) -> None:
         """A fresh optimizer over the present weights; `config` is an `OptimConfig`."""
-        ...
 
     def settle(self) -> None:
         """Wait for communication that still writes to the weights."""
-        ...
 
     def memory_parts(self) -> Mapping[Part, Callable[[], Iterable[torch.Tensor]]]:
         """For each part a function that lists its present tensors: an optimizer may be replaced, a reference appear."""
-        ...
 
     def saver(self, timeout_s: float) -> Saver:
         """Writes checkpoints."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint in place. CheckpointError: it is missing, torn or of another model."""
-        ...
 
     def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
         """Write a Hugging Face folder."""
-        ...
 
 
 class Backend(Model, Protocol):
@@ -77,17 +67,14 @@ class Backend(Model, Protocol):
     @property
     def replay(self) -> Replay:
         """Routes of a mixture of experts."""
-        ...
 
     def describe(self) -> dict[str, str]:
         """Backend and versions, for the run's record."""
-        ...
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
     ) -> tuple[Jagged, Jagged] | None:
         """(log-probs, entropies) of every response token of this rank's rows; None on ranks that return no results."""
-        ...
 
     def train_mini_batch(
         self,
@@ -100,38 +87,30 @@ class Backend(Model, Protocol):
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}."""
-        ...
 
     def freeze_reference(self) -> None:
         """The present weights become the reference."""
-        ...
 
     def as_reference(self) -> AbstractContextManager[Any]:
         """Forward passes inside use the reference's weights."""
-        ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's tensors by the names of its layout, over live memory; with adapters merged copies, which
         `release_copies` frees."""
-        ...
 
     def release_copies(self) -> None:
         """Give back the memory of copies that `parameters` has made; its tensors are empty until it is called again."""
-        ...
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of the copies that `parameters` makes on this rank; 0 where it makes none."""
-        ...
 
     @property
     def trainable_parameters(self) -> int:
         """Number of trained parameters of the whole model."""
-        ...
 
     def weight_layout(self) -> Callable[[Catalog], Layout]:
         """Asks all ranks where they stand; the returned function, which one rank needs, builds the layout from that."""
-        ...
 
 
 def open_backend(config: RunConfig, hf_config: Mapping[str, Any], platform: Platform, local_rank: int) -> Backend:

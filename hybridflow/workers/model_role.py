@@ -82,15 +82,6 @@ class ModelWorker(RoleWorker):
         """Teacher: log-probs of the response tokens at the policy's sampling temperature."""
         return self._log_probs(batch, "teacher_log_probs")
 
-    def _log_probs(self, batch: DataProto, name: str) -> DataProto | None:
-        found = self.model.log_probs(
-            batch,
-            max_tokens=self.config.max_tokens_per_micro_batch,
-            temperature=self.spec.config.rollout.sampling.temperature,
-            with_entropy=False,
-        )
-        return None if found is None else DataProto.from_columns({name: found[0]})
-
     @register(Dispatch.DP, reads=("prompt_ids", "response_ids"), writes=("teacher_top_log_probs", "teacher_top_ids"))
     @needs("weights")
     def compute_teacher_top(self, batch: DataProto) -> DataProto | None:

@@ -152,30 +152,13 @@ class PolicyWorker(RoleWorker):
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probs of the response tokens under the reference weights; the router chooses the experts."""
         with self.model.as_reference():
-            return self._log_probs(batch, "ref_log_probs", None)
+            return self._log_probs(batch, "ref_log_probs")
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "reference")
     def freeze_reference(self) -> None:
         """The present weights become the reference."""
         self.model.freeze_reference()
-
-    def _log_probs(
-        self, batch: DataProto, name: str, entropy_name: str | None, temperature: float | None = None
-    ) -> DataProto | None:
-        """`temperature`: None: the sampler's."""
-        found = self.model.log_probs(
-            batch,
-            max_tokens=self.config.max_tokens_per_micro_batch,
-            temperature=temperature or self.spec.config.rollout.sampling.temperature,
-            with_entropy=entropy_name is not None,
-        )
-        if found is None:
-            return None
-        columns: dict[str, Any] = {name: found[0]}
-        if entropy_name is not None:
-            columns[entropy_name] = found[1]
-        return DataProto.from_columns(columns)
 
     @register(Dispatch.ONE_TO_ALL)
     def take_observations(self) -> dict[str, Any]:
@@ -206,10 +189,8 @@ class PolicyWorker(RoleWorker):
         layout, facts, wait_s = self.model.weight_layout(), None, self.sync.timeout_s
         if self._store is not None:
             source = layout(Catalog.of(self.model.family.tensors(), self._quantisation))
-            staging, part = (
-                self.sync.staging_bytes,
-                part_bytes(chosen(self.sync.transport, self.platform), self.platform),
-            )
+            staging, transport = self.sync.staging_bytes, chosen(self.sync.transport, self.platform)
+            part = part_bytes(transport, self.platform)
             facts = make_weight_plan(
                 self._store, self.model.family, source, engines, staging, wait_s, part, self._quantisation
             )

@@ -60,6 +60,23 @@ class RoleWorker:
         """The position of this rank in data-parallel calls."""
         return MeshPosition(*self.model.mesh_position())
 
+    def _log_probs(
+        self, batch: DataProto, name: str, entropy_name: str | None = None, temperature: float | None = None
+    ) -> DataProto | None:
+        """Log-probs of the response tokens, of a model with the vocabulary's head, and with a name for them entropies.
+        `temperature`: None: the sampler's."""
+        model: Any = self.model
+        found = model.log_probs(
+            batch,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            temperature=temperature or self.spec.config.rollout.sampling.temperature,
+            with_entropy=entropy_name is not None,
+        )
+        if found is None:
+            return None
+        columns = {name: found[0]} | ({} if entropy_name is None else {entropy_name: found[1]})
+        return DataProto.from_columns(columns)
+
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights", "gradients", "optimizer")
     def set_optimizer(self, config: OptimConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.batch import ROUTES, DataProto, Jagged, unknown_routes, with_free_end
+from hybridflow.batch import ROUTES, DataProto, Jagged, objects, unknown_routes, with_free_end
 from hybridflow.config.schema import RolloutConfig, SamplingConfig
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
@@ -43,7 +43,7 @@ def engine_spec(
     model_folder: Path,
     dtype: str,
     seed: int,
-    with_routes: bool,
+    with_routes: bool = False,
     threads: int = 1,
     fork_server: str = "",
 ) -> EngineSpec:
@@ -104,26 +104,16 @@ def check_node(config: RolloutConfig, platform: Platform, node: str) -> None:
 class RolloutWorker:
     """Owns one engine. Rank r of the group owns engine r."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        config: RolloutConfig,
-        model_folder: Path,
-        dtype: str,
-        seed: int,
-        with_routes: bool = False,
-        threads: int = 1,
-        fork_server: str = "",
-    ) -> None:
-        """Start the server process; `wait_ready` waits for it, so engines come up while other things happen."""
+    def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
+        """Start the server process; `wait_ready` waits for it, so engines come up while other things happen. The
+        arguments `engine` are those of `engine_spec` from `model_folder` on."""
         self.rank, self.world_size, self.config = context.rank, context.world_size, config
-        spec = engine_spec(config, context.rank, model_folder, dtype, seed, with_routes, threads, fork_server)
-        spec = placed(spec, config, context)
+        spec = placed(engine_spec(config, context.rank, *engine), config, context)
         nodes = None
         if config.nodes_per_engine > 1:
             spec = replace(spec, dist_init_addr=f"{context.node}:0")
             nodes = FirstNode(spec, context.node)
-        self._hf_config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+        self._hf_config = json.loads(Path(spec.model_path, "config.json").read_text(encoding="utf-8"))
         # the number of the engine's start, and what of its memory has been given away since
         self._asleep: tuple[int, tuple[str, ...]] = (-1, ())
         self.requests = EngineRequests()
@@ -332,16 +322,14 @@ def _answers(ended: Sequence[Ended]) -> DataProto:
 def response_columns(completions: list[Completion]) -> DataProto:
     """The columns `WRITES` of the answers of an engine, a row each."""
     columns: dict[str, Any] = {
-        "response_ids": Jagged.from_rows([np.asarray(c.token_ids, np.int64) for c in completions], np.int64),
+        "response_ids": Jagged.from_rows([c.token_ids for c in completions], np.int64),
         # which tokens the policy sampled: an engine alone answers without tools, and all of them are
-        "response_mask": Jagged.from_rows([np.ones(len(c.token_ids), np.bool_) for c in completions], np.bool_),
-        "rollout_log_probs": Jagged.from_rows([np.asarray(c.log_probs, np.float32) for c in completions], np.float32),
-        "finish_reason": np.array([c.finish_reason for c in completions], dtype=object),
+        "response_mask": Jagged.from_rows([np.ones(len(c.token_ids)) for c in completions], np.bool_),
+        "rollout_log_probs": Jagged.from_rows([c.log_probs for c in completions], np.float32),
+        "finish_reason": objects([c.finish_reason for c in completions]),
         "response_versions": Jagged.from_rows([_versions(c) for c in completions], np.int64),
         # the version that made the last token; a response may span several once rollouts are partial
-        "weight_version": np.array(
-            [c.weight_versions[-1].version if c.weight_versions else "" for c in completions], dtype=object
-        ),
+        "weight_version": objects([c.weight_versions[-1].version if c.weight_versions else "" for c in completions]),
     }
     return DataProto.from_columns(columns)
 

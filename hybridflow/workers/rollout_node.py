@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from hybridflow.config.schema import RolloutConfig
 from hybridflow.dispatch import Dispatch, WorkerContext, register
@@ -16,21 +16,11 @@ class RolloutNodeWorker:
     """Owns one node's server of one engine. Rank r belongs to engine r // (nodes - 1), and is its node r % (nodes - 1)
     + 1."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        config: RolloutConfig,
-        model_folder: Path,
-        dtype: str,
-        seed: int,
-        with_routes: bool = False,
-        threads: int = 1,
-        fork_server: str = "",
-    ) -> None:
+    def __init__(self, context: WorkerContext, config: RolloutConfig, *engine: Any) -> None:
         """Nothing starts before `follow`. The arguments are `RolloutWorker`'s."""
         self._kind = config.engine
         self.engine, node = divmod(context.rank, config.nodes_per_engine - 1)
-        spec = engine_spec(config, self.engine, model_folder, dtype, seed, with_routes, threads, fork_server)
+        spec = engine_spec(config, self.engine, *engine)
         self._spec = replace(placed(spec, config, context), node_rank=node + 1)
         self._log_path = context.log_path.with_name(f"{self._spec.name}.node{node + 1}.log")
         self._node: OtherNode | None = None

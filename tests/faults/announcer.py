@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.trackers.base import Phase, tracker
-from hybridflow.trainer.sft import SftTrainer
+from hybridflow.trainer.supervised import SftTrainer
 
 
 @tracker("announcer")

@@ -46,9 +46,4 @@ ENVIRONMENTS: Registry[Maker] = Registry(ENVIRONMENT.kind, ENVIRONMENT.package, 
 
 def environment(name: str) -> Callable[[Maker], Maker]:
     """Register a class as the environment of this name; one is made for each episode."""
-
-    def registered(make: Maker) -> Maker:
-        ENVIRONMENTS.register(name, make)
-        return make
-
-    return registered
+    return ENVIRONMENTS.entry(name, lambda make: make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +28,13 @@ FORMATS: Registry[CallFormat] = Registry(CALL_FORMAT.kind, CALL_FORMAT.package, 
 
 def call_format(name: str) -> Callable[[CallFormat], CallFormat]:
     """Register a function as the format of this name."""
+    return FORMATS.entry(name, lambda function: function)
 
-    def registered(function: CallFormat) -> CallFormat:
-        FORMATS.register(name, function)
-        return function
 
-    return registered
+def blocks(text: str, begin: str, end: str, read: Callable[[str], Call], what: str) -> list[Call]:
+    """The calls between `begin` and `end`, as `read` has each; one that is not closed is a problem of `what`."""
+    found = re.finditer(rf"{re.escape(begin)}(.*?)({re.escape(end)}|\Z)", text, re.DOTALL)
+    return [read(one[1]) if one[2] else Call("", problem=f"{what} is not closed") for one in found]
 
 
 def json_call(text: str, arguments_key: str) -> Call:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hybridflow.agents.formats.base import Call, call_format, with_arguments
+from hybridflow.agents.formats.base import Call, blocks, call_format, with_arguments
 
 _BEGIN, _SEPARATOR, _END = (f"<｜tool▁{word}｜>" for word in ("call▁begin", "sep", "call▁end"))
-_CALL = re.compile(rf"{re.escape(_BEGIN)}(.*?)({re.escape(_END)}|\Z)", re.DOTALL)
 _FENCED = re.compile(r"(?P<name>[^\n]*)\n```(?:json)?\n(?P<arguments>.*?)\n?```", re.DOTALL)
 
 
@@ -16,9 +15,7 @@ _FENCED = re.compile(r"(?P<name>[^\n]*)\n```(?:json)?\n(?P<arguments>.*?)\n?```"
 def deepseek(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """`function SEP name, ```json block` (V3, R1) and `name SEP json` (V3.1)."""
     del tools
-    return [
-        _call(found[1]) if found[2] else Call("", problem="the call is not closed") for found in _CALL.finditer(text)
-    ]
+    return blocks(text, _BEGIN, _END, _call, "the call")
 
 
 def _call(text: str) -> Call:

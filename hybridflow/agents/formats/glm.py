@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hybridflow.agents.formats.base import Call, call_format
+from hybridflow.agents.formats.base import Call, blocks, call_format
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
@@ -18,9 +17,7 @@ _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", r
 def glm(text: str, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """Every <tool_call> block. A value that is JSON counts as that, any other as text."""
     del tools
-    return [
-        _call(found[1]) if found[2] else Call("", problem="<tool_call> is not closed") for found in _CALL.finditer(text)
-    ]
+    return blocks(text, "<tool_call>", "</tool_call>", _call, "<tool_call>")
 
 
 def _call(text: str) -> Call:

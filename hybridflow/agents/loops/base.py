@@ -36,9 +36,4 @@ LOOPS: Registry[AgentLoop] = Registry(AGENT_LOOP.kind, AGENT_LOOP.package, "roll
 
 def agent_loop(name: str, *, gives_rewards: bool = False) -> Callable[[AgentFunction], AgentFunction]:
     """Register an async function (conversation, tools) as the agent loop of this name."""
-
-    def registered(function: AgentFunction) -> AgentFunction:
-        LOOPS.register(name, AgentLoop(function, gives_rewards))
-        return function
-
-    return registered
+    return LOOPS.entry(name, lambda function: AgentLoop(function, gives_rewards))

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,12 +95,7 @@ def tool(
     name: str, *, is_instant: bool = False, options: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the tool of this name; `Tool` says what it may look like."""
-
-    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        TOOLS.register(name, Tool(name, function, _description(function), is_instant, options))
-        return function
-
-    return registered
+    return TOOLS.entry(name, lambda function: Tool(name, function, _description(function), is_instant, options))
 
 
 def _description(function: Callable[..., Any]) -> str:
@@ -187,31 +183,16 @@ async def _run(tool: Tool, arguments: Mapping[str, Any]) -> Any:
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Run it in a thread that the process does not wait for at its end: a call that hangs is left alone."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return  # nobody waits any longer
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # it goes on when nobody waits any longer
 
     def run() -> None:
-        result: Any = None
-        error: Exception | None = None
         try:
-            result = function(**arguments)
+            done.set_result(function(**arguments))
         except SystemExit as ended:
-            error = RuntimeError(f"it called sys.exit({ended.code})")
+            done.set_exception(RuntimeError(f"it called sys.exit({ended.code})"))
         except Exception as raised:
-            error = raised
-        if not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(settle, result, error)
-            except RuntimeError:
-                return  # the loop was closed in between
+            done.set_exception(raised)
 
     threading.Thread(target=run, name=f"tool-{function.__name__}", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

@@ -32,6 +32,11 @@ class Groups:
         """[B] whether a sample is the only one of its group."""
         return (self.count == 1)[self.of]
 
+    def ranked(self, scores_B: torch.Tensor) -> torch.Tensor:
+        """[B] rows in the order of groups, of each group the best first; equal ones in their order."""
+        order = scores_B.argsort(descending=True, stable=True)
+        return order[self.of[order].argsort(stable=True)]
+
     def sums(self, values_B: torch.Tensor) -> torch.Tensor:
         """[G] float64."""
         return self.count.new_zeros(len(self.count)).index_add_(0, self.of, values_B.double())

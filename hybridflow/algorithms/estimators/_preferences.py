@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._groups import Groups
 from hybridflow.algorithms.estimators.base import Samples
+from hybridflow.algorithms.rewards import sums_of_rows
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +31,7 @@ class Beta:
 def log_ratios(samples: Samples) -> torch.Tensor:
     """[B] float64 log p - log p_ref of each answer, summed over its sampled tokens."""
     difference = (samples.columns["old_log_probs"] - samples.columns["ref_log_probs"]).double()
-    return sums(samples, difference.where(samples.mask, 0.0))
-
-
-def sums(samples: Samples, values_T: torch.Tensor) -> torch.Tensor:
-    """[B] sums over the tokens of each sample."""
-    rows = (samples.lengths.new_ones(len(samples.lengths)).cumsum(0) - 1).repeat_interleave(samples.lengths)
-    return values_T.new_zeros(len(samples.lengths)).index_add_(0, rows, values_T)
+    return sums_of_rows(difference.where(samples.mask, 0.0), samples.lengths)
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,7 @@ class Pairs:
     def of(cls, samples: Samples) -> Pairs:
         """The first of equally good answers is chosen, the last of equally bad ones rejected."""
         groups = Groups.by(samples.groups)
-        order = samples.scores.argsort(descending=True, stable=True)
-        order = order[groups.of[order].argsort(stable=True)]  # group after group, the best first
+        order = groups.ranked(samples.scores)
         ends = groups.count.long().cumsum(0)
         chosen, rejected = order[ends - groups.count.long()], order[ends - 1]
         differ = samples.scores[chosen] > samples.scores[rejected]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridflow.config.entries import ESTIMATORS, Estimator, NoOptions
 
 if TYPE_CHECKING:
     import torch
 
-    # advantages [T]; with a critic, the returns [T] that it learns from as well
-    Function = Callable[["Samples", Any], tuple[torch.Tensor, torch.Tensor | None]]
+# advantages [T]; with a critic, the returns [T] that it learns from as well
+Estimate: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
+Function = Callable[["Samples", Any], "Estimate"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,5 @@ def estimator(
     preferences: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function (samples, options) -> (advantages, returns or None); see `Estimator` for the arguments."""
-
-    def registered(function: Function) -> Function:
-        flags = (aggregations, takes_parts, preferences)
-        ESTIMATORS.register(name, Estimator(function, reads, needs_critic, compares_samples, options, *flags))
-        return function
-
-    return registered
+    declared = (reads, needs_critic, compares_samples, options, aggregations, takes_parts, preferences)
+    return ESTIMATORS.entry(name, lambda function: Estimator(function, *declared))

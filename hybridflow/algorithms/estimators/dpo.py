@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridflow.algorithms.estimators._preferences import AGGREGATIONS, READS, Beta, Pairs, log_ratios
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
 @estimator("dpo", reads=READS, compares_samples=True, options=Beta, aggregations=AGGREGATIONS, preferences=True)
-def dpo(samples: Samples, options: Beta) -> tuple[torch.Tensor, None]:
+def dpo(samples: Samples, options: Beta) -> Estimate:
     """beta sigmoid(-beta margin) for the chosen answer, minus that for the rejected one: the gradient of -log
     sigmoid(beta margin), where margin is the difference of their log-ratios (arXiv 2305.18290, section 4; pairs sampled
     from the policy: arXiv 2402.04792)."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.whitening import whiten
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class GaeOptions:
 
 
 @estimator("gae", reads=("values",), needs_critic=True, options=GaeOptions)
-def gae_estimator(samples: Samples, options: GaeOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def gae_estimator(samples: Samples, options: GaeOptions) -> Estimate:
     """Whitened advantages, and the returns that the critic learns from."""
     from hybridflow_kernels.scans import gae
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.estimators.grpo import grpo_advantages
 from hybridflow.algorithms.whitening import whiten
 from hybridflow.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class GdpoOptions:
 
 
 @estimator("gdpo", compares_samples=True, options=GdpoOptions)
-def gdpo(samples: Samples, options: GdpoOptions) -> tuple[torch.Tensor, None]:
+def gdpo(samples: Samples, options: GdpoOptions) -> Estimate:
     """Whitened weighted sum of the group-relative advantages of each reward (arXiv 2601.05242, eq. 4 to 6).
 
     Raises:

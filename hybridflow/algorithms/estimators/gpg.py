@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
 @estimator("gpg", compares_samples=True)
-def gpg(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def gpg(samples: Samples, options: object) -> Estimate:
     """alpha (score - mean) with alpha = samples / samples whose score is not 0 (arXiv 2504.02546, eq. 6 and 7)."""
     scores = samples.scores
     alpha = len(scores) / (scores != 0).sum().clamp(min=1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 if TYPE_CHECKING:
     import torch
@@ -20,20 +20,18 @@ class GrpoOptions:
 
 
 @estimator("grpo", compares_samples=True, options=GrpoOptions)
-def grpo(samples: Samples, options: GrpoOptions) -> tuple[torch.Tensor, None]:
+def grpo(samples: Samples, options: GrpoOptions) -> Estimate:
     """The group-relative advantage of a sample at each of its sampled tokens."""
     advantages = grpo_advantages(samples.scores, samples.groups, norm_by_std=options.norm_adv_by_std)
     return samples.over_tokens(advantages), None
 
 
-def grpo_advantages(
-    scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
-) -> torch.Tensor:
-    """(score - mean) / (std + eps) within the samples of one prompt.
+def grpo_advantages(scores_B: torch.Tensor, groups_B: torch.Tensor, *, norm_by_std: bool = True) -> torch.Tensor:
+    """(score - mean) / (std + 1e-6) within the samples of one prompt.
 
     DeepSeekMath (arXiv 2402.03300), equation for outcome supervision; without the division, Dr.GRPO (arXiv 2503.20783).
     The standard deviation is the unbiased one. Computed in float64, and exactly 0 where the scores of a group are
-    equal: float32 would leave rounding errors over `eps`. A group of one sample has mean 0 and std 1, so its advantage
+    equal: float32 would leave rounding errors over 1e-6. A group of one sample has mean 0 and std 1, so its advantage
     is its score.
 
     Args:
@@ -46,5 +44,5 @@ def grpo_advantages(
     groups = Groups.by(groups_B)
     centred = groups.centred(scores_B)
     if norm_by_std:
-        centred = centred / (groups.std(scores_B)[groups.of] + eps)
+        centred = centred / (groups.std(scores_B)[groups.of] + 1e-6)
     return centred.to(scores_B.dtype)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.estimators.grpo import GrpoOptions, grpo_advantages
 from hybridflow.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch
-
 
 @estimator("grpo_process", compares_samples=True, options=GrpoOptions, takes_parts=True)
-def grpo_process(samples: Samples, options: GrpoOptions) -> tuple[torch.Tensor, None]:
+def grpo_process(samples: Samples, options: GrpoOptions) -> Estimate:
     """At each token the sum of the normalised rewards of its part and of those that follow (DeepSeekMath, arXiv
     2402.03300, section 4.1.3).
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hybridflow.algorithms.estimators._preferences import AGGREGATIONS, READS, Beta, log_ratios
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class KtoOptions(Beta):
 
 
 @estimator("kto", reads=READS, options=KtoOptions, aggregations=AGGREGATIONS, preferences=True)
-def kto(samples: Samples, options: KtoOptions) -> tuple[torch.Tensor, None]:
+def kto(samples: Samples, options: KtoOptions) -> Estimate:
     """The gradient of 1 - sigmoid(+-beta (log-ratio - z)), + for desirable answers (arXiv 2402.01306, eq. 8).
 
     z is the mean log-ratio of the batch, at least 0 and without a gradient: answers sampled from the policy estimate

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.rewards import sums_of_rows
 
 
 @estimator("opo", compares_samples=True)
-def opo(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def opo(samples: Samples, options: object) -> Estimate:
     """Score less the mean of its prompt in which a sample counts by its sampled tokens (arXiv 2505.23585, eq. 6)."""
-    row = (samples.lengths.new_ones(len(samples.lengths)).cumsum(0) - 1).repeat_interleave(samples.lengths)
-    sampled = row[samples.mask].bincount(minlength=len(samples.lengths))
-    centred = Groups.by(samples.groups).centred(samples.scores, sampled.double())
+    sampled = sums_of_rows(samples.mask.double(), samples.lengths)
+    centred = Groups.by(samples.groups).centred(samples.scores, sampled)
     return samples.over_tokens(centred.to(samples.scores.dtype)), None

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
+from hybridflow.algorithms.rewards import rows_of_tokens
 
 
 @estimator("optimal_token_baseline", reads=("old_log_probs", "sum_pi_squared"), compares_samples=True)
-def optimal_token_baseline(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def optimal_token_baseline(samples: Samples, options: object) -> Estimate:
     """G_t less sum(W_t G_t) / sum(W_t) over the answers to the prompt that have a t-th sampled token.
 
     The optimal token baseline of arXiv 2602.07078. G_t is the reward to go. W_t sums 1 - 2 p + sum of p^2 over the
@@ -24,7 +20,9 @@ def optimal_token_baseline(samples: Samples, options: object) -> tuple[torch.Ten
 
     mask, groups = samples.mask, Groups.by(samples.groups)
     returns = discounted_sums(samples.rewards, samples.lengths, gamma=1.0, mask_T=mask)
-    row, place = _positions(samples)
+    row = rows_of_tokens(samples.lengths)[mask]  # the sample of each sampled token, and how many of it come before
+    number = row.bincount(minlength=len(samples.lengths))
+    place = (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]
     longest = int(place.max()) + 1
     gathered = samples.rewards.double().new_zeros(len(samples.scores), longest)
     columns = (samples.columns[name].double() for name in ("old_log_probs", "sum_pi_squared"))
@@ -41,11 +39,3 @@ def optimal_token_baseline(samples: Samples, options: object) -> tuple[torch.Ten
     advantages = returns.clone()
     advantages[mask] = (relative - mean[at]).where((reached > 1)[at], own).to(returns.dtype)
     return advantages.where(mask, 0.0), None
-
-
-def _positions(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n], [n] int64: the sample of each sampled token, and how many sampled tokens of it come before."""
-    rows = samples.lengths.new_ones(len(samples.lengths)).cumsum(0) - 1
-    row = rows.repeat_interleave(samples.lengths)[samples.mask]
-    number = row.bincount(minlength=len(rows))
-    return row, (row.new_ones(len(row)).cumsum(0) - 1) - (number.cumsum(0) - number)[row]

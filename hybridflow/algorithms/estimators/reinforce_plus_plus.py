@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.whitening import whiten
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class ReinforcePlusPlusOptions:
 
 
 @estimator("reinforce_plus_plus", options=ReinforcePlusPlusOptions)
-def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> tuple[torch.Tensor, None]:
+def reinforce_plus_plus(samples: Samples, options: ReinforcePlusPlusOptions) -> Estimate:
     """Whitened returns G_t = r_t + gamma G_{t+1} (arXiv 2501.03262, section 3); the KL penalty is part of the rewards.
 
     Tokens that the policy did not sample are skipped: a return reaches over them without a discount.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 from hybridflow.algorithms.whitening import whiten
-
-if TYPE_CHECKING:
-    import torch
 
 
 @estimator("reinforce_plus_plus_baseline", compares_samples=True)
-def reinforce_plus_plus_baseline(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def reinforce_plus_plus_baseline(samples: Samples, options: object) -> Estimate:
     """Score less the mean of its prompt, whitened over the tokens of the batch (arXiv 2501.03262, section 3.3)."""
     centred = Groups.by(samples.groups).centred(samples.scores).to(samples.scores.dtype)
     return whiten(samples.over_tokens(centred), samples.mask), None

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
 @estimator("remax", reads=("greedy_scores",))
-def remax(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def remax(samples: Samples, options: object) -> Estimate:
     """Rewards to go less `greedy_scores` [B], the score of the most likely answer (arXiv 2310.10505, eq. 5)."""
     from hybridflow_kernels.scans import discounted_sums
 

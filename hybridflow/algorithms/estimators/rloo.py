@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridflow.algorithms.estimators._groups import Groups
-from hybridflow.algorithms.estimators.base import Samples, estimator
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.estimators.base import Estimate, Samples, estimator
 
 
 @estimator("rloo", compares_samples=True)
-def rloo(samples: Samples, options: object) -> tuple[torch.Tensor, None]:
+def rloo(samples: Samples, options: object) -> Estimate:
     """Score less the mean score of the other samples of the prompt (arXiv 2402.14740, eq. 8).
 
     That is n / (n - 1) times the score less the mean of all n. A sample that is alone has no baseline: its advantage is

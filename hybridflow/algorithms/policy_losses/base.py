@@ -9,15 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hybridflow.algorithms.rewards import rows_of_tokens, sums_of_rows
 from hybridflow.config.entries import POLICY_LOSSES, NoOptions, TokenLoss
 
 if TYPE_CHECKING:
     import torch
 
-    # loss of each token [T], and metrics: numbers or truths [T] whose mean over all tokens is reported
-    Function = Callable[["Tokens", Any], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+# loss of each token [T], and metrics: numbers or truths [T] whose mean over all tokens is reported
+Loss: TypeAlias = "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
+Function = Callable[["Tokens", Any], "Loss"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How far a ratio of probabilities counts: 1 - `clip_ratio_low` to 1 + `clip_ratio_high`."""
+
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+
+    def surrogates(self, advantages: torch.Tensor, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """-A ratio, as it is and with the ratio clipped; PPO's loss is the larger of the two."""
+        return -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
 
 
 @dataclass(frozen=True)
@@ -36,9 +50,8 @@ class Tokens:
 
     def mean_of_sequences(self, values_T: torch.Tensor) -> torch.Tensor:
         """[T] the mean over its sequence, at each token."""
-        row = (self.lengths.new_ones(len(self.lengths)).cumsum(0) - 1).repeat_interleave(self.lengths)
-        sums = values_T.new_zeros(len(self.lengths)).index_add(0, row, values_T)
-        return (sums / self.lengths.clamp(min=1))[row]
+        means = sums_of_rows(values_T, self.lengths) / self.lengths.clamp(min=1)
+        return means[rows_of_tokens(self.lengths)]
 
 
 def policy_loss(
@@ -53,9 +66,4 @@ def policy_loss(
     `actor.loss_agg_mode` says how the losses of tokens become one number; entropy bonus and KL penalty are added to
     every policy loss alike.
     """
-
-    def registered(function: Function) -> Function:
-        POLICY_LOSSES.register(name, TokenLoss(function, reads, options, aggregations))
-        return function
-
-    return registered
+    return POLICY_LOSSES.entry(name, lambda function: TokenLoss(function, reads, options, aggregations))

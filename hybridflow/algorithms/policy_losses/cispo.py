@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, policy_loss
 
 
-@dataclass(frozen=True)
-class CispoOptions:
-    """The weight of a token: its ratio within 1 - `clip_ratio_low` to 1 + `clip_ratio_high`."""
-
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-
-
-@policy_loss("cispo", options=CispoOptions)
-def cispo(tokens: Tokens, options: CispoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+@policy_loss("cispo", options=Clipping)
+def cispo(tokens: Tokens, options: Clipping) -> Loss:
     """-sg(clip(ratio)) A log p (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5). The log-ratio is clamped to +-20."""
     log_ratio = (tokens.log_probs - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0).detach()
     ratio = log_ratio.exp()

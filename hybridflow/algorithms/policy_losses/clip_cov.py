@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
-class ClipCovOptions:
+class ClipCovOptions(Clipping):
     """PPO's clipping; and the `share` of tokens without gradient, chosen among those whose covariance of advantage and
     log-probability lies between `lower` and `upper`."""
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
     share: float = 0.0002
     lower: float = 1.0
     upper: float = 5.0
 
 
 @policy_loss("clip_cov", options=ClipCovOptions)
-def clip_cov(tokens: Tokens, options: ClipCovOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def clip_cov(tokens: Tokens, options: ClipCovOptions) -> Loss:
     """PPO without the tokens that would lower the entropy most (arXiv 2505.22617, eq. 10 and 11).
 
     Means are those of the micro-batch. Of more candidates than are left out, evenly spaced ones are: ranks that share a
     sequence choose the same ones without a common random generator.
     """
     advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
+    unclipped, clipped = options.surrogates(advantages, log_ratio.exp())
     new = tokens.log_probs.detach()
     covariance = (advantages - advantages.mean()) * (new - new.mean())
     wanted = (covariance > options.lower) & (covariance < options.upper) & ~(clipped > unclipped).detach()

@@ -5,29 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
+from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, policy_loss
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class DppoTvOptions:
-    """How much a token's probability may have fallen (`clip_ratio_low`) or risen, and the largest weight of a token."""
+class DppoOptions(Clipping):
+    """How far a token with positive advantage (`clip_ratio_high`) and one with another may have moved, and the largest
+    weight of a token."""
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
     largest_weight: float = 20.0
 
 
-@policy_loss("dppo_tv", options=DppoTvOptions)
-def dppo_tv(tokens: Tokens, options: DppoTvOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+@policy_loss("dppo_tv", options=DppoOptions)
+def dppo_tv(tokens: Tokens, options: DppoOptions) -> Loss:
     """-sg(ratio) A log p where the total variation p - p_old of the token is within the bounds (DPPO-Binary-TV, arXiv
     2602.04879, section 4.2), 0 elsewhere."""
-    advantages, old = tokens.columns["advantages"], tokens.columns["old_log_probs"]
-    new = tokens.log_probs.detach()
-    log_ratio = (new - old).clamp(-20.0, 20.0)
-    moved = new.exp() - old.exp()
-    kept = (moved <= options.clip_ratio_high).where(advantages > 0, moved >= -options.clip_ratio_low)
+    moved = tokens.log_probs.detach().exp() - tokens.columns["old_log_probs"].exp()
+    rising = tokens.columns["advantages"] > 0
+    return weighted(tokens, (moved <= options.clip_ratio_high).where(rising, moved >= -options.clip_ratio_low), options)
+
+
+def weighted(tokens: Tokens, kept: torch.Tensor, options: DppoOptions) -> Loss:
+    """-sg(ratio) A log p at the tokens that are `kept` [T], 0 elsewhere. The log-ratio is clamped to +-20."""
+    log_ratio = (tokens.log_probs.detach() - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0)
     weight = log_ratio.exp().clamp(max=options.largest_weight) * kept
-    return -advantages * weight * tokens.log_probs, {"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": ~kept}
+    loss = -tokens.columns["advantages"] * weight * tokens.log_probs
+    return loss, {"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": ~kept}

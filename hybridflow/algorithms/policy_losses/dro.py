@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -19,7 +15,7 @@ class DroOptions:
 
 
 @policy_loss("dro", options=DroOptions)
-def dro(tokens: Tokens, options: DroOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def dro(tokens: Tokens, options: DroOptions) -> Loss:
     """-(A log p - beta / 2 (log p - log p_old)^2) (arXiv 2405.19107, eq. 8, by token)."""
     log_ratio = tokens.log_probs - tokens.columns["old_log_probs"]
     loss = -(tokens.log_probs * tokens.columns["advantages"] - 0.5 * options.beta * log_ratio**2)

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, policy_loss
 
 
-@dataclass(frozen=True)
-class GmpoOptions:
-    """How far a token's log-ratio counts: -`clip_ratio_low` to `clip_ratio_high`; the paper's 0.4 each."""
-
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-
-
-@policy_loss("gmpo", options=GmpoOptions, aggregations=("seq-mean-token-mean",))
-def gmpo(tokens: Tokens, options: GmpoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+@policy_loss("gmpo", options=Clipping, aggregations=("seq-mean-token-mean",))
+def gmpo(tokens: Tokens, options: Clipping) -> Loss:
     """-A exp(mean of a sequence's clipped log-ratios) (arXiv 2507.20673, eq. 4), the same at each token of a sequence.
 
-    As in PPO only the side is clipped that would move the policy further; A is the mean of the sequence's advantages.
+    A token's log-ratio counts from -`clip_ratio_low` to `clip_ratio_high`; the paper takes 0.4 each. As in PPO only the
+    side is clipped that would move the policy further; A is the mean of the sequence's advantages.
     """
     advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]
     bounded = log_ratio.clamp(-options.clip_ratio_low, options.clip_ratio_high)

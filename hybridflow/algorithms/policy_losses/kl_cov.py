@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class KlCovOptions:
 
 
 @policy_loss("kl_cov", options=KlCovOptions)
-def kl_cov(tokens: Tokens, options: KlCovOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def kl_cov(tokens: Tokens, options: KlCovOptions) -> Loss:
     """-A ratio, plus coefficient x |log-ratio| at the tokens whose covariance of advantage and log-probability is
     largest (arXiv 2505.22617, eq. 12 and 13). Means are those of the micro-batch."""
     advantages, log_ratio = tokens.columns["advantages"], tokens.log_probs - tokens.columns["old_log_probs"]

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Clipping, Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
-class PpoOptions:
-    """How far the ratio of probabilities counts: 1 - `clip_ratio_low` to 1 + `clip_ratio_high`; and, where advantages
-    are negative, up to `clip_ratio_c` (dual clip; None: without bound)."""
+class PpoOptions(Clipping):
+    """PPO's clipping; and where advantages are negative, the ratio counts up to `clip_ratio_c` (dual clip; None:
+    without bound)."""
 
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
     clip_ratio_c: float | None = 3.0
 
 
 @policy_loss("ppo", options=PpoOptions)
-def ppo(tokens: Tokens, options: PpoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo(tokens: Tokens, options: PpoOptions) -> Loss:
     """The clipped surrogate (arXiv 1707.06347, eq. 7) with optional dual clip (arXiv 1912.09729, eq. 5).
 
     The log-ratio is clamped to +-20. Metrics: ppo_kl (mean of -log-ratio, as it is clamped), pg_clipfrac,
@@ -31,8 +25,7 @@ def ppo(tokens: Tokens, options: PpoOptions) -> tuple[torch.Tensor, dict[str, to
     old_log_probs, advantages = tokens.columns["old_log_probs"], tokens.columns["advantages"]
     log_ratio = (tokens.log_probs - old_log_probs).clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
+    unclipped, clipped = options.surrogates(advantages, ratio)
     loss, is_negative = unclipped.maximum(clipped), advantages < 0
     metrics = {"actor/ppo_kl": -log_ratio.detach(), "actor/pg_clipfrac": clipped > unclipped}
     if options.clip_ratio_c is None:

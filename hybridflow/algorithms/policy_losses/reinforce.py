@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @policy_loss("reinforce", reads=("advantages",))
-def reinforce(tokens: Tokens, options: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-A log p (arXiv 2402.14740, eq. 3, by token). Nothing bounds how far an update moves the
-    policy: one update a step."""
+def reinforce(tokens: Tokens, options: object) -> Loss:
+    """-A log p (arXiv 2402.14740, eq. 3, by token). Nothing bounds how far an update moves the policy: one update a
+    step."""
     return -tokens.columns["advantages"] * tokens.log_probs, {}

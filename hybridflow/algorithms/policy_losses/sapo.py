@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hybridflow.algorithms.policy_losses.base import Tokens, policy_loss
-
-if TYPE_CHECKING:
-    import torch
+from hybridflow.algorithms.policy_losses.base import Loss, Tokens, policy_loss
 
 
 @dataclass(frozen=True)
@@ -20,7 +16,7 @@ class SapoOptions:
 
 
 @policy_loss("sapo", options=SapoOptions, aggregations=("seq-mean-token-mean",))
-def sapo(tokens: Tokens, options: SapoOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def sapo(tokens: Tokens, options: SapoOptions) -> Loss:
     """-A sigmoid(tau (ratio - 1)) 4 / tau (arXiv 2511.20347, eq. 5 and 6); at ratio 1 its gradient is that of PPO."""
     advantages = tokens.columns["advantages"]
     log_ratio = (tokens.log_probs - tokens.columns["old_log_probs"]).clamp(-20.0, 20.0)

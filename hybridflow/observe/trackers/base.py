@@ -34,9 +34,4 @@ F = TypeVar("F", bound=Callable[[Path], Sink])
 
 def tracker(name: str) -> Callable[[F], F]:
     """Register a class or function that makes a `Sink` of the run folder."""
-
-    def registered(make: F) -> F:
-        TRACKERS.register(name, make)
-        return make
-
-    return registered
+    return TRACKERS.entry(name, lambda make: make)

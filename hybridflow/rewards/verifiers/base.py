@@ -120,12 +120,7 @@ def verifier(
     name: str, *, data_sources: Sequence[str], runs_in_driver: bool = False, requires: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the verifier of these data sources; see `Verifier` for the arguments."""
-
-    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        VERIFIERS.register(name, Verifier(function, tuple(data_sources), runs_in_driver, requires))
-        return function
-
-    return registered
+    return VERIFIERS.entry(name, lambda function: Verifier(function, tuple(data_sources), runs_in_driver, requires))
 
 
 def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:

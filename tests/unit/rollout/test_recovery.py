@@ -51,6 +51,9 @@ class World:
     def take(self, tickets: Sequence[int]) -> DataProto:
         return ANSWERS
 
+    def shown(self, tickets: Sequence[int]) -> DataProto:
+        return ANSWERS
+
     def begun(self, tickets: Sequence[int]) -> DataProto | None:
         return None
 

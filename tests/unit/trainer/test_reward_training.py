@@ -14,8 +14,8 @@ from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingCon
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.trainer.protocols import Update
-from hybridflow.trainer.reward_training import RewardTrainer, pair_accuracy
 from hybridflow.trainer.session import Session
+from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
 
 PAIRS = 10

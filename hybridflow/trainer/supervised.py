@@ -1,0 +1,131 @@
+"""Training on a dataset instead of answers: supervised fine-tuning, as the warm start of a run or a job of its own, and
+a reward model on preference pairs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hybridflow.batch import DataProto
+from hybridflow.config.schema import RewardTrainingConfig, SftConfig
+from hybridflow.data.dataset import PreferenceDataset, SftDataset
+from hybridflow.data.sampler import ResumableSampler
+from hybridflow.errors import HybridFlowError
+from hybridflow.observe.trackers.base import Phase
+from hybridflow.saving.store import Checkpoint
+from hybridflow.trainer.protocols import Role
+from hybridflow.trainer.session import Session
+from hybridflow.workers.model_role import ModelWorker
+from hybridflow.workers.policy import PolicyWorker
+
+_SCORED_AT_ONCE = 512  # held-out pairs
+
+
+class SupervisedTrainer:
+    """`config.steps` updates on batches of a dataset; `config` is the `section` of the run."""
+
+    phase: ClassVar[Phase]
+    section: ClassVar[str]
+    name: ClassVar[str]
+    title: ClassVar[str]  # of the bar
+    load: ClassVar[Callable[..., Any]]  # the methods of the model's worker
+    train: ClassVar[Callable[..., Any]]
+    saves_end = False  # or the caller does
+
+    def __init__(
+        self,
+        config: SftConfig | RewardTrainingConfig,
+        session: Session,
+        model: Role,
+        dataset: SftDataset | PreferenceDataset,
+        seed: int,
+    ) -> None:
+        self.config, self.session, self.model, self.dataset = config, session, model, dataset
+        self.sampler = ResumableSampler(len(dataset), config.batch_size, True, seed)
+        self.step = 0
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on after a checkpoint of this phase."""
+        self.model.run(type(self).load, checkpoint.policy, self.config.optim)
+        self.sampler.restore(checkpoint.state["sampler"])
+        self.step = checkpoint.step
+
+    def fit(self, on_step: Callable[[], None] = lambda: None) -> None:
+        """Run all remaining steps. `on_step` is called between steps, for example to notice an engine that failed to
+        start."""
+        session, every = self.session, self.session.config.trainer.save_every_steps
+        with (
+            session.timed(f"seconds_{self.phase}"),
+            session.progress(self.config.steps, self.title, self.step, throttle_s=5.0) as progress,
+        ):
+            while self.step < self.config.steps:
+                started = time.perf_counter()
+                [update] = self.model.update(type(self).train, self.dataset.batch(next(self.sampler)))
+                self.step += 1
+                loss = update.means.get("loss", float("nan"))
+                if session.config.actor.on_nonfinite == "stop" and not update.applied:
+                    raise HybridFlowError(
+                        f"{self.name} step {self.step}: the gradient is not finite (loss {loss}); lower "
+                        f"{self.section}.optim.lr"
+                    )
+                seconds, facts = time.perf_counter() - started, {"grad_norm": update.grad_norm, "lr": update.lr}
+                metrics = {f"{self.phase}/{name}": value for name, value in {"loss": loss, **facts}.items()}
+                metrics |= self.also(update.means) | {"timing_s/step": seconds}
+                session.tracker.log(self.step, metrics, phase=self.phase)
+                shown = {name: metrics[f"reward/{name}"] for name in ("accuracy",) if f"reward/{name}" in metrics}
+                progress.update(self.step, {"loss": loss, **shown}, {"step": seconds})
+                on_step()
+                session.store.check()
+                is_last = self.step == self.config.steps
+                if self.saves_end if is_last else session.is_due(every, self.step) or session.stop_asked:
+                    self.save()
+                if not is_last:
+                    session.stop_if_asked()
+
+    def also(self, means: Mapping[str, float]) -> dict[str, float]:
+        """What is recorded of an update's means besides the loss."""
+        return {}
+
+    def save(self) -> Path:
+        """Checkpoint this phase."""
+        state: dict[str, Any] = {"sampler": self.sampler.state(), "totals": self.session.totals_now()}
+        return self.session.store.save(self.phase, self.step, state, self.model)
+
+
+class SftTrainer(SupervisedTrainer):
+    """Demonstrations for the policy."""
+
+    phase, section, name, title = "sft", "sft", "SFT", "SFT"
+    load, train = PolicyWorker.load, PolicyWorker.sft_step
+
+
+class RewardTrainer(SupervisedTrainer):
+    """Preference pairs for the reward model; `fit` checkpoints the end."""
+
+    phase, section, name, title = "reward", "reward_training", "reward", "reward model"
+    load, train = ModelWorker.load, ModelWorker.pair_step
+    saves_end = True
+
+    def also(self, means: Mapping[str, float]) -> dict[str, float]:
+        """All of them."""
+        return {name: value for name, value in means.items() if name != "loss"}
+
+
+def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
+    """Share of pairs whose chosen answer scores higher, and the mean difference."""
+    differences = []
+    for start in range(0, len(dataset), _SCORED_AT_ONCE):
+        batch = dataset.batch(np.arange(start, min(start + _SCORED_AT_ONCE, len(dataset))))
+        chosen, rejected = (_scores(model, batch, name) for name in ("chosen_ids", "rejected_ids"))
+        differences.append(chosen - rejected)
+    difference = np.concatenate(differences)
+    return {"accuracy": float((difference > 0).mean()), "margin": float(difference.mean())}
+
+
+def _scores(model: Role, batch: DataProto, name: str) -> np.ndarray:
+    rows = DataProto.from_columns({"prompt_ids": batch.jagged("prompt_ids"), "response_ids": batch.jagged(name)})
+    return np.asarray(model.compute(ModelWorker.compute_scores, rows)["rm_scores"])
