@@ -19,10 +19,12 @@ LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 
 
 class Scheduling(LoadFileScheduling):
-    """A file's tests run in one process, which shares its fixtures; the files of tests/slurm share one Slurm."""
+    """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share one Slurm, those of
+    tests/arch the syntax trees of the project."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
+        folder = nodeid.partition("::")[0].rpartition("/")[0]
+        return folder if folder in ("tests/arch", "tests/slurm") else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

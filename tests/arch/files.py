@@ -32,3 +32,9 @@ def python_files(*folders: str) -> list[Path]:
 def parse(source: str) -> ast.Module:
     """The syntax tree of a file's text. It is parsed once for all tests of a process, which must leave it unchanged."""
     return ast.parse(source)
+
+
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Every node of that tree, in the order of `ast.walk`, which takes longer than the parser."""
+    return tuple(ast.walk(parse(source)))
