@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,12 @@ LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 
 
 class Scheduling(LoadFileScheduling):
-    """A file's tests run in one process, which shares its fixtures; the files of tests/slurm share one Slurm."""
+    """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share one Slurm, those of
+    tests/arch the syntax trees of the project."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
+        folder = nodeid.partition("::")[0].rpartition("/")[0]
+        return folder if folder in ("tests/arch", "tests/slurm") else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,6 +57,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Without this a process of tests that ends while it imports them looks as if there were none to run."""
     if LOST and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What the collection imports stays until the end of the process: Python need not look for garbage in it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

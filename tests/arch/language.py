@@ -10,7 +10,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 Finding = tuple[int, str]  # line, problem
@@ -90,9 +90,9 @@ def words_of(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
-def defined_names(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+def defined_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """Line, name and whether it is a test's, of everything that the module defines."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name, node.name.startswith("test_")
         elif isinstance(node, ast.arg):
@@ -103,16 +103,16 @@ def defined_names(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, node.attr, False
 
 
-def findings(source: str, stem: str = "") -> Iterator[Finding]:
-    """Every problem of a file, in no order."""
-    tree = ast.parse(source)
+def findings(source: str, stem: str = "", nodes: Sequence[ast.AST] | None = None) -> Iterator[Finding]:
+    """Every problem of a file, in no order. `nodes` are those of its syntax tree, where the caller has them."""
+    nodes = tuple(ast.walk(ast.parse(source))) if nodes is None else nodes
     texts: list[Finding] = []
     if words_of(stem) & (TEST_NAMES if stem.startswith("test_") else NAMES):
         yield 1, f"the module's name {stem} is a private word"
-    for line, name, is_test in defined_names(tree):
+    for line, name, is_test in defined_names(nodes):
         if found := words_of(name) & (TEST_NAMES if is_test else NAMES):
             yield line, f"the name {name} has the private word {', '.join(sorted(found))}"
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
             text := ast.get_docstring(node)
         ):
@@ -120,9 +120,10 @@ def findings(source: str, stem: str = "") -> Iterator[Finding]:
             texts.append((line, text))
             if problem := docstring_problem(text):
                 yield line, problem
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            texts.append((token.start[0], token.string))
+    if any(re.search(pattern, source) for pattern, _ in TEXT):  # tokenize takes much longer than this
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                texts.append((token.start[0], token.string))
     for line, text in texts:
         for pattern, problem in TEXT:
             if match := re.search(pattern, text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.files import ROOT, parse, python_files
+from tests.arch.files import ROOT, nodes, python_files
 
 # Megatron calls torch.cuda where there is no CUDA; this module gives those calls something to find.
 SAYS_CUDA = ("device/", "mcore/cpu_compat.py")
@@ -29,17 +30,18 @@ READS_THE_DATE = {
 }
 
 
-def modules_named(source: str) -> set[str]:
+@functools.cache
+def modules_named(source: str) -> frozenset[str]:
     """Dotted names that a file imports or reads: `a.b` for `import a.b`, `from a import b` and the expression `a.b`."""
     found: set[str] = set()
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found.add(f"{node.value.id}.{node.attr}")
-    return found
+    return frozenset(found)
 
 
 def through_the_wall(folder: Path, submodules: set[str], files: Iterable[Path]) -> list[str]:

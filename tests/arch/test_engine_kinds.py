@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 import pytest
 
-from tests.arch.files import ROOT, parse
+from tests.arch.files import ROOT, nodes
 
 PACKAGE = ROOT / "hybridflow"
 KINDS = ("sglang", "vllm")
@@ -18,26 +19,30 @@ ALLOWED = {  # (kind, file): how often its strings say it
 
 def mentions(source: str, kind: str) -> list[str]:
     """Identifiers, imported modules and strings that name the kind, each with its line."""
-    tree = parse(source)
+    return [f"{line}: {word}" for line, word in words(source) if kind in word.lower()]
+
+
+@functools.cache
+def words(source: str) -> tuple[tuple[int, str], ...]:
+    """Line and text of all identifiers, imported modules and strings."""
     documentation = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes(source)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
         and isinstance(node.body[0].value, ast.Constant)
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if id(node) in documentation:
             continue
-        words = [
-            value
+        found += [
+            (getattr(node, "lineno", 0), value)
             for field in ("id", "attr", "name", "asname", "arg", "module", "value")
             if isinstance(value := getattr(node, field, None), str)
         ]
-        found += [f"{getattr(node, 'lineno', 0)}: {word}" for word in words if kind in word.lower()]
-    return found
+    return tuple(found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.arch.files import ROOT, parse, python_files
+from tests.arch.files import ROOT, nodes, parse, python_files
 
 Definition = tuple[str, int]  # name, line
 # Bases of ours in all but their place: methods of a class with any other base from outside may be called from there.
@@ -61,14 +61,13 @@ def _is_entry(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bo
 def uses(source: str) -> Counter[str]:
     """How often each name is read, imported, or part of a string that names it (`module:name`, `getattr`)."""
     found: Counter[str] = Counter()
-    tree = parse(source)
     docstrings = {
         node.body[0].value
-        for node in ast.walk(tree)
+        for node in nodes(source)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and isinstance(next(iter(node.body), None), ast.Expr)
     }
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             found[node.id] += 1
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -81,9 +80,7 @@ def uses(source: str) -> Counter[str]:
 def unused(package: Path, callers: Sequence[Path], documents: Sequence[Path]) -> list[str]:
     """`file:line name` of what nobody calls."""
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
-    classes = {
-        node.name for text in sources.values() for node in ast.walk(parse(text)) if isinstance(node, ast.ClassDef)
-    }
+    classes = {node.name for text in sources.values() for node in nodes(text) if isinstance(node, ast.ClassDef)}
     used: Counter[str] = Counter()
     for text in (*sources.values(), *(path.read_text(encoding="utf-8") for path in callers)):
         used.update(uses(text))  # `+=` would copy all counts for every file

@@ -11,7 +11,7 @@ from pathlib import Path
 import networkx
 import pytest
 
-from tests.arch.files import ROOT, parse
+from tests.arch.files import ROOT, nodes
 
 OWNERS = {"ray": "single_controller", "megatron": "mcore", "sglang": "engines/sglang", "vllm": "engines/vllm"}
 
@@ -20,7 +20,7 @@ def imported_names(source: str) -> set[str]:
     """Top-level packages that a file imports anywhere: at module scope, inside functions, or by name through
     importlib."""
     found = set()
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.arch.files import ROOT, python_files
+from tests.arch.files import ROOT, nodes, python_files
 from tests.arch.language import docstring_problem, findings
 
 FOLDERS = ("hybridflow", "benchmarks", "examples", "tests")
@@ -15,7 +15,8 @@ def test_the_language_is_plain(folder: str) -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {problem}"
         for path in python_files(folder)
-        for line, problem in findings(path.read_text(encoding="utf-8"), path.stem)
+        for text in (path.read_text(encoding="utf-8"),)
+        for line, problem in findings(text, path.stem, nodes(text))
     }
     assert sorted(found) == []
 

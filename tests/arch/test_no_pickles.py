@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.arch.files import ROOT, parse, python_files
+from tests.arch.files import ROOT, nodes, python_files
 
 TREES = ("hybridflow", "benchmarks", "kernels", "launch")
 # what runs code that its argument brings, by the last names of the call
@@ -43,7 +43,7 @@ ALLOWED = {
 def reads(source: str) -> set[str]:
     """Calls that would run what a file or a peer says."""
     found = set()
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         if not isinstance(node, ast.Call):
             continue
         name = _dotted(node.func)
@@ -68,7 +68,7 @@ def imported(source: str) -> set[str]:
     """Names of such functions that are imported bare, which a call would not show."""
     return {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if f"{node.module}.{alias.name}" in RUNS_CODE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.arch.files import ROOT, parse
+from tests.arch.files import ROOT, nodes
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -20,7 +20,7 @@ def over_budget(folder: Path) -> list[str]:
         lines = len(text.splitlines())
         if lines > MAX_FILE_LINES:
             found.append(f"{file.relative_to(folder)}: {lines} lines")
-        for node in ast.walk(parse(text)):
+        for node in nodes(text):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.arch.files import ROOT, parse
+from tests.arch.files import ROOT, nodes
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
@@ -14,7 +14,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 def imported_test_modules(source: str) -> list[str]:
     """Modules named `test_...` or `conftest` that the source imports anywhere."""
     found = []
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -26,7 +26,7 @@ def imported_test_modules(source: str) -> list[str]:
 def model_sizes(source: str) -> list[int]:
     """Lines of dictionaries that say `hidden_size` and `num_hidden_layers`, hence describe a whole model."""
     both = {"hidden_size", "num_hidden_layers"}
-    dictionaries = [node for node in ast.walk(parse(source)) if isinstance(node, ast.Dict)]
+    dictionaries = [node for node in nodes(source) if isinstance(node, ast.Dict)]
     return [
         node.lineno
         for node in dictionaries
