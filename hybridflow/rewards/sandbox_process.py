@@ -253,7 +253,8 @@ def _be_init(requests: socket.socket) -> None:
             except BaseException as error:
                 os.write(status, f"init: {error}".encode())
                 raise
-            os.close(status)
+            for file in (*files, status):
+                os.close(file)
     finally:
         os._exit(0)
 
@@ -266,8 +267,8 @@ def _part_from_parent(connection: socket.socket) -> None:
 
 
 def _read_order(message: bytes, file: int) -> tuple[dict[str, Any], _Limits]:
-    with open(file, "rb") as program:
-        order = json.loads(message) | {"code": program.read().decode()}
+    order = json.loads(message) | {"code": os.read(file, os.fstat(file).st_size).decode(errors="surrogatepass")}
+    os.close(file)
     return order, _limits(order)
 
 
@@ -292,8 +293,6 @@ def _ended(order: dict[str, Any], limits: _Limits, files: list[int]) -> int:
     with suppress(ChildProcessError):
         while True:
             os.wait()
-    for file in files:
-        os.close(file)
     return os.waitstatus_to_exitcode(code)
 
 
@@ -451,7 +450,7 @@ def _nursery() -> socket.socket:
 
 
 def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> None:
-    """Run the programs, each in a namespace that was made while the one before it ran."""
+    """Run the programs, each in a namespace that was made while an earlier one ran."""
     space, spare = None, _Space(nursery)
     for line in lines:
         began = time.monotonic()
@@ -461,17 +460,22 @@ def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> 
         if space is not None and (space.order != order or space.has_ended):
             space.close(waits=False)
             space = None
-        if space is None:
-            while spare.has_ended:
+        while space is None:
+            if spare.has_ended:
                 spare.close(waits=True)
                 spare = _Space(nursery)
-            space, spare = spare, _Space(nursery)
+            else:
+                space = spare
         result = space.run(order, given, began)
-        if result["why"] or not goes_on:
+        over = result["why"] or not goes_on
+        if over:
             space.close(waits=bool(result["why"]))
-            space = None
         lines.write(json.dumps(result).encode() + b"\n")
         lines.flush()
+        if space is spare:
+            spare = _Space(nursery)
+        if over:
+            space = None
 
 
 if __name__ == "__main__":

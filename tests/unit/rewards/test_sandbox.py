@@ -405,6 +405,16 @@ def test_a_program_finds_nothing_of_another_in_its_memory() -> None:
     sandbox.close()
 
 
+def _inits(sandbox: Sandbox) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The process that makes namespaces, and the first ones of the namespace in use and of the spare one."""
+    (nursery,) = psutil.Process(sandbox._process.pid).children()
+    deadline = time.monotonic() + 60
+    while len(found := nursery.children()) != 2:  # the spare one is made after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return nursery, sorted(found, key=lambda process: process.pid)
+
+
 def test_killed_processes_of_a_sandbox_are_replaced() -> None:
     """A namespace that waits for a program, one whose program goes on, and the process that makes them."""
     sandbox = Sandbox()
@@ -420,12 +430,11 @@ def test_killed_processes_of_a_sandbox_are_replaced() -> None:
         return sandbox.run("print(input())", f"{word}\n", goes_on=True).stdout
 
     assert says("a") == "a\n"
-    (nursery,) = psutil.Process(sandbox._process.pid).children()
     for _ in range(2):
-        going_on, spare = sorted(nursery.children(), key=lambda process: process.pid)
+        nursery, (going_on, _) = _inits(sandbox)
         kill(going_on)
         assert says("b") == "b\n"
-        _, spare = sorted(nursery.children(), key=lambda process: process.pid)
+        _, (_, spare) = _inits(sandbox)
         kill(spare)
         assert sandbox.run("print('c')", goes_on=True).stdout == "c\n" and says("d") == "d\n"
     kill(nursery)
@@ -437,10 +446,9 @@ def test_killed_processes_of_a_sandbox_are_replaced() -> None:
 def test_a_sandbox_that_ends_leaves_no_process() -> None:
     sandbox = Sandbox()
     assert sandbox.run("print('a')", goes_on=True).code == 0
-    family = psutil.Process(sandbox._process.pid).children(recursive=True)
-    assert len(family) == 3  # the nursery, the program's namespace, and the next one's
+    nursery, inits = _inits(sandbox)
     sandbox.close()
-    assert psutil.wait_procs(family, 60)[1] == []
+    assert psutil.wait_procs([nursery, *inits], 60)[1] == []
 
 
 def _verdict(number: int, first: int = 0, second: int = 0, machine: int = 0xC000003E) -> int:
