@@ -77,20 +77,30 @@ class Sandbox:
                 "in a container, its seccomp profile)"
             )
 
-    def run(self, code: str, stdin: str = "", limits: Limits | None = None, *, goes_on: bool = False) -> ProgramResult:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        limits: Limits | None = None,
+        *,
+        calls: bool = False,
+        goes_on: bool = False,
+    ) -> ProgramResult:
         """Run a Python program with this standard input. A sandbox that has ended starts again, in this thread.
 
         Args:
             code: the program.
             stdin: its standard input.
             limits: of this run; None: the default ones.
+            calls: whether to call a function of the program then. Its name and its arguments are the standard input,
+                [name, [argument, ...]] as JSON, and its result is the last line printed, as JSON.
             goes_on: whether the same program is expected to run again next, in the same namespaces. That costs one
                 fork; the process and /tmp are new, as for another program.
         """
         limits = limits or Limits()
         if self.has_ended:
             self._start()
-        order = {"code": code, "stdin": stdin, "goes_on": goes_on, **vars(limits)}
+        order = {"code": code, "stdin": stdin, "calls": calls, "goes_on": goes_on, **vars(limits)}
         self._connection.settimeout(limits.timeout_s + _PATIENCE_S)
         try:
             self._lines.write(json.dumps(order).encode() + b"\n")

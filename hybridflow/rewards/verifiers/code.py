@@ -12,14 +12,6 @@ from hybridflow.rewards.sandbox import Limits, Sandbox
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-# A function's arguments come over standard input, and its result is the last line: the expected one stays outside.
-_CALL = """
-import json as _json, sys as _sys
-_name, _arguments = _json.loads(_sys.stdin.read())
-_holder = globals()["Solution"]() if "Solution" in globals() else None
-_function = getattr(_holder, _name) if _holder is not None else globals()[_name]
-print("\\n" + _json.dumps(_function(*_arguments)))
-"""
 
 
 @verifier("code", data_sources=["codecontests", "apps", "codeforces", "taco", "programs"])
@@ -74,10 +66,10 @@ def _failure(
     """How one test failed, or None."""
     if function:
         arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-        program, given = program + _CALL, json.dumps([function, arguments])
+        given = json.dumps([function, arguments])
     elif not isinstance(given, str):
         given = "\n".join(map(str, given))
-    result = _sandbox().run(program, given, limits, goes_on=goes_on)
+    result = _sandbox().run(program, given, limits, calls=bool(function), goes_on=goes_on)
     if result.why or result.code:
         return result.why or (result.stderr.strip().splitlines() or [f"exit code {result.code}"])[-1][:200]
     if function:

@@ -4,12 +4,16 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,13 +21,14 @@ import pytest
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ResourceError
 from hybridflow.rewards import RewardManager, sandbox_process
-from hybridflow.rewards.sandbox import Limits, Sandbox
+from hybridflow.rewards.sandbox import ENDED, Limits, Sandbox
 
 try:
     Sandbox().close()
 except ResourceError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+FILTER = list(struct.iter_unpack("HBBI", sandbox_process._filter()))
 SECRET = "sandbox-secret-5c1f"
 # Each prints "harm" where it got what it wanted; PID, FILE and PORT are the test's own.
 HOSTILE = {
@@ -292,3 +297,184 @@ def test_a_sandbox_that_is_killed_while_it_starts_leaves_nothing(tmp_path: Path)
     while any(str(tmp_path) in one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@contextmanager
+def _answering(ordinary_user: bool) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A sandbox of this user, or of one whose programs own their /tmp."""
+    if not ordinary_user:
+        sandbox = Sandbox()
+        yield lambda code, **more: vars(sandbox.run(code, **more))
+        sandbox.close()
+        return
+    python = shutil.which("python3", path="/usr/bin")  # one that another user can read
+    if os.getuid() != 0 or python is None:
+        pytest.skip("only root can become another user, who needs a python3 in /usr/bin")
+    become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); exec(sys.argv[1])"
+    command = [python, "-I", "-S", "-c", become, Path(sandbox_process.__file__).read_text()]
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(command, stdin=theirs, env={}, cwd="/")
+    theirs.close()
+    ours.settimeout(60)
+    with ours, ours.makefile("rwb") as lines:
+        assert json.loads(lines.readline()) == {"ready": True}
+
+        def run(code: str, **more: Any) -> dict[str, Any]:
+            lines.write(json.dumps({"code": code, "stdin": "", **vars(Limits()), **more}).encode() + b"\n")
+            lines.flush()
+            result: dict[str, Any] = json.loads(lines.readline())
+            return result
+
+        yield run
+    process.wait(60)
+
+
+LEFT = {
+    "nothing": "pass",
+    "file": "open('/tmp/x', 'w')",
+    "hidden file": "open('/tmp/.x', 'w').write('x')",
+    "folder": "os.mkdir('/tmp/x')",
+    "link": "os.symlink('/', '/tmp/x')",
+    "deep": "os.makedirs('/tmp/x/y/z'); open('/tmp/x/y/z/x', 'w')",
+    "removed file": "open('/tmp/x', 'w'); os.remove('/tmp/x')",
+    "full, removed and open": "left = open('/tmp/x', 'wb')\nos.remove('/tmp/x')\nleft.write(b'x' * (15 << 20))",
+    "all inodes": "for i in range(2000):\n open(f'/tmp/{i}', 'w')",
+    "mode": "os.chmod('/tmp', 0o700)",
+    "mode and back": "os.chmod('/tmp', 0o700); os.chmod('/tmp', 0o1777)",
+    "attribute": "os.setxattr('/tmp', 'user.x', b'x')",
+    "time": "os.utime('/tmp', (1, 1))",
+    "listing": "os.listdir('/tmp')",
+    "ended by a signal": "open('/tmp/x', 'w'); os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize("ordinary_user", [False, True])
+def test_whatever_a_run_leaves_in_its_folder_the_next_one_finds_it_as_new(ordinary_user: bool) -> None:
+    look = (
+        "import os\nfolder, system = os.stat('/tmp'), os.statvfs('/tmp')\n"
+        "print(folder.st_mode, folder.st_uid, folder.st_size, system.f_bfree, system.f_ffree,\n"
+        "      folder.st_atime_ns == folder.st_mtime_ns == folder.st_ctime_ns)\n"
+    )
+    names = "import os, sys\ntry: names = os.getxattr('/tmp', 'user.x')\nexcept OSError: names = b''\n"
+    code = names + look + "what = sys.stdin.read()\nif what: exec(what)\nprint(names, os.listdir('/tmp'))\n"
+    with _answering(ordinary_user) as run:
+        new = run(code)["stdout"]
+        assert new.endswith(" True\nb'' []\n")
+        for name, what in LEFT.items():
+            run(code, stdin=what, goes_on=True)
+            assert run(code, goes_on=True)["stdout"] == new, name
+
+
+def test_a_folder_that_no_run_has_used_is_kept_and_another_one_is_not() -> None:
+    code = "import os\nprint(os.stat('/tmp').st_ctime_ns)\nif input(): open('/tmp/x', 'w')\n"
+    sandbox = Sandbox()
+    made = [sandbox.run(code, f"{word}\n", goes_on=True).stdout for word in ("", "", "x", "", "")]
+    assert made[0] == made[1] == made[2] != made[3] == made[4]
+    sandbox.close()
+
+
+def test_limits_are_those_of_the_run_though_namespaces_are_made_ahead() -> None:
+    code = (
+        "import os, resource\nsize = os.statvfs('/tmp')\n"
+        "print(resource.getrlimit(resource.RLIMIT_AS)[1], size.f_blocks * size.f_bsize, end='')"
+    )
+    sandbox = Sandbox()
+    for megabytes in (256, 300, 300, 256):  # of the same program, which is expected to go on
+        limits = Limits(memory_bytes=megabytes << 20, tmp_bytes=megabytes << 12)
+        assert sandbox.run(code, limits=limits, goes_on=True).stdout == f"{megabytes << 20} {megabytes << 12}"
+    sandbox.close()
+
+
+def test_a_program_finds_nothing_of_another_in_its_memory() -> None:
+    look = """
+        import gc, sys
+        found, frame = [], sys._getframe()
+        while frame:
+            found += [name for name, value in frame.f_locals.items() if "margorp-rehtona"[::-1] in repr(value)]
+            frame = frame.f_back
+        found += [1 for one in gc.get_objects() if type(one) in (dict, list) and "margorp-rehtona"[::-1] in repr(one)]
+        print(len(found))
+    """
+    look = textwrap.dedent(look)
+    sandbox = Sandbox()
+    assert int(sandbox.run(look + "# another-program").stdout) > 0  # its own text is found
+    for _ in range(3):
+        assert sandbox.run("print(input())  # another-program", "another-program", goes_on=True).code == 0
+        result = sandbox.run(look, goes_on=True)
+        assert (result.stdout, result.stderr) == ("0\n", "")
+    sandbox.close()
+
+
+def _inits(sandbox: Sandbox) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The process that makes namespaces, and the first ones of the namespace in use and of the spare one."""
+    (nursery,) = psutil.Process(sandbox._process.pid).children()
+    deadline = time.monotonic() + 60
+    while len(found := nursery.children()) != 2:  # the spare one is made after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return nursery, sorted(found, key=lambda process: process.pid)
+
+
+def test_killed_processes_of_a_sandbox_are_replaced() -> None:
+    """A namespace that waits for a program, one whose program goes on, and the process that makes them."""
+    sandbox = Sandbox()
+
+    def kill(process: psutil.Process) -> None:
+        process.kill()
+        deadline = time.monotonic() + 60
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def says(word: str) -> str:
+        return sandbox.run("print(input())", f"{word}\n", goes_on=True).stdout
+
+    assert says("a") == "a\n"
+    for _ in range(2):
+        nursery, (going_on, _) = _inits(sandbox)
+        kill(going_on)
+        assert says("b") == "b\n"
+        _, (_, spare) = _inits(sandbox)
+        kill(spare)
+        assert sandbox.run("print('c')", goes_on=True).stdout == "c\n" and says("d") == "d\n"
+    kill(nursery)
+    assert sandbox.run("print('e')").why == ENDED
+    assert says("f") == "f\n"
+    sandbox.close()
+
+
+def test_a_sandbox_that_ends_leaves_no_process() -> None:
+    sandbox = Sandbox()
+    assert sandbox.run("print('a')", goes_on=True).code == 0
+    nursery, inits = _inits(sandbox)
+    sandbox.close()
+    assert psutil.wait_procs([nursery, *inits], 60)[1] == []
+
+
+def _verdict(number: int, first: int = 0, second: int = 0, machine: int = 0xC000003E) -> int:
+    """What the filter answers to a system call with these arguments."""
+    call, value, at = struct.pack("IIQQQ", number, machine, 0, first, second), 0, 0
+    while True:
+        code, yes, no, operand = FILTER[at]
+        at += 1
+        if code == 0x06:
+            return int(operand)
+        if code == 0x20:
+            (value,) = struct.unpack_from("I", call, operand)
+        else:
+            true = {0x15: value == operand, 0x25: value > operand, 0x35: value >= operand, 0x45: value & operand}[code]
+            at += yes if true else no
+
+
+def test_the_filter_allows_the_listed_system_calls_and_no_other() -> None:
+    allow, refuse = 0x7FFF0000, 0x00050001
+    special = {16, 56, 302, 435}
+    for number in [*range(600), *(0x40000000 + number for number in range(600)), 2**31, 2**32 - 1]:
+        if number not in special:
+            assert _verdict(number) == (allow if number in sandbox_process._ALLOWED else refuse), number
+    assert special.isdisjoint(sandbox_process._ALLOWED)
+    assert [_verdict(56, flags) for flags in (0, 17, 0x3D0F00)] == [refuse, refuse, allow]  # clone: threads alone
+    assert [_verdict(302, process) for process in (0, 1)] == [allow, refuse]  # limits: its own alone
+    commands = {command for command in range(1 << 16) if _verdict(16, 0, command) == allow}
+    assert commands == set(sandbox_process._IOCTLS)
+    assert _verdict(435) == 0x00050026 and _verdict(0, machine=0x40000003) == 0x80000000
