@@ -6,10 +6,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.command import add_actions, add_command
 from hybridflow.observe.jsonl import finite
 
 CHECKPOINT = """\
@@ -22,16 +22,12 @@ examples:
 
 CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.
 """
-OPTIONS = ("--dtype", "--max-shard-size", "--tokenizer", "--adapter", "--json", "--family")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command and its four actions into the parser."""
-    group = add_command(
-        commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT, lambda args: 0
-    )
-    actions = group.add_subparsers(metavar="ACTION", required=True)
+    actions = add_actions(commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT)
     inspect = add_command(actions, "inspect", "print what a checkpoint is and holds", CHECKPOINT, run_inspect)
     verify = add_command(
         actions, "verify", "read every file again and compare it with the manifest", CHECKPOINT, run_verify

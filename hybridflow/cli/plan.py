@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.command import add_actions, add_command, add_recipe
 from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.jsonl import finite
 
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from hybridflow.planning.plan import Plan
     from hybridflow.reshard.report import DryRun
 
-OPTIONS = (
-    *("--cluster", "--device", "--mean-prompt", "--mean-response", "--transfer", "--published", "--recipes"),
-    *("--auto", "--overlap", "--html"),
-    *("--model", "--trainer", "--engines", "--dtype", "--engine-dtype", "--staging-mib", "--link-gbps", "--write"),
-)
 PLAN = """\
 examples:
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8
@@ -44,14 +39,12 @@ etp, first and last (layers of the first and last pipeline stage). Sizes of an e
 attention), pp, and dense=1 where dense MLPs and shared experts are whole on every rank (--moe-dense-tp-size 1 and an
 --moe-a2a-backend); NUMBERx before them is the number of such engines, and --engines may be given several times.
 """
-Adder = Callable[..., argparse.ArgumentParser]
 
 
-def add(commands: Any, adder: Adder) -> None:
+def add(commands: Any) -> None:
     """Add `plan`, and `reshard plan` with the same flags for a transfer without a recipe."""
-    plan = adder(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
-    plan.add_argument("--config-name", metavar="NAME", help="a recipe; `hybridflow train` lists them")
-    plan.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
+    plan = add_command(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
+    add_recipe(plan, "a recipe; `hybridflow train` lists them")
     plan.add_argument("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
     plan.add_argument("--device", metavar="NAME", help="kind of device, in place of cluster.device")
     plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
@@ -65,10 +58,8 @@ def add(commands: Any, adder: Adder) -> None:
     plan.add_argument("--published", action="store_true", help="how the planner agrees with published runs")
     plan.add_argument("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
     _add_transfer(plan, is_required=False)
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
-    reshard = adder(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_transfer)
-    actions = reshard.add_subparsers(metavar="ACTION", required=True)
-    transfer = adder(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
+    actions = add_actions(commands, "reshard", "how weights travel from trainer to engines", RESHARD)
+    transfer = add_command(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
     _add_transfer(transfer, is_required=True)
 
 

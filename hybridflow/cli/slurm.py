@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.command import add_actions, add_command, add_recipe
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,17 +28,11 @@ examples:
 A job whose time runs out or that is preempted writes a checkpoint, is requeued, and goes on from there. A site's
 defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml shows every key). docs/cluster.md
 """
-OPTIONS = (
-    *("--job", "--nodes", "--other-nodes", "--other-sbatch", "--spares", "--gpus-per-node", "--partition"),
-    *("--account", "--time", "--array", "--dependency", "--max-restarts", "--grace", "--site", "--sbatch"),
-    *("--output-dir", "--follow", "--bench"),
-)
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command and its five actions into the parser."""
-    group = add_command(commands, "slurm", "submit jobs to Slurm and look after them", SLURM, lambda args: 0)
-    actions = group.add_subparsers(metavar="ACTION", required=True)
+    actions = add_actions(commands, "slurm", "submit jobs to Slurm and look after them", SLURM)
     submit = add_command(actions, "submit", "submit a job that starts Ray on its nodes and trains", SLURM, run_submit)
     render = add_command(actions, "render", "print the sbatch file that submit would hand in", SLURM, run_render)
     for parser in (submit, render):
@@ -58,9 +52,8 @@ def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> N
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config-name", metavar="NAME", help="a recipe")
+    add_recipe(parser, "a recipe")
     add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, in place of a recipe")
-    add("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add("--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need")
     add("--other-nodes", type=int, default=0, metavar="M", help="of the N, as the second part of a heterogeneous job")
@@ -76,7 +69,6 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--grace", type=int, default=180, metavar="S", help="seconds for a checkpoint before the end (default: 180)")
     add("--site", type=Path, metavar="FILE", help="the site file (default: $HYBRIDFLOW_SITE)")
     add("--sbatch", action="append", default=[], metavar="OPTION", help="a further option, as --sbatch=--nice=10")
-    add("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 
 def run_submit(args: argparse.Namespace) -> int:
