@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hybridflow.config.build import build_options
 from hybridflow.data.prepare.manifest import (
     MANIFEST,
     build_manifest,
@@ -19,7 +20,7 @@ from hybridflow.data.prepare.manifest import (
     read_manifest,
     write_manifest,
 )
-from hybridflow.data.prepare.options import parse_options
+from hybridflow.data.prepare.options import KEY
 from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.errors import ConfigError, DataError
 
@@ -69,7 +70,7 @@ def prepare(
         DataError: a raw file is missing or malformed, or `out` holds files that no preparation wrote.
     """
     known = TASKS.get(task)
-    parsed = parse_options(known.options, options or {}, task)
+    parsed = build_options(known.options(), options or {}, KEY)
     out = Path(out)
     request = {"task": task, "options": asdict(parsed), "source": _source_hashes(task, known, source)}
     if (rows := _rows_if_done(out, request)) is not None:

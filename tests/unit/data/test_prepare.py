@@ -115,11 +115,11 @@ def test_written_answers_are_right_and_fit_the_stated_lengths(operation, pair, l
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_tests": 5}, "num_tests.*did you mean 'num_test'"),
-        ({"num_train": "5"}, "num_train.*must be int"),
-        ({"num_train": True}, "num_train.*must be int"),
-        ({"operation": "sum"}, "operation 'sum' is unknown.*add, mul, sub"),
-        ({"min_operand": -1}, "min_operand must be at least 0"),
+        ({"num_tests": 5}, "num_tests.*did you mean data.prepare.options.num_test"),
+        ({"num_train": "5"}, "num_train.*expected whole number"),
+        ({"num_train": True}, "num_train.*expected whole number"),
+        ({"operation": "sum"}, "operation: got 'sum', choose one of: add, sub, mul"),
+        ({"min_operand": -1}, "min_operand=-1 must be at least 0"),
         ({"min_operand": 9, "max_operand": 3}, "max_operand must be at least min_operand"),
         ({"max_operand": 9}, "num_test is 500, but .* only 100 pairs"),
         ({"max_operand": 30, "num_train": 500}, "num_train is 500, but only 461 pairs remain"),

@@ -78,8 +78,8 @@ def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
     ("options", "said"),
     [
         ({"num_steps": 1}, "num_train must be 1 to -73: of 27 problems num_test=100 are held out"),
-        ({"num_steps": 9}, "num_steps must be 1 to 4"),
-        ({"num_cases": 0}, "num_cases must be 1 to 100"),
+        ({"num_steps": 9}, "num_steps=9 must be at least 1 and at most 4"),
+        ({"num_cases": 0}, "num_cases=0 must be at least 1 and at most 100"),
     ],
 )
 def test_options_out_of_range_are_named(tmp_path, options, said):
