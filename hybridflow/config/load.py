@@ -7,7 +7,7 @@ Hydra composes the YAML groups and parses the overrides; everything it accepts i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,12 +91,13 @@ def normalise_override(text: str, dirs: Sequence[Path]) -> str:
 def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
     """Hydra's composition over the schema's defaults, interpolations resolved, as plain containers."""
     import yaml
+    from hydra import compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        composed = _compose(recipe, list(overrides), dirs)
+        composed = _ask_hydra(lambda words: compose(_ENTRY, overrides=words), recipe, list(overrides), dirs)
         given = OmegaConf.to_container(composed, resolve=False)
         _refuse_missing(given)
         # The defaults are merged in so that ${...} may name a key that no YAML mentions.
@@ -114,8 +115,23 @@ def _merge(defaults: Any, given: Any) -> Any:
     return {**defaults, **{key: _merge(defaults.get(key), value) for key, value in given.items()}}
 
 
-def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
-    from hydra import compose, initialize
+def files_of(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """The files that a recipe is made of, each with the key under which its content goes; later ones win."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    def defaults_list(words: list[str]) -> Any:
+        return GlobalHydra.instance().config_loader().compute_defaults_list(_ENTRY, words, RunMode.RUN).defaults
+
+    for part in _ask_hydra(defaults_list, recipe, [normalise_override(item, dirs) for item in overrides], dirs):
+        files = (folder / f"{part.config_path}.yaml" for folder in dirs)
+        if (file := next(filter(Path.is_file, files), None)) is not None:  # Hydra's own are in no folder of ours
+            yield file, part.package
+
+
+def _ask_hydra(ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
+    """What `ask` says of the overrides while Hydra finds the recipe and the groups of these folders."""
+    from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
 
@@ -127,7 +143,7 @@ def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
         # its place at the end is what one expects of a recipe
         warnings.filterwarnings("ignore", message=".*missing `_self_`")
         try:
-            return compose(_ENTRY, overrides=overrides)
+            return ask(overrides)
         except ConfigCompositionException as error:
             # A group that the recipe's defaults list leaves out must be added, not replaced; for a user both are
             # `group=choice`.
@@ -138,7 +154,7 @@ def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
             if group is None:
                 raise
             rest = [item for item in overrides if item != group]
-    return _compose(recipe, [*rest, f"+{group}"], dirs)
+    return _ask_hydra(ask, recipe, [*rest, f"+{group}"], dirs)
 
 
 def _group_choices(key: str, dirs: Sequence[Path]) -> list[str]:
