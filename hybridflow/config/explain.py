@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.build import to_plain
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES, estimator_options, policy_loss_options
+from hybridflow.config.keys import hints_of, value_at
 from hybridflow.config.load import files_of
 from hybridflow.config.schema import RunConfig
 
@@ -54,8 +55,8 @@ class Origins:
 
     def of(self, key: str) -> str:
         """`command line`, the file, or `schema default`."""
-        for prefix in _prefixes(key):
-            if prefix in self.overrides and (prefix == key or prefix not in _groups()):
+        for prefix in _prefixes(key):  # one of a section may be a group choice (`algorithm=grpo`), which sets no key
+            if prefix in self.overrides and (prefix == key or prefix not in hints_of(RunConfig)):
                 return "command line"
         return next((self.files[prefix] for prefix in _prefixes(key) if prefix in self.files), _DEFAULT)
 
@@ -68,8 +69,7 @@ def explain(config: RunConfig, origins: Origins) -> str:
 
 
 def _given(config: RunConfig, origins: Origins) -> list[str]:
-    plain = to_plain(config)
-    rows = [(key, str(_value(plain, key)), origins.of(key)) for key in _KEYS]
+    rows = [(key, str(value_at(config, key)), origins.of(key)) for key in _KEYS]
     wide = max(len(key) for key in _KEYS)
     return ["Given", *(f"  {key:<{wide}}  {value:>8}  {origin}" for key, value, origin in rows)]
 
@@ -283,21 +283,10 @@ def _up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _value(plain: Any, key: str) -> Any:
-    for part in key.split("."):
-        plain = plain[part]
-    return plain
-
-
 def _prefixes(key: str) -> Iterator[str]:
     """`a.b.c`, `a.b`, `a`."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-
-
-def _groups() -> frozenset[str]:
-    """Keys that may be a group choice (`algorithm=grpo`) rather than a value."""
-    return frozenset(to_plain(RunConfig()))
 
 
 def _read(file: Path) -> dict[str, Any]:
