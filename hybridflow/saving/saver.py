@@ -160,9 +160,6 @@ class Saver:
             time.sleep(0.005)
 
 
-_ALIGN = 64
-
-
 class Staging:
     """Host memory for one consistent copy of this rank's state while it is written: one buffer, pinned where there is
     a GPU, that every save uses again. It grows when a later state is larger and is never given back."""
@@ -299,7 +296,6 @@ def manifest_of(
 
 
 # ---- loading
-# ------------------------------------------------------------------------------------------------------------
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:

@@ -38,7 +38,7 @@ def test_killed_at_any_batch_the_sequence_equals_the_uninterrupted_one(shape):
         before = _stream(first, killed_after)
         second = ResumableSampler(num_rows, batch_size, shuffle, seed)
         second.restore(json.loads(json.dumps(first.state())))
-        assert second.epoch == first.epoch
+        assert second.position == first.position
         assert before + _stream(second, total - killed_after) == whole
 
 
