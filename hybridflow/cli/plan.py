@@ -45,18 +45,17 @@ def add(commands: Any) -> None:
     """Add `plan`, and `reshard plan` with the same flags for a transfer without a recipe."""
     plan = add_command(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
     add_recipe(plan, "a recipe; `hybridflow train` lists them")
-    plan.add_argument("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
-    plan.add_argument("--device", metavar="NAME", help="kind of device, in place of cluster.device")
-    plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
-    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
-    plan.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page: memory of each phase, schedule of a step"
-    )
-    plan.add_argument("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
-    plan.add_argument("--auto", action="store_true", help="find the placement and layouts with the shortest step")
-    plan.add_argument("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
-    plan.add_argument("--published", action="store_true", help="how the planner agrees with published runs")
-    plan.add_argument("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
+    add = plan.add_argument
+    add("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
+    add("--device", metavar="NAME", help="kind of device, in place of cluster.device")
+    add("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
+    add("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
+    add("--html", type=Path, metavar="FILE", help="write a page: memory of each phase, schedule of a step")
+    add("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
+    add("--auto", action="store_true", help="find the placement and layouts with the shortest step")
+    add("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
+    add("--published", action="store_true", help="how the planner agrees with published runs")
+    add("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
     _add_transfer(plan, is_required=False)
     actions = add_actions(commands, "reshard", "how weights travel from trainer to engines", RESHARD)
     transfer = add_command(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
@@ -225,42 +224,19 @@ def run_transfer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_transfer(plan: argparse.ArgumentParser, is_required: bool) -> None:
-    dtypes = ("bfloat16", "float16", "float32")
+def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
+    add, dtypes = parser.add_argument, ("bfloat16", "float16", "float32")
     without = "" if is_required else "without a recipe: "
-    plan.add_argument(
-        "--model",
-        required=is_required,
-        metavar="MODEL",
-        help=f"{without}a published model's name, or the path of a config.json or its folder",
-    )
-    plan.add_argument(
-        "--trainer", required=is_required, metavar="SIZES", help=f"{without}for example ranks=256,tp=8,pp=8,ep=32"
-    )
-    plan.add_argument(
-        "--engines",
-        required=is_required,
-        action="append",
-        metavar="SIZES",
-        help=f"{without}for example 2xtp=16,ep=16; may be repeated",
-    )
-    plan.add_argument(
-        "--dtype", default="bfloat16", choices=dtypes, help=f"{without}of the weights (default: bfloat16)"
-    )
-    plan.add_argument(
-        "--engine-dtype",
-        choices=(*dtypes, "fp8"),
-        help=f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along",
-    )
-    plan.add_argument(
-        "--staging-mib",
-        type=int,
-        default=1024,
-        metavar="MIB",
-        help=f"{without}memory for messages under way, a rank (default: 1024)",
-    )
-    plan.add_argument(
-        "--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)"
-    )
-    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
-    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")
+    model = f"{without}a published model's name, or the path of a config.json or its folder"
+    add("--model", required=is_required, metavar="MODEL", help=model)
+    add("--trainer", required=is_required, metavar="SIZES", help=f"{without}for example ranks=256,tp=8,pp=8,ep=32")
+    engines = f"{without}for example 2xtp=16,ep=16; may be repeated"
+    add("--engines", required=is_required, action="append", metavar="SIZES", help=engines)
+    add("--dtype", default="bfloat16", choices=dtypes, help=f"{without}of the weights (default: bfloat16)")
+    engine_dtype = f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along"
+    add("--engine-dtype", choices=(*dtypes, "fp8"), help=engine_dtype)
+    staging = f"{without}memory for messages under way, a rank (default: 1024)"
+    add("--staging-mib", type=int, default=1024, metavar="MIB", help=staging)
+    add("--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")

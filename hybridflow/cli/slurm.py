@@ -128,13 +128,10 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         return _bench_job(args)
     if args.config_name is None:
         raise ConfigError("--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench SUITE")
-    from dataclasses import replace
-
     from hybridflow.config import derived
     from hybridflow.config.check import check
     from hybridflow.config.load import load_config
     from hybridflow.launch.job import Job, nodes_of
-    from hybridflow.launch.site import read_site
 
     # The number of an array's task stands in for %a, so that the recipe is checked as the first task reads it.
     overrides = [word.replace("%a", "1") for word in args.overrides]
@@ -146,8 +143,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
     joined = [*overrides, "cluster.address='127.0.0.1:1'"]  # the job's own head: some settings go only without one
     check(load_config(args.config_name, joined, args.config_dir), args.job)
-    site = read_site(args.site)
-    site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    site = _site(args)
     words = [args.job, "--config-name", args.config_name]
     words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
     here = Path.cwd()
@@ -178,21 +174,27 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     return job, site
 
 
-def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
-    """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
+def _site(args: argparse.Namespace) -> Site:
+    """The site file's defaults, with the options that take their place."""
     from dataclasses import replace
 
+    from hybridflow.launch.site import read_site
+
+    site = read_site(args.site)
+    return replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+
+
+def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
+    """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
     from hybridflow.bench.run import chosen
     from hybridflow.launch.job import Job
-    from hybridflow.launch.site import read_site
 
     refused = {"--config-name": args.config_name, "--spares": args.spares, "--other-nodes": args.other_nodes,
                "--array": args.array, "settings": args.overrides}  # fmt: skip
     if given := [name for name, value in refused.items() if value]:
         raise ConfigError(f"--bench {args.bench} runs no recipe; leave out {', '.join(given)}")
     chosen(args.bench)
-    site, here = read_site(args.site), Path.cwd()
-    site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    site, here = _site(args), Path.cwd()
     out = here / "runs" / "bench" / "slurm"
     job = Job(
         name="bench-" + "".join(letter if letter.isalnum() else "-" for letter in args.bench),

@@ -13,14 +13,12 @@ from typing import Any
 from hybridflow.config import (
     check_agent,
     check_backend,
-    check_dumps,
     check_engines,
     check_entries,
     check_files,
     check_in_process,
+    check_loop,
     check_lora,
-    check_pools,
-    check_staleness,
     derived,
     roles,
     val_sets,
@@ -64,11 +62,11 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
-        *(check_agent.problems, check_staleness.problems, check_dumps.problems),
+        *(check_agent.problems, check_loop.staleness_problems, check_loop.dump_problems),
     )
     found = [line for one in checks for line in one(config)]
     sizes, unreadable = _read_sizes(config)
-    found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
+    found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim)
         if getattr(config, section).optim.precision_aware and config.model.dtype != "bfloat16":

@@ -21,7 +21,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch.node import FIRST_PORT
-from hybridflow.launch.preflight import query_gpus
+from hybridflow.observe.environment import query_gpus
 
 Level = Literal["ok", "unused", "warning", "error"]
 _GIB = 2**30

@@ -349,7 +349,8 @@ class StoreClient(Keys):
 
 
 class MasterStore(StoreClient):
-    """The server and a first client. OSError when the port is taken."""
+    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. OSError when the port is
+    taken."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._server = StoreServer(host, port)

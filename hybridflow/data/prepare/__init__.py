@@ -14,7 +14,6 @@ from pathlib import Path
 from hybridflow.config.build import build_options
 from hybridflow.data.prepare.manifest import (
     MANIFEST,
-    build_manifest,
     files_are_intact,
     listed_files,
     read_manifest,
@@ -81,7 +80,7 @@ def prepare(
     try:
         staging.chmod(0o755)  # mkdtemp makes it private; workers of another user may have to read the data
         rows = known.write(parsed, staging, source)
-        write_manifest(staging, build_manifest(staging, request, rows))
+        write_manifest(staging, request, rows)
         _put_in_place(staging, out, request)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
