@@ -60,7 +60,7 @@ def pooled(runs: Sequence[Result]) -> Result:
         joined = {"rounds": tuple(value for one in same for value in one.rounds)}
         equal = len({len(one.rounds) / one.processes for one in same}) == 1
         joined["processes"] = sum(one.processes for one in same) if equal else 1  # type: ignore[assignment]
-        for name in ("limit", "peer", "yardstick"):
+        for name in results.REFERENCES:
             parts = [getattr(one, name) for one in same]
             if parts[-1] is not None and all(part is not None for part in parts):
                 joined[name] = Reference(parts[-1].name, tuple(v for part in parts for v in part.rounds))  # type: ignore[assignment]

@@ -1,11 +1,14 @@
-"""What the commands have in common: their parsers, and the options that choose a recipe."""
+"""What the commands have in common: their parsers, the options that choose a recipe, and running it."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import RunConfig
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -38,3 +41,22 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
         "--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+
+
+def run_job(job: str, run: RunConfig) -> None:
+    """Run a checked configuration as `train`, `sft` or `train-reward`."""
+    from hybridflow.config.derived import generates
+    from hybridflow.trainer.preload import Preload
+
+    with Preload(run, with_engines=job == "train" and generates(run)) as preload:
+        from hybridflow.models.check import check  # torch comes in here, while the servers load what they need
+
+        check(run, job)
+        from hybridflow.trainer import app
+
+        if job == "train":
+            app.train(run, preload)
+        elif job == "sft":
+            app.sft(run, preload)
+        else:
+            app.train_reward(run, preload)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         findings = [finding for finding in findings if finding.level in ("warning", "error")]
     name = os.environ.get("SLURMD_NODENAME")
     if args.json:
-        print(json.dumps({"node": name, "findings": doctor.as_json(findings)}))
+        print(json.dumps({"node": name, "findings": [vars(finding) for finding in findings]}))
     elif findings:
         print(f"{name}:\n{doctor.table(findings)}" if name else doctor.table(findings), flush=True)
     return code

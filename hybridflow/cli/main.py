@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import hybridflow
 from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
-from hybridflow.cli.command import Handler, add_command, add_recipe
-from hybridflow.cli.job import run_job
+from hybridflow.cli.command import Handler, add_command, add_recipe, run_job
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError

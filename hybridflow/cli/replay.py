@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.command import add_command
-from hybridflow.cli.job import run_job
+from hybridflow.cli.command import add_command, run_job
 from hybridflow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
