@@ -78,12 +78,15 @@ class Progress:
         start = time.monotonic()
         self._state.stages.append((title, start))
         self._display.stage_began(title)
+        outcome = ""
         try:
             yield
         except BaseException as error:
-            self._end_stage(title, start, "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+            outcome = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             raise
-        self._end_stage(title, start, "")
+        finally:
+            self._state.stages.remove((title, start))
+            self._display.stage_ended(title, time.monotonic() - start, outcome)
 
     def close(self) -> None:
         """Leave the terminal as it was; the last state of the bar stays on it."""
@@ -95,10 +98,6 @@ class Progress:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def _end_stage(self, title: str, start: float, outcome: str) -> None:
-        self._state.stages.remove((title, start))
-        self._display.stage_ended(title, time.monotonic() - start, outcome)
 
 
 class State:

@@ -41,7 +41,7 @@ def printed(text, given, monkeypatch):
 def test_the_expected_outputs_are_what_the_words_say(tmp_path, monkeypatch, num_steps):
     options = {"num_steps": num_steps, "num_train": 15, "num_test": 10, "num_cases": 3}
     prepared = prepare("programs", tmp_path / "data", None, options)
-    found = [*rows(prepared.train_file), *rows(prepared.test_file)]
+    found = [*rows(prepared.folder / "train.parquet"), *rows(prepared.folder / "test.parquet")]
     assert len({asked(row) for row in found}) == len(found) == 25
     for row in found:
         steps, tests = steps_of(asked(row)), json.loads(row["reward_model"]["ground_truth"])
@@ -56,8 +56,8 @@ def test_the_expected_outputs_are_what_the_words_say(tmp_path, monkeypatch, num_
 def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tmp_path):
     prepared = prepare("programs", tmp_path / "data", None, SMALL)
     symbols = {"plus": "+", "minus": "-", "times": "*"}
-    right, train = 0, {asked(row) for row in rows(prepared.train_file)}
-    for row in rows(prepared.sft_file):
+    right, train = 0, {asked(row) for row in rows(prepared.folder / "train.parquet")}
+    for row in rows(prepared.folder / "sft.parquet"):
         steps = steps_of(asked(row))
         used = re.fullmatch(r"```python\nprint\(\(int\(input\(\)\)(.)(\d)\)(.)(\d)\)\n```", row["response"])
         assert used and asked(row) in train
@@ -67,7 +67,7 @@ def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tm
 
 
 def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
-    tokenizer = load_tokenizer(prepare("programs", tmp_path / "data", None, SMALL).tokenizer)
+    tokenizer = load_tokenizer(prepare("programs", tmp_path / "data", None, SMALL).folder / "tokenizer")
     text = answer([("times", 3), ("minus", 2)])
     ids = tokenizer.encode(text)
     assert len(ids) == 11 and tokenizer.decode(ids) == text
