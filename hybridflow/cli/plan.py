@@ -167,11 +167,8 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
 
 def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
     from hybridflow.config import derived
-    from hybridflow.models.fp8 import FP8
-    from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
     from hybridflow.reshard.layout import ParallelShape
-    from hybridflow.reshard.simulate import Fabric
 
     parallel, rollout = config.actor.parallel, config.rollout
     trainer = ParallelShape(
@@ -186,37 +183,35 @@ def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
         parallel.last_stage_layers,
         parallel.layers_per_stage,
     )
-    engines = [
-        EngineShape(
-            rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
-        )
-    ]
-    return report.dry_run(
-        _sizes(config),
-        trainer,
-        engines,
-        config.model.dtype,
-        rollout.sync.staging_bytes,
-        Fabric(link_gbps=args.link_gbps),
-        FP8 if rollout.quantization == "fp8" else None,
+    engine = EngineShape(
+        rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
     )
+    dtypes, staging = (config.model.dtype, rollout.quantization), rollout.sync.staging_bytes
+    return _dry_run(_sizes(config), trainer, [engine], dtypes, staging, args.link_gbps)
+
+
+def _dry_run(
+    sizes: Any, trainer: Any, engines: list[Any], dtypes: tuple[str, str | None], staging_bytes: int, link_gbps: float
+) -> DryRun:
+    """`dtypes`: of the trainer's weights and of the engines', None where these are the same."""
+    from hybridflow.models.fp8 import FP8
+    from hybridflow.reshard import report
+    from hybridflow.reshard.simulate import Fabric
+
+    dtype, engine_dtype = dtypes[0], FP8 if dtypes[1] == "fp8" else dtypes[1]
+    return report.dry_run(sizes, trainer, engines, dtype, staging_bytes, Fabric(link_gbps=link_gbps), engine_dtype)
 
 
 def run_transfer(args: argparse.Namespace) -> int:
     """`hybridflow reshard plan`, and `hybridflow plan` with the same flags."""
-    from hybridflow.models.fp8 import FP8
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
     from hybridflow.reshard.layout import ParallelShape
-    from hybridflow.reshard.simulate import Fabric
 
-    trainer, engines = (
-        report.build(ParallelShape, args.trainer),
-        [report.build(EngineShape, text) for text in args.engines],
-    )
-    fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
-    engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
-    made = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
+    trainer = report.build(ParallelShape, args.trainer)
+    engines = [report.build(EngineShape, text) for text in args.engines]
+    dtypes, staging = (args.dtype, args.engine_dtype), args.staging_mib << 20
+    made = _dry_run(report.read_config(args.model), trainer, engines, dtypes, staging, args.link_gbps)
     if args.write is not None:
         with naming(args.write):
             args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
