@@ -68,12 +68,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     sizes, unreadable = _read_sizes(config)
     found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
-        found += _optim(f"{section}.optim", getattr(config, section).optim)
-        if getattr(config, section).optim.precision_aware and config.model.dtype != "bfloat16":
-            found.append(
-                f"{section}.optim.precision_aware=true needs model.dtype=bfloat16: weights in {config.model.dtype} are "
-                "their own main weights"
-            )
+        found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
     found += [*check_files.problems(config, job), *_model_folder(config, sizes)] if files else []
     if not any(line.startswith("model.") for line in found):
         found += unreadable or _model_sizes(config, sizes)
@@ -212,7 +207,11 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
+def _optim(prefix: str, optim: OptimConfig, dtype: str) -> Iterator[str]:
+    if optim.precision_aware and dtype != "bfloat16":
+        yield (
+            f"{prefix}.precision_aware=true needs model.dtype=bfloat16: weights in {dtype} are their own main weights"
+        )
     for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if not optim.precision_aware and getattr(optim, key) != "float32":
             yield f"{prefix}.{key}={getattr(optim, key)} needs {prefix}.precision_aware=true; set it, or float32"

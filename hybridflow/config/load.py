@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hybridflow.config.build import build, to_plain
 from hybridflow.config.keys import require_key
@@ -37,23 +37,10 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_yaml` reads it back to an equal one."""
+    """The whole configuration as YAML, a recipe without groups that `load_config` reads back to an equal one."""
     import yaml
 
     return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
-
-
-def load_yaml(path: Path) -> RunConfig:
-    """Read what `dump_yaml` wrote (a run folder's config.yaml)."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        return build(cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(_describe_yaml_error(error)) from error
 
 
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:

@@ -27,15 +27,8 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
 }
 # The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then
 # "other".
-_PHASE_COLORS = {
-    "gen": 0,
-    "update_actor": 1,
-    "old_log_prob": 2,
-    "update_weights": 3,
-    "ref": 4,
-    "save_checkpoint": 5,
-    "testing": 6,
-}
+_PHASES = ("gen", "update_actor", "old_log_prob", "update_weights", "ref", "save_checkpoint", "testing")
+_PHASE_COLORS = {name: color for color, name in enumerate(_PHASES)}
 _MAX_STACKED = 7
 
 
