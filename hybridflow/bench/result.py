@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -131,11 +132,19 @@ def write(path: Path, result: Result) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all. StorageError: the disk is full, or may not be written."""
+    """Write a text whole or not at all. StorageError as from `whole_file`."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to fill, which becomes `path` when all went well. StorageError: the disk is full, or may not be
+    written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
