@@ -21,10 +21,11 @@ class Recipe:
 def shipped_dir(name: str) -> Path:
     """The folder `name` of the checkout, else the one installed beside the package. ConfigError: neither exists."""
     root = Path(__file__).resolve().parents[2]
-    checkout, installed = root / name, Path(sysconfig.get_path("data")) / "share" / "hybridflow" / name
+    checkout = root / name
     # A site-packages folder may hold somebody else's "configs"; ours is the one beside setup.py.
     if checkout.is_dir() and (root / "setup.py").is_file():
         return checkout
+    installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / name
     if not installed.is_dir():
         raise ConfigError(f"no {name} found, neither in {checkout} nor in {installed}: reinstall the package")
     return installed
