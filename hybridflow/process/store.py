@@ -288,11 +288,6 @@ class Keys:
         """The values of several keys, waiting for them."""
         return self._wait(keys, self.connection.timeout_s)
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def append(self, key: str, value: str | bytes) -> None:
         """Write a value behind the present one."""
         self.connection.ask("append", self._key(key), _bytes(value))

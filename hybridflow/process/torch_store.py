@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -27,6 +28,11 @@ class TorchStore(Keys, Store):
         if self in _held:
             _held.remove(self)
         self.close()
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write several values."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are there."""
