@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.batch.columns import Column, Deferred, objects
 from hybridflow.batch.jagged import Jagged
 from hybridflow.batch.protocol import DataProto
-from hybridflow.batch.routes import FREE, ROUTED, ROUTES, num_experts, unknown_routes, with_free_end
+from hybridflow.batch.routes import FREE, ROUTED, ROUTES, unknown_routes, with_free_end
 
 if TYPE_CHECKING:
     from hybridflow.batch.arrow import (
@@ -32,7 +32,6 @@ __all__ = [
     "from_stream",
     "from_table",
     "iter_parquet",
-    "num_experts",
     "objects",
     "read_parquet",
     "to_stream",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hybridflow.errors import RouterReplayError
@@ -41,9 +39,3 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
 def unknown_routes(tokens: int, layers: int, topk: int) -> np.ndarray:
     """Routes `[tokens, layers, k]` of which none is known."""
     return np.full((tokens, layers, topk), FREE, dtype=np.int16)
-
-
-def num_experts(hf_config: Any) -> int:
-    """Experts of a layer in a Hugging Face config, 0 for a dense model."""
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return int(next((hf_config[key] for key in keys if hf_config.get(key)), 0))

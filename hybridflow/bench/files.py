@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from hybridflow.bench import result as results
 from hybridflow.bench.result import Reference, Result
-from hybridflow.errors import ConfigError, DataError, StorageError
+from hybridflow.errors import ConfigError, DataError
 
 RESULT = "result.json"
 
@@ -60,7 +59,7 @@ def pooled(runs: Sequence[Result]) -> Result:
         joined = {"rounds": tuple(value for one in same for value in one.rounds)}
         equal = len({len(one.rounds) / one.processes for one in same}) == 1
         joined["processes"] = sum(one.processes for one in same) if equal else 1  # type: ignore[assignment]
-        for name in ("limit", "peer", "yardstick"):
+        for name in results.REFERENCES:
             parts = [getattr(one, name) for one in same]
             if parts[-1] is not None and all(part is not None for part in parts):
                 joined[name] = Reference(parts[-1].name, tuple(v for part in parts for v in part.rounds))  # type: ignore[assignment]
@@ -105,16 +104,9 @@ def archive(folder: Path, out: Path) -> Path:
     load(folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     kept = [path for path in files if path.suffix in (".json", ".log", ".html", ".prom", ".csv", ".md", ".out", ".err")]
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(temporary, "w:gz") as tar:
-            for path in kept:
-                tar.add(path, arcname=str(Path(folder.resolve().name) / path.relative_to(folder)), filter=_anonymous)
-        os.replace(temporary, out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError.of(error, str(out)) or error from error
+    with results.whole_file(out) as temporary, tarfile.open(temporary, "w:gz") as tar:
+        for path in kept:
+            tar.add(path, arcname=str(Path(folder.resolve().name) / path.relative_to(folder)), filter=_anonymous)
     return out
 
 

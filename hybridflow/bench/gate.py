@@ -100,13 +100,11 @@ def compare(first: Result, second: Result, bound: float | None = None) -> Compar
     changes = []
     for key in keys:
         one, other = sides[0].get(key), sides[1].get(key)
-        if one is None or other is None:
-            there = one or other
-            assert there is not None
-            changes.append(
-                Change(there.name, there.node, there.unit, "only in A" if other is None else "only in B",
-                       one.value if one else None, other.value if other else None)
-            )  # fmt: skip
+        if other is None:
+            assert one is not None
+            changes.append(Change(one.name, one.node, one.unit, "only in A", first=one.value))
+        elif one is None:
+            changes.append(Change(other.name, other.node, other.unit, "only in B", second=other.value))
         else:
             changes.append(_change(one, other, ALARM / max(num_judged, 1), bound, judge="hardware" not in found))
     return Comparison(tuple(changes), found, outliers(second))

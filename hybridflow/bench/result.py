@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from hybridflow.errors import DataError, StorageError
 
 FORMAT = "hybridflow-bench/1"
 SCHEMA = Path(__file__).with_name("result.schema.json")
+REFERENCES = ("limit", "peer", "yardstick")  # what may stand next to a metric
 MIN_ROUNDS = 5  # a median of fewer rounds is not compared
 Better = Literal["lower", "higher", "none"]
 
@@ -126,16 +128,23 @@ def write(path: Path, result: Result) -> None:
     Raises:
         StorageError: the disk is full, or the folder may not be written.
     """
-    text = json.dumps(as_dict(result), indent=1) + "\n"
-    write_text(path, text)
+    write_text(path, json.dumps(as_dict(result), indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text whole or not at all. StorageError: the disk is full, or may not be written."""
+    """Write a text whole or not at all. StorageError as from `whole_file`."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to fill, which becomes `path` when all went well. StorageError: the disk is full, or may not be
+    written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -168,24 +177,17 @@ def read(path: Path) -> Result:
 
 def from_dict(found: dict[str, Any]) -> Result:
     """The result that a checked mapping describes."""
-    metrics = tuple(
-        Metric(
-            **{
-                **{key: value for key, value in entry.items() if key not in _DERIVED},
-                "rounds": tuple(entry["rounds"]),
-                "limit": _reference(entry["limit"]),
-                "peer": _reference(entry["peer"]),
-                "yardstick": _reference(entry["yardstick"]),
-            }
-        )
-        for entry in found["metrics"]
-    )
     not_run = tuple(NotRun(**entry) for entry in found["not_run"])
     rest = {key: found[key] for key in ("suite", "started", "seconds", "fingerprint")}
-    return Result(**rest, metrics=metrics, not_run=not_run, findings=tuple(found["findings"]))
+    return Result(
+        **rest, metrics=tuple(map(_metric, found["metrics"])), not_run=not_run, findings=tuple(found["findings"])
+    )
 
 
-_DERIVED = ("value", "median", "spread", "share", "ratio")
+def _metric(entry: dict[str, Any]) -> Metric:
+    own = {field.name: entry[field.name] for field in fields(Metric) if field.name in entry}
+    references = {name: _reference(own[name]) for name in REFERENCES}
+    return Metric(**own | references | {"rounds": tuple(own["rounds"])})
 
 
 def as_dict(result: Result) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def as_dict(result: Result) -> dict[str, Any]:
     for entry, metric in zip(plain["metrics"], result.metrics, strict=True):
         entry |= {"value": metric.value, "median": metric.value, "spread": metric.spread}
         entry |= {"share": metric.share, "ratio": metric.ratio}
-        for name in ("limit", "peer", "yardstick"):
+        for name in REFERENCES:
             if (reference := getattr(metric, name)) is not None:
                 entry[name]["value"] = reference.value
     return plain

@@ -144,7 +144,6 @@ def _measure_once(job: Job, name: str, entry: Measurement | None, part: int) -> 
     words = [*words, "--folder", str(job.folder.resolve()), "--local", str(local), "--node", job.node]
     words = [*words, "--part", str(part), "--nodes", *job.nodes] if entry else [sys.executable, str(scripts()[name])]
     environment = {**os.environ, **CONDITIONS, RESULT_VARIABLE: str(out)}
-    empty = Result(label, "", 0.0, results.fingerprint_of({}))
     try:
         with log.open("ab" if part else "wb") as stream:
             code = finish(words, environment, stream, limit_s)
@@ -154,14 +153,13 @@ def _measure_once(job: Job, name: str, entry: Measurement | None, part: int) -> 
             return replace(found, metrics=metrics)
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         why = last[-1][:_LAST].removeprefix("hybridflow: ") if last else f"it ended with status {code} in silence"
-        return replace(empty, not_run=(NotRun(label, why, job.node),))
     except subprocess.TimeoutExpired:
         why = f"it was ended after {limit_s:.0f} s; {log.name} has what it said"
-        return replace(empty, not_run=(NotRun(label, why, job.node),))
     except DataError as error:
-        return replace(empty, not_run=(NotRun(label, str(error), job.node),))
+        why = str(error)
     finally:
         shutil.rmtree(local, ignore_errors=True)
+    return Result(label, "", 0.0, results.fingerprint_of({}), not_run=(NotRun(label, why, job.node),))
 
 
 def finish(words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit_s: float) -> int:

@@ -32,11 +32,12 @@ def table(result: Result) -> str:
     rows = [COLUMNS, *map(row, result.metrics)]
     nodes = ", ".join(result.nodes) or "one node"
     lines = [f"{result.suite}, {result.started}, {result.seconds:.0f} s, {nodes}", "", *_aligned(rows)]
-    lines += [f"not run: {_on(entry.measurement, entry.node)}: {entry.why}" for entry in result.not_run]
-    lines += [
-        f"{finding['level']}: {_on(finding['name'], finding['node'])}: {finding['what']}" for finding in result.findings
-    ]
-    return "\n".join([*lines, *map(sentence, outliers(result))])
+    return "\n".join([*lines, *_not_run_and_found(result), *map(sentence, outliers(result))])
+
+
+def _not_run_and_found(result: Result) -> list[str]:
+    lines = [f"not run: {_on(entry.measurement, entry.node)}: {entry.why}" for entry in result.not_run]
+    return lines + [f"{one['level']}: {_on(one['name'], one['node'])}: {one['what']}" for one in result.findings]
 
 
 def sentence(outlier: Outlier) -> str:
@@ -104,9 +105,7 @@ def markdown(result: Result) -> str:
     """A table, and lists of what was not run and found."""
     lines = [f"# {result.suite}, {result.started}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(metric)) + " |" for metric in result.metrics]
-    ends = [*map(sentence, outliers(result))]
-    ends += [f"not run: {_on(entry.measurement, entry.node)}: {entry.why}" for entry in result.not_run]
-    ends += [f"{one['level']}: {_on(one['name'], one['node'])}: {one['what']}" for one in result.findings]
+    ends = [*map(sentence, outliers(result)), *_not_run_and_found(result)]
     return "\n".join([*lines, "", *(f"- {line}" for line in ends)]).rstrip() + "\n"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.command import add_actions, add_command
 from hybridflow.errors import ConfigError
 
 BENCH = """\
@@ -23,15 +23,13 @@ examples:
 
 docs/benchmarking.md says what each suite proves and what to do when it fails.
 """
-OPTIONS = ("--node", "--bound", "--baselines", "--format", "--strict")
 FORMATS = ("table", "csv", "markdown", "html", "prometheus", "json")
 _RUNS = Path("runs/bench")
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command and its six actions into the parser."""
-    group = add_command(commands, "bench", "benchmark suites for clusters, with baselines and a gate", BENCH, run_list)
-    actions = group.add_subparsers(metavar="ACTION", required=True)
+    actions = add_actions(commands, "bench", "benchmark suites for clusters, with baselines and a gate", BENCH)
     add_command(actions, "list", "the suites and their measurements", BENCH, run_list)
     run = add_command(actions, "run", "run a suite, or one measurement", BENCH, run_suite)
     run.add_argument("what", metavar="SUITE", help="a suite, a measurement, or path/to/file.py:name")

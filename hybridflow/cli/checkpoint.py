@@ -6,10 +6,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.command import add_actions, add_command
 from hybridflow.observe.jsonl import finite
 
 CHECKPOINT = """\
@@ -22,46 +22,30 @@ examples:
 
 CHECKPOINT is a run folder, its checkpoints/ (the latest then), one checkpoint, or its policy/ folder.
 """
-OPTIONS = ("--dtype", "--max-shard-size", "--tokenizer", "--adapter", "--json", "--family")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command and its four actions into the parser."""
-    group = add_command(
-        commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT, lambda args: 0
-    )
-    actions = group.add_subparsers(metavar="ACTION", required=True)
+    actions = add_actions(commands, "checkpoint", "look at, verify, export and import checkpoints", CHECKPOINT)
     inspect = add_command(actions, "inspect", "print what a checkpoint is and holds", CHECKPOINT, run_inspect)
-    verify = add_command(
-        actions, "verify", "read every file again and compare it with the manifest", CHECKPOINT, run_verify
-    )
-    export = add_command(
-        actions, "export", "write a checkpoint's model as a Hugging Face folder", CHECKPOINT, run_export
-    )
-    bring = add_command(
-        actions, "import", "check a Hugging Face folder and write it for model.path", CHECKPOINT, run_import
-    )
+    about = "read every file again and compare it with the manifest"
+    verify = add_command(actions, "verify", about, CHECKPOINT, run_verify)
+    about = "write a checkpoint's model as a Hugging Face folder"
+    export = add_command(actions, "export", about, CHECKPOINT, run_export)
+    about = "check a Hugging Face folder and write it for model.path"
+    bring = add_command(actions, "import", about, CHECKPOINT, run_import)
     for parser in (inspect, verify, export):
-        parser.add_argument(
-            "checkpoint", type=Path, metavar="CHECKPOINT", help="a run, a checkpoint or its policy folder"
-        )
+        about = "a run, a checkpoint or its policy folder"
+        parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
     bring.add_argument("source", type=Path, metavar="HF_FOLDER", help="config.json and safetensors")
     for parser in (export, bring):
-        parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
-        parser.add_argument(
-            "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)"
-        )
-        parser.add_argument(
-            "--max-shard-size",
-            type=_size,
-            default=4 << 30,
-            metavar="SIZE",
-            help="of one file: 500M, 4Gi (default: 4Gi)",
-        )
-        parser.add_argument(
-            "--family", metavar="FILE.py:TYPE", help="your own map of the model's tensors, as model.family names it"
-        )
+        add = parser.add_argument
+        add("out", type=Path, metavar="OUT", help="the folder to write; it must not exist")
+        add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are)")
+        about = "of one file: 500M, 4Gi (default: 4Gi)"
+        add("--max-shard-size", type=_size, default=4 << 30, metavar="SIZE", help=about)
+        add("--family", metavar="FILE.py:TYPE", help="your own map of the model's tensors, as model.family names it")
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them")
     export.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)")
     for parser in (inspect, verify):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
+
+from hybridflow.cli.command import add_actions, add_command
 
 CONFIG = """\
 examples:
@@ -15,10 +16,9 @@ examples:
 """
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command and its two actions into the parser."""
-    group = add_command(commands, "config", "explain the keys of a configuration", CONFIG, lambda args: 0)
-    actions = group.add_subparsers(metavar="ACTION", required=True)
+    actions = add_actions(commands, "config", "explain the keys of a configuration", CONFIG)
     keys = add_command(actions, "keys", "print type, default and meaning of keys", CONFIG, run_keys)
     keys.add_argument("prefix", nargs="?", default="", metavar="KEY", help="a key or group (default: every key)")
     add_command(actions, "schema", "print a JSON schema of recipes", CONFIG, run_schema)

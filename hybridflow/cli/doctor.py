@@ -8,10 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.command import add_command, add_recipe
 from hybridflow.errors import ResourceError
 
 DOCTOR = """\
@@ -24,18 +23,15 @@ examples:
 Levels: ok; unused, with the reason; warning, slower or at risk; error, a run would end. The exit status is 1 when
 there is an error.
 """
-OPTIONS = ("--nodes", "--errors-only")
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command into the parser."""
     parser = add_command(commands, "doctor", "what of this machine a run would use, and what not and why", DOCTOR, run)
-    parser.add_argument("--config-name", "--recipe", metavar="NAME", help="also check what this recipe needs")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
+    add_recipe(parser, "also check what this recipe needs", "--recipe")
     parser.add_argument("--nodes", action="store_true", help="on every node of the allocation, by srun")
     parser.add_argument("--errors-only", action="store_true", help="leave out what is in order")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         findings = [finding for finding in findings if finding.level in ("warning", "error")]
     name = os.environ.get("SLURMD_NODENAME")
     if args.json:
-        print(json.dumps({"node": name, "findings": doctor.as_json(findings)}))
+        print(json.dumps({"node": name, "findings": [vars(finding) for finding in findings]}))
     elif findings:
         print(f"{name}:\n{doctor.table(findings)}" if name else doctor.table(findings), flush=True)
     return code

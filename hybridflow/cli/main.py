@@ -12,13 +12,14 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hybridflow
 from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
-from hybridflow.cli.job import run_job
+from hybridflow.cli.command import Handler, add_command, add_recipe, run_job
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
@@ -26,16 +27,6 @@ from hybridflow.process.stopping import terminate_as_interrupt
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
-
-OPTIONS = (
-    *("--config-name", "--config-dir", "--print-config", "--explain", "--source", "--out"),
-    "--json",
-    *plan.OPTIONS,
-    *checkpoint.OPTIONS,
-    *doctor.OPTIONS,
-    *slurm.OPTIONS,
-    *bench.OPTIONS,
-)
 
 TOP = """\
 Reinforcement learning of large language models: Megatron trains, engines generate, Ray starts the processes.
@@ -75,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors a user can cause become one message without a traceback."""
     try:
         args = parse(list(sys.argv[1:] if argv is None else argv))
-        handler: Callable[[argparse.Namespace], int] = args.handler
+        handler: Handler = args.handler
         with terminate_as_interrupt():
             return handler(args)
     except HybridFlowError as error:
@@ -105,10 +96,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     words = [*getattr(args, "overrides", ()), *rest]
     bad = [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]
     if bad:
-        near = difflib.get_close_matches(bad[0].split("=")[0], OPTIONS, n=1)
+        near = difflib.get_close_matches(bad[0].split("=")[0], _options(parser), n=1)
         parser.error(f"unknown option {bad[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     args.overrides = words
     return args
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The options of a command, and of those below it."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,23 +118,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hybridflow {hybridflow.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_job(commands, "train", "train a policy with reinforcement learning", run_train)
-    _add_job(commands, "sft", "supervised training alone, on the recipe's sft section", run_sft)
-    _add_job(
-        commands,
-        "train-reward",
-        "train a reward model on pairs, the recipe's reward_training section",
-        run_train_reward,
-    )
+    _add_job(commands, "train", "train a policy with reinforcement learning")
+    _add_job(commands, "sft", "supervised training alone, on the recipe's sft section")
+    _add_job(commands, "train-reward", "train a reward model on pairs, the recipe's reward_training section")
 
     tasks = "\n".join(f"  {name:<12} {text}" for name, text in PREPARE_TASK.summaries().items())
-    prepare = _add(
-        commands,
-        "prepare",
-        "make the parquet files and the tokenizer of a task",
-        PREPARE.format(tasks=tasks),
-        run_prepare,
-    )
+    about = "make the parquet files and the tokenizer of a task"
+    prepare = add_command(commands, "prepare", about, PREPARE.format(tasks=tasks), run_prepare)
     prepare.add_argument("task", metavar="TASK", help=" | ".join(PREPARE_TASK.names()))
     prepare.add_argument(
         "--source", type=Path, metavar="DIR", help="folder with the raw files, for tasks that need one"
@@ -142,43 +132,19 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/TASK)")
     prepare.add_argument("overrides", nargs="*", metavar="key=value", help="options of the task")
 
-    report = _add(
-        commands,
-        "report",
-        "write the HTML report of a run",
-        "example:\n  hybridflow report runs/tiny-moe-grpo\n",
-        run_report,
-    )
+    example = "example:\n  hybridflow report runs/tiny-moe-grpo\n"
+    report = add_command(commands, "report", "write the HTML report of a run", example, run_report)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")
-    replay.add(commands, _add)
-    plan.add(commands, _add)
-    checkpoint.add(commands, _add)
-    slurm.add(commands, _add)
-    doctor.add(commands, _add)
-    bench.add(commands, _add)
-    config.add(commands, _add)
-    _add(commands, "version", "print the version", "", run_version)
+    for module in (replay, plan, checkpoint, slurm, doctor, bench, config):
+        module.add(commands)
+    add_command(commands, "version", "print the version", "", run_version)
     return parser
 
 
-def run_train(args: argparse.Namespace) -> int:
-    """`hybridflow train`."""
-    if (run := _configured(args, "train")) is not None:
-        run_job("train", run)
-    return 0
-
-
-def run_sft(args: argparse.Namespace) -> int:
-    """`hybridflow sft`."""
-    if (run := _configured(args, "sft")) is not None:
-        run_job("sft", run)
-    return 0
-
-
-def run_train_reward(args: argparse.Namespace) -> int:
-    """`hybridflow train-reward`."""
-    if (run := _configured(args, "train-reward")) is not None:
-        run_job("train-reward", run)
+def run_configured(args: argparse.Namespace, job: str) -> int:
+    """`hybridflow train`, `sft` and `train-reward`."""
+    if (run := _configured(args, job)) is not None:
+        run_job(job, run)
     return 0
 
 
@@ -298,34 +264,15 @@ def _parse_option(word: str) -> tuple[str, Any]:
         return key, text
 
 
-def _add(
-    commands: Any, name: str, summary: str, epilog: str, handler: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    description = summary[0].upper() + summary[1:] + "."
-    kwargs = {
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "help": summary,
-        "description": description,
-        "epilog": epilog,
-    }
-    parser: argparse.ArgumentParser = commands.add_parser(name, **kwargs)
-    parser.set_defaults(handler=handler)
-    return parser
-
-
-def _add_job(commands: Any, name: str, summary: str, handler: Callable[[argparse.Namespace], int]) -> None:
-    parser = _add(commands, name, summary, JOB.format(job=name), handler)
-    parser.add_argument("--config-name", metavar="NAME", help="a recipe; without it, the recipes are listed")
-    parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own, searched first"
-    )
+def _add_job(commands: Any, name: str, summary: str) -> None:
+    parser = add_command(commands, name, summary, JOB.format(job=name), partial(run_configured, job=name))
+    add_recipe(parser, "a recipe; without it, the recipes are listed")
     parser.add_argument(
         "--print-config", action="store_true", help="print the whole resolved configuration as YAML and stop"
     )
     parser.add_argument(
         "--explain", action="store_true", help="print how the batch sizes multiply and where each comes from, and stop"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.command import add_actions, add_command, add_recipe
 from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.jsonl import finite
 
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from hybridflow.planning.plan import Plan
     from hybridflow.reshard.report import DryRun
 
-OPTIONS = (
-    *("--cluster", "--device", "--mean-prompt", "--mean-response", "--transfer", "--published", "--recipes"),
-    *("--auto", "--overlap", "--html"),
-    *("--model", "--trainer", "--engines", "--dtype", "--engine-dtype", "--staging-mib", "--link-gbps", "--write"),
-)
 PLAN = """\
 examples:
   hybridflow plan --config-name grpo-qwen3-30b-a3b-4x8
@@ -44,31 +39,26 @@ etp, first and last (layers of the first and last pipeline stage). Sizes of an e
 attention), pp, and dense=1 where dense MLPs and shared experts are whole on every rank (--moe-dense-tp-size 1 and an
 --moe-a2a-backend); NUMBERx before them is the number of such engines, and --engines may be given several times.
 """
-Adder = Callable[..., argparse.ArgumentParser]
 
 
-def add(commands: Any, adder: Adder) -> None:
+def add(commands: Any) -> None:
     """Add `plan`, and `reshard plan` with the same flags for a transfer without a recipe."""
-    plan = adder(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
-    plan.add_argument("--config-name", metavar="NAME", help="a recipe; `hybridflow train` lists them")
-    plan.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
-    plan.add_argument("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
-    plan.add_argument("--device", metavar="NAME", help="kind of device, in place of cluster.device")
-    plan.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
-    plan.add_argument("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
-    plan.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page: memory of each phase, schedule of a step"
-    )
-    plan.add_argument("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
-    plan.add_argument("--auto", action="store_true", help="find the placement and layouts with the shortest step")
-    plan.add_argument("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
-    plan.add_argument("--published", action="store_true", help="how the planner agrees with published runs")
-    plan.add_argument("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
+    plan = add_command(commands, "plan", "memory, time and placement of a recipe, before anything starts", PLAN, run)
+    add_recipe(plan, "a recipe; `hybridflow train` lists them")
+    add = plan.add_argument
+    add("--cluster", type=Path, metavar="FILE", help="YAML: device, nodes, devices_per_node, ...")
+    add("--device", metavar="NAME", help="kind of device, in place of cluster.device")
+    add("--mean-prompt", type=float, metavar="TOKENS", help="default: half of data.max_prompt_length")
+    add("--mean-response", type=float, metavar="TOKENS", help="default: half of data.max_response_length")
+    add("--html", type=Path, metavar="FILE", help="write a page: memory of each phase, schedule of a step")
+    add("--transfer", action="store_true", help="plan and simulate the weight sync itself (seconds)")
+    add("--auto", action="store_true", help="find the placement and layouts with the shortest step")
+    add("--overlap", action="store_true", help="--auto: engines of their own may generate meanwhile")
+    add("--published", action="store_true", help="how the planner agrees with published runs")
+    add("--recipes", action="store_true", help="plan all recipes for GPU clusters (docs/recipes.md)")
     _add_transfer(plan, is_required=False)
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
-    reshard = adder(commands, "reshard", "how weights travel from trainer to engines", RESHARD, run_transfer)
-    actions = reshard.add_subparsers(metavar="ACTION", required=True)
-    transfer = adder(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
+    actions = add_actions(commands, "reshard", "how weights travel from trainer to engines", RESHARD)
+    transfer = add_command(actions, "plan", "plan, prove and simulate one weight sync", RESHARD, run_transfer)
     _add_transfer(transfer, is_required=True)
 
 
@@ -177,11 +167,8 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
 
 def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
     from hybridflow.config import derived
-    from hybridflow.models.fp8 import FP8
-    from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
     from hybridflow.reshard.layout import ParallelShape
-    from hybridflow.reshard.simulate import Fabric
 
     parallel, rollout = config.actor.parallel, config.rollout
     trainer = ParallelShape(
@@ -196,37 +183,35 @@ def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
         parallel.last_stage_layers,
         parallel.layers_per_stage,
     )
-    engines = [
-        EngineShape(
-            rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
-        )
-    ]
-    return report.dry_run(
-        _sizes(config),
-        trainer,
-        engines,
-        config.model.dtype,
-        rollout.sync.staging_bytes,
-        Fabric(link_gbps=args.link_gbps),
-        FP8 if rollout.quantization == "fp8" else None,
+    engine = EngineShape(
+        rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
     )
+    dtypes, staging = (config.model.dtype, rollout.quantization), rollout.sync.staging_bytes
+    return _dry_run(_sizes(config), trainer, [engine], dtypes, staging, args.link_gbps)
+
+
+def _dry_run(
+    sizes: Any, trainer: Any, engines: list[Any], dtypes: tuple[str, str | None], staging_bytes: int, link_gbps: float
+) -> DryRun:
+    """`dtypes`: of the trainer's weights and of the engines', None where these are the same."""
+    from hybridflow.models.fp8 import FP8
+    from hybridflow.reshard import report
+    from hybridflow.reshard.simulate import Fabric
+
+    dtype, engine_dtype = dtypes[0], FP8 if dtypes[1] == "fp8" else dtypes[1]
+    return report.dry_run(sizes, trainer, engines, dtype, staging_bytes, Fabric(link_gbps=link_gbps), engine_dtype)
 
 
 def run_transfer(args: argparse.Namespace) -> int:
     """`hybridflow reshard plan`, and `hybridflow plan` with the same flags."""
-    from hybridflow.models.fp8 import FP8
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
     from hybridflow.reshard.layout import ParallelShape
-    from hybridflow.reshard.simulate import Fabric
 
-    trainer, engines = (
-        report.build(ParallelShape, args.trainer),
-        [report.build(EngineShape, text) for text in args.engines],
-    )
-    fabric, config = Fabric(link_gbps=args.link_gbps), report.read_config(args.model)
-    engine_dtype = FP8 if args.engine_dtype == "fp8" else args.engine_dtype
-    made = report.dry_run(config, trainer, engines, args.dtype, args.staging_mib << 20, fabric, engine_dtype)
+    trainer = report.build(ParallelShape, args.trainer)
+    engines = [report.build(EngineShape, text) for text in args.engines]
+    dtypes, staging = (args.dtype, args.engine_dtype), args.staging_mib << 20
+    made = _dry_run(report.read_config(args.model), trainer, engines, dtypes, staging, args.link_gbps)
     if args.write is not None:
         with naming(args.write):
             args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")
@@ -234,42 +219,19 @@ def run_transfer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_transfer(plan: argparse.ArgumentParser, is_required: bool) -> None:
-    dtypes = ("bfloat16", "float16", "float32")
+def _add_transfer(parser: argparse.ArgumentParser, is_required: bool) -> None:
+    add, dtypes = parser.add_argument, ("bfloat16", "float16", "float32")
     without = "" if is_required else "without a recipe: "
-    plan.add_argument(
-        "--model",
-        required=is_required,
-        metavar="MODEL",
-        help=f"{without}a published model's name, or the path of a config.json or its folder",
-    )
-    plan.add_argument(
-        "--trainer", required=is_required, metavar="SIZES", help=f"{without}for example ranks=256,tp=8,pp=8,ep=32"
-    )
-    plan.add_argument(
-        "--engines",
-        required=is_required,
-        action="append",
-        metavar="SIZES",
-        help=f"{without}for example 2xtp=16,ep=16; may be repeated",
-    )
-    plan.add_argument(
-        "--dtype", default="bfloat16", choices=dtypes, help=f"{without}of the weights (default: bfloat16)"
-    )
-    plan.add_argument(
-        "--engine-dtype",
-        choices=(*dtypes, "fp8"),
-        help=f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along",
-    )
-    plan.add_argument(
-        "--staging-mib",
-        type=int,
-        default=1024,
-        metavar="MIB",
-        help=f"{without}memory for messages under way, a rank (default: 1024)",
-    )
-    plan.add_argument(
-        "--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)"
-    )
-    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
-    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")
+    model = f"{without}a published model's name, or the path of a config.json or its folder"
+    add("--model", required=is_required, metavar="MODEL", help=model)
+    add("--trainer", required=is_required, metavar="SIZES", help=f"{without}for example ranks=256,tp=8,pp=8,ep=32")
+    engines = f"{without}for example 2xtp=16,ep=16; may be repeated"
+    add("--engines", required=is_required, action="append", metavar="SIZES", help=engines)
+    add("--dtype", default="bfloat16", choices=dtypes, help=f"{without}of the weights (default: bfloat16)")
+    engine_dtype = f"{without}of the engines' weights (default: as --dtype); fp8 is block-wise, its scales travel along"
+    add("--engine-dtype", choices=(*dtypes, "fp8"), help=engine_dtype)
+    staging = f"{without}memory for messages under way, a rank (default: 1024)"
+    add("--staging-mib", type=int, default=1024, metavar="MIB", help=staging)
+    add("--link-gbps", type=float, default=400.0, metavar="GBPS", help="a rank's link, one direction (default: 400)")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--write", type=Path, metavar="FILE", help="write the recipe (--auto), or the transfer's plan")

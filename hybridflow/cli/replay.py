@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.job import run_job
+from hybridflow.cli.command import add_command, run_job
 from hybridflow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ RUN_DIR/replay/. The exit status is 0 where every number is the same bit for bit
 """
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command into the parser."""
     parser = add_command(commands, "replay", "repeat a step of a run from its dump and compare", REPLAY, run_replay)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder, for example runs/tiny-moe-grpo")

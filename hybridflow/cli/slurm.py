@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.command import add_actions, add_command, add_recipe
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,17 +28,11 @@ examples:
 A job whose time runs out or that is preempted writes a checkpoint, is requeued, and goes on from there. A site's
 defaults are in the file of --site or $HYBRIDFLOW_SITE (launch/slurm/site.yaml shows every key). docs/cluster.md
 """
-OPTIONS = (
-    *("--job", "--nodes", "--other-nodes", "--other-sbatch", "--spares", "--gpus-per-node", "--partition"),
-    *("--account", "--time", "--array", "--dependency", "--max-restarts", "--grace", "--site", "--sbatch"),
-    *("--output-dir", "--follow", "--bench"),
-)
 
 
-def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     """Put the command and its five actions into the parser."""
-    group = add_command(commands, "slurm", "submit jobs to Slurm and look after them", SLURM, lambda args: 0)
-    actions = group.add_subparsers(metavar="ACTION", required=True)
+    actions = add_actions(commands, "slurm", "submit jobs to Slurm and look after them", SLURM)
     submit = add_command(actions, "submit", "submit a job that starts Ray on its nodes and trains", SLURM, run_submit)
     render = add_command(actions, "render", "print the sbatch file that submit would hand in", SLURM, run_render)
     for parser in (submit, render):
@@ -58,9 +52,8 @@ def add(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> N
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config-name", metavar="NAME", help="a recipe")
+    add_recipe(parser, "a recipe")
     add("--bench", metavar="SUITE", help="a suite of `hybridflow bench`, in place of a recipe")
-    add("--config-dir", type=Path, metavar="DIR", help="a folder with recipes and groups of your own")
     add("--job", choices=("train", "sft", "train-reward"), default="train", help="default: train")
     add("--nodes", type=int, metavar="N", help="default: what the recipe's cluster and engines need")
     add("--other-nodes", type=int, default=0, metavar="M", help="of the N, as the second part of a heterogeneous job")
@@ -76,7 +69,6 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--grace", type=int, default=180, metavar="S", help="seconds for a checkpoint before the end (default: 180)")
     add("--site", type=Path, metavar="FILE", help="the site file (default: $HYBRIDFLOW_SITE)")
     add("--sbatch", action="append", default=[], metavar="OPTION", help="a further option, as --sbatch=--nice=10")
-    add("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 
 def run_submit(args: argparse.Namespace) -> int:
@@ -136,13 +128,10 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         return _bench_job(args)
     if args.config_name is None:
         raise ConfigError("--config-name is missing: name a recipe (`hybridflow train` lists them), or --bench SUITE")
-    from dataclasses import replace
-
     from hybridflow.config import derived
     from hybridflow.config.check import check
     from hybridflow.config.load import load_config
     from hybridflow.launch.job import Job, nodes_of
-    from hybridflow.launch.site import read_site
 
     # The number of an array's task stands in for %a, so that the recipe is checked as the first task reads it.
     overrides = [word.replace("%a", "1") for word in args.overrides]
@@ -154,8 +143,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
     joined = [*overrides, "cluster.address='127.0.0.1:1'"]  # the job's own head: some settings go only without one
     check(load_config(args.config_name, joined, args.config_dir), args.job)
-    site = read_site(args.site)
-    site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    site = _site(args)
     words = [args.job, "--config-name", args.config_name]
     words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
     here = Path.cwd()
@@ -186,21 +174,27 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     return job, site
 
 
-def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
-    """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
+def _site(args: argparse.Namespace) -> Site:
+    """The site file's defaults, with the options that take their place."""
     from dataclasses import replace
 
+    from hybridflow.launch.site import read_site
+
+    site = read_site(args.site)
+    return replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+
+
+def _bench_job(args: argparse.Namespace) -> tuple[Job, Site]:
+    """A job that runs a suite of benchmarks on each of its nodes, without Ray."""
     from hybridflow.bench.run import chosen
     from hybridflow.launch.job import Job
-    from hybridflow.launch.site import read_site
 
     refused = {"--config-name": args.config_name, "--spares": args.spares, "--other-nodes": args.other_nodes,
                "--array": args.array, "settings": args.overrides}  # fmt: skip
     if given := [name for name, value in refused.items() if value]:
         raise ConfigError(f"--bench {args.bench} runs no recipe; leave out {', '.join(given)}")
     chosen(args.bench)
-    site, here = read_site(args.site), Path.cwd()
-    site = replace(site, partition=args.partition or site.partition, account=args.account or site.account)
+    site, here = _site(args), Path.cwd()
     out = here / "runs" / "bench" / "slurm"
     job = Job(
         name="bench-" + "".join(letter if letter.isalnum() else "-" for letter in args.bench),

@@ -23,13 +23,7 @@ def build(values: Mapping[str, Any]) -> RunConfig:
         ConfigError: unknown key, wrong type or a value outside a field's choices. The message names the full dotted
         key.
     """
-    return cast(RunConfig, _build_group(RunConfig(), values, ""))
-
-
-def build_options(defaults: Any, values: Mapping[str, Any], key: str) -> Any:
-    """A dataclass with what is given in `values`, the mapping at `key`, in place of its `defaults`. ConfigError: as
-    `build`."""
-    return _build_group(defaults, values, key)
+    return cast(RunConfig, build_options(RunConfig(), values, ""))
 
 
 def to_plain(value: Any) -> Any:
@@ -43,8 +37,9 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def _build_group(defaults: Any, values: Any, prefix: str) -> Any:
-    """Replace what is given in `defaults`: a group may have other defaults than its class (`sft.optim`)."""
+def build_options(defaults: Any, values: Any, prefix: str) -> Any:
+    """A dataclass with what is given in `values`, the mapping at the key `prefix`, in place of its `defaults`, which
+    may be others than those of its class (`sft.optim`). ConfigError: as `build`."""
     hints = hints_of(type(defaults))
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix or 'configuration'}: got {values!r}, expected a group of keys ({', '.join(hints)})")
@@ -54,7 +49,7 @@ def _build_group(defaults: Any, values: Any, prefix: str) -> Any:
         if key not in hints:
             raise unknown_key(RunConfig, dotted, str(key), list(hints), prefix)
         if dataclasses.is_dataclass(hints[key]):
-            converted[key] = _build_group(getattr(defaults, key), value, dotted)
+            converted[key] = build_options(getattr(defaults, key), value, dotted)
         else:
             converted[key] = _convert(value, kind_of(hints[key]), dotted)
     return dataclasses.replace(defaults, **converted)

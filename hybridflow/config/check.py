@@ -7,22 +7,18 @@ All problems of a configuration are reported at once, each with its keys, their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridflow.batch import num_experts
 from hybridflow.config import (
     check_agent,
     check_backend,
-    check_dumps,
     check_engines,
     check_entries,
     check_files,
     check_in_process,
+    check_loop,
     check_lora,
-    check_pools,
-    check_staleness,
     derived,
     roles,
     val_sets,
@@ -66,26 +62,31 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     checks: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
         *(_layout, _overlap, _sequence_parallel, _batches, _lengths, _rollout, _model_source),
         *(check_engines.shape_problems, check_backend.problems, check_in_process.problems, check_lora.problems),
-        *(check_agent.problems, check_staleness.problems, check_dumps.problems),
+        *(check_agent.problems, check_loop.staleness_problems, check_loop.dump_problems),
     )
     found = [line for one in checks for line in one(config)]
-    found += [*roles.problems(config, job, files), *check_pools.problems(config, job)]
+    sizes, unreadable = _read_sizes(config)
+    found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
-        found += _optim(f"{section}.optim", getattr(config, section).optim)
-        if getattr(config, section).optim.precision_aware and config.model.dtype != "bfloat16":
-            found.append(
-                f"{section}.optim.precision_aware=true needs model.dtype=bfloat16: weights in {config.model.dtype} are "
-                "their own main weights"
-            )
-    found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
+        found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
+    found += [*check_files.problems(config, job), *_model_folder(config, sizes)] if files else []
     if not any(line.startswith("model.") for line in found):
+        found += unreadable or _model_sizes(config, sizes)
         found += [
-            *_model_sizes(config),
-            *_router_replay(config),
-            *_router_losses(config),
-            *check_lora.target_problems(config),
+            *_router_replay(config, sizes),
+            *_router_losses(config, sizes),
+            *check_lora.target_problems(config, sizes),
+            *check_backend.family_problems(config, sizes),
         ]
     return found
+
+
+def _read_sizes(config: RunConfig) -> tuple[Mapping[str, Any], list[str]]:
+    """The model's config; an empty one, and why, where it cannot be read."""
+    try:
+        return derived.hf_config(config.model), []
+    except ConfigError as error:
+        return {}, [str(error)]
 
 
 def _names(config: RunConfig) -> Iterator[str]:
@@ -206,7 +207,11 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _optim(prefix: str, optim: OptimConfig) -> Iterator[str]:
+def _optim(prefix: str, optim: OptimConfig, dtype: str) -> Iterator[str]:
+    if optim.precision_aware and dtype != "bfloat16":
+        yield (
+            f"{prefix}.precision_aware=true needs model.dtype=bfloat16: weights in {dtype} are their own main weights"
+        )
     for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if not optim.precision_aware and getattr(optim, key) != "float32":
             yield f"{prefix}.{key}={getattr(optim, key)} needs {prefix}.precision_aware=true; set it, or float32"
@@ -232,13 +237,13 @@ def _model_source(config: RunConfig) -> Iterator[str]:
         yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
 
 
-def _model_folder(config: RunConfig) -> Iterator[str]:
+def _model_folder(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     """The policy's folder, which must be of the model whose sizes the recipe gives, and the tokenizer's."""
     model = config.model
     if model.path is not None and not Path(model.path).is_dir():
         yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
     elif model.path is not None:
-        yield from _other_sizes(config)
+        yield from _other_sizes(config, sizes)
     if model.tokenizer is None and model.path is None:
         yield (
             "model.tokenizer is empty and there is no model.path to take it from; give model.path=FOLDER with weights, "
@@ -248,16 +253,12 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
         yield f"model.tokenizer={model.tokenizer}: no such folder"
 
 
-def _other_sizes(config: RunConfig) -> Iterator[str]:
+def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     """Sizes that both `model.hf_config` and the folder's config.json give, and that differ. Lengths may differ: they
     say how far positions reach."""
     model = config.model
-    try:
-        found = derived.hf_config(model)
-    except ConfigError:
-        return  # reported by the sizes
     for name, value in model.hf_config.items():
-        other = found.get(name, value)
+        other = sizes.get(name, value)
         is_size = isinstance(value, int) and not isinstance(value, bool) and name != "max_position_embeddings"
         if (is_size or name == "model_type") and other is not None and other != value:
             yield (
@@ -268,13 +269,9 @@ def _other_sizes(config: RunConfig) -> Iterator[str]:
             return
 
 
-def _model_sizes(config: RunConfig) -> list[str]:
+def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
     """Sizes of the model against engines and lengths; `hybridflow.models.check` asks its family about the trainer's
     layout."""
-    try:
-        sizes = derived.hf_config(config.model)
-    except ConfigError as error:
-        return [str(error)]
     if absurd := list(_absurd_sizes(sizes)):
         return absurd
     tensor, experts = config.actor.parallel.tensor, derived.num_experts(sizes)
@@ -329,15 +326,14 @@ def _positions(config: RunConfig, sizes: Any) -> Iterator[str]:
         )
 
 
-def _router_losses(config: RunConfig) -> Iterator[str]:
+def _router_losses(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     actor = config.actor
     keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(actor, key)]
     if not keys or actor.backend == "fsdp":  # refused by the backend
         return
     named = " and ".join(f"actor.{key}={getattr(actor, key)}" for key in keys)
-    with suppress(ConfigError):  # reported by the sizes
-        if not num_experts(derived.hf_config(config.model)):
-            yield f"{named}: losses of routers need a mixture of experts, and the model is dense; set 0"
+    if sizes and not derived.num_experts(sizes):
+        yield f"{named}: losses of routers need a mixture of experts, and the model is dense; set 0"
     if actor.lora.rank:
         yield f"{named} with actor.lora.rank={actor.lora.rank}: adapters leave routers as they are; set one to 0"
     if actor.rollout_correction.reject:
@@ -347,13 +343,9 @@ def _router_losses(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _router_replay(config: RunConfig) -> Iterator[str]:
+def _router_replay(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
     kind = config.actor.router_replay
-    try:
-        experts = num_experts(derived.hf_config(config.model))
-    except ConfigError:
-        return  # reported by the sizes
-    if kind != "none" and not experts:
+    if kind != "none" and sizes and not derived.num_experts(sizes):
         yield f"actor.router_replay={kind} needs a mixture of experts, and the model is dense; set it to none"
     given = {name.replace("_", "-"): value for name, value in config.rollout.extra_args.items()}
     if derived.needs_engine_routes(config) and given.get("enable-return-routed-experts", True) is not True:

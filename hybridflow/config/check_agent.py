@@ -39,10 +39,8 @@ class McpServer:
 
 def mcp_servers(agent: AgentConfig) -> dict[str, McpServer]:
     """The servers by name. ConfigError: a key of one is unknown or of the wrong type."""
-    found: dict[str, McpServer] = {}
-    for name, given in agent.mcp_servers.items():
-        found[str(name)] = build_options(McpServer(), given, f"{_KEY}.{name}")
-    return found
+    given = agent.mcp_servers.items()
+    return {str(name): build_options(McpServer(), server, f"{_KEY}.{name}") for name, server in given}
 
 
 def problems(config: RunConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ from hybridflow.config.entries import (
     estimator_options,
     policy_loss_options,
 )
+from hybridflow.config.keys import differing
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
 
@@ -78,7 +79,7 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
     """What training on recorded pairs excludes."""
     if config.data.answers != "pairs":
         return
-    pairs, actor, algorithm = "data.answers=pairs", config.actor, config.algorithm
+    pairs, correction, algorithm = "data.answers=pairs", config.actor.rollout_correction, config.algorithm
     able = [name for name in ESTIMATORS.names() if ESTIMATORS.get(name).preferences]
     if algorithm.adv_estimator not in able:
         yield (
@@ -87,23 +88,18 @@ def recorded_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.rollout.n != 2:
         yield f"rollout.n={config.rollout.n} with {pairs}: a prompt has two answers, chosen and rejected; set it to 2"
-    if actor.rollout_correction.weight != "none" or actor.rollout_correction.reject:
+    if correction.weight != "none" or correction.reject:
         yield f"actor.rollout_correction with {pairs}: no engine has sampled the answers; remove it"
-    refused = {
-        "actor.old_log_probs": (actor.old_log_probs, "trainer"),
-        "actor.router_replay": (actor.router_replay, "none"),
-        "trainer.max_staleness": (config.trainer.max_staleness, 0),
-        "algorithm.dynamic_sampling": (algorithm.dynamic_sampling, 0),
-        "algorithm.overlong_filter": (algorithm.overlong_filter, False),
-        "reward_model.path": (config.reward_model.path, None),
-        "data.dataset_class.path": (config.data.dataset_class.path, None),
-        "data.weight_key": (config.data.weight_key, None),
-        "data.difficulty_key": (config.data.difficulty_key, None),
+    sampled: dict[str, Any] = {
+        "actor.old_log_probs": "trainer",
+        "actor.router_replay": "none",
+        "trainer.max_staleness": 0,
+        "algorithm.dynamic_sampling": 0,
+        "algorithm.overlong_filter": False,
+        **dict.fromkeys(("reward_model.path", "data.dataset_class.path", "data.weight_key", "data.difficulty_key")),
     }
-    for key, (given, wanted) in refused.items():
-        if given != wanted:
-            default = str(wanted).lower().replace("none", "null") if not isinstance(wanted, str) else wanted
-            yield f"{key}={given} is of answers that engines sample, and {pairs} has recorded ones; set it to {default}"
+    for key, given, wanted in differing(config, sampled):
+        yield f"{key}={given} is of answers that engines sample, and {pairs} has recorded ones; set it to {wanted}"
 
 
 def _bound_problem(name: str, bound: Any) -> str:

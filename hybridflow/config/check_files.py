@@ -48,25 +48,19 @@ def _prepare_source(config: RunConfig) -> Iterator[str]:
     prepare = config.data.prepare
     if prepare.source is not None and not Path(prepare.source).exists():
         yield f"data.prepare.source={prepare.source}: no such folder"
-    made = [file for file in config.sft.train_files if available(config, file) and not Path(file).exists()]
-    if prepare.task == "arithmetic" and config.sft.steps and made and not prepare.options.get("num_sft"):
-        yield (
-            f"sft.train_files: {made[0]} will not be made, because data.prepare.options.num_sft is 0; give the number "
-            "of demonstrations, for example data.prepare.options.num_sft=2000"
-        )
-    pairs = [file for file in config.reward_training.train_files if available(config, file) and not Path(file).exists()]
-    if prepare.task == "arithmetic" and config.reward_training.steps and pairs and not prepare.options.get("num_pairs"):
-        yield (
-            f"reward_training.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; "
-            "give the number of pairs, for example data.prepare.options.num_pairs=9500"
-        )
-    recorded = config.data.train_files if config.data.answers == "pairs" else ()
-    pairs = [file for file in recorded if available(config, file) and not Path(file).exists()]
-    if prepare.task == "arithmetic" and pairs and not prepare.options.get("num_pairs"):
-        yield (
-            f"data.train_files: {pairs[0]} will not be made, because data.prepare.options.num_pairs is 0; give the "
-            "number of pairs, for example data.prepare.options.num_pairs=9500"
-        )
+    optional = (  # what the task arithmetic makes only when it is asked to
+        ("sft", config.sft.steps, "num_sft", "demonstrations", 2000),
+        ("reward_training", config.reward_training.steps, "num_pairs", "pairs", 9500),
+        ("data", config.data.answers == "pairs", "num_pairs", "pairs", 9500),
+    )
+    for section, is_read, option, rows, example in optional if prepare.task == "arithmetic" else ():
+        files = getattr(config, section).train_files if is_read and not prepare.options.get(option) else ()
+        made = [file for file in files if available(config, file) and not Path(file).exists()]
+        if made:
+            yield (
+                f"{section}.train_files: {made[0]} will not be made, because data.prepare.options.{option} is 0; give "
+                f"the number of {rows}, for example data.prepare.options.{option}={example}"
+            )
     missing = [str(path) for path in derived.prepared_train_files(config) if not path.exists()]
     if prepare.task == "gsm8k" and prepare.source is None and missing:
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.config import derived
-from hybridflow.config.keys import value_at
+from hybridflow.config.keys import differing
 from hybridflow.config.schema import RolloutConfig, RunConfig
 
 _ENGINE = "hf"  # the built-in kind that takes weights by reference
@@ -14,6 +14,12 @@ _ONE = (
     *("cluster.nodes", "cluster.procs_per_node", "rollout.num_engines", "rollout.tensor", "rollout.pipeline"),
     *("rollout.expert", "rollout.data_parallel_attention", "rollout.nodes_per_engine"),
 )
+_WITHOUT_USE = {
+    "cluster.address": None,
+    "rollout.quantization": None,
+    "rollout.python": None,
+    "rollout.sleep_while_training": False,
+}
 
 
 def problems(config: RunConfig) -> Iterator[str]:
@@ -28,29 +34,15 @@ def problems(config: RunConfig) -> Iterator[str]:
     here = "cluster.in_process=true"
     if config.rollout.engine == RolloutConfig().engine:
         yield f"rollout.engine={config.rollout.engine} is a server, and with {here} there is none; set it to {_ENGINE}"
-    for key in _ONE:
-        if (value := value_at(config, key)) != 1:
-            yield f"{key}={value}: with {here} the job has one process; set it to 1"
-    refused = {
-        "cluster.address": (config.cluster.address, None),
-        "rollout.quantization": (config.rollout.quantization, None),
-        "rollout.python": (config.rollout.python, None),
-        "rollout.sleep_while_training": (config.rollout.sleep_while_training, False),
-    }
-    for key, (found, wanted) in refused.items():
-        if found != wanted:
-            yield f"{key}={found} has no use with {here}; set it to {str(wanted).lower().replace('none', 'null')}"
+    for key, value, _ in differing(config, dict.fromkeys(_ONE, 1)):
+        yield f"{key}={value}: with {here} the job has one process; set it to 1"
+    for key, value, wanted in differing(config, _WITHOUT_USE):
+        yield f"{key}={value} has no use with {here}; set it to {wanted}"
     if derived.needs_engine_routes(config):
         yield (
             f"actor.router_replay={config.actor.router_replay} needs the experts that the engine used, which "
             f"rollout.engine={_ENGINE} does not return; set it to none or r2"
         )
-    wanted_roles = {
-        "critic": derived.has_critic(config),
-        "reward_model": derived.has_reward_model(config),
-        "reference": derived.needs_reference(config),
-        "teacher": derived.has_teacher(config),
-    }
-    for role, is_wanted in wanted_roles.items():
-        if is_wanted and not derived.is_colocated(config, role):
+    for role in derived.roles_in_use(config):
+        if not derived.is_colocated(config, role):
             yield f"{role}.placement=own needs other processes, and with {here} there is one; set it to colocated"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import ConfigError
 
 
 def problems(config: RunConfig) -> Iterator[str]:
@@ -39,13 +39,9 @@ def problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def target_problems(config: RunConfig) -> Iterator[str]:
-    """Targets that the model lacks."""
+def target_problems(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Targets that the model with these sizes lacks."""
     lora = config.actor.lora
-    try:
-        sizes = derived.hf_config(config.model)
-    except ConfigError:
-        return  # reported by the sizes
     if not lora.rank or not sizes:
         return
     has = derived.lora_targets(sizes)

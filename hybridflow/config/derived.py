@@ -300,14 +300,10 @@ def critic_mini_batch_size(config: RunConfig) -> int:
     return config.critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
 
 
-def critic_samples_per_mini_batch(config: RunConfig) -> int:
-    """Responses an optimizer update of the critic sees, over all its data-parallel ranks."""
-    return critic_mini_batch_size(config) * config.rollout.n
-
-
 def role_samples_per_mini_batch(config: RunConfig, role: str) -> int:
     """Responses an optimizer update of the actor or the critic sees, over all data-parallel ranks of the role."""
-    return critic_samples_per_mini_batch(config) if role == "critic" else samples_per_mini_batch(config)
+    prompts = critic_mini_batch_size(config) if role == "critic" else config.actor.ppo_mini_batch_size
+    return prompts * config.rollout.n
 
 
 def critic_updates_per_step(config: RunConfig) -> int:

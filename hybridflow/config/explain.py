@@ -11,6 +11,8 @@ from typing import Any
 from hybridflow.config import derived
 from hybridflow.config.build import to_plain
 from hybridflow.config.entries import ESTIMATORS, POLICY_LOSSES, estimator_options, policy_loss_options
+from hybridflow.config.keys import hints_of, value_at
+from hybridflow.config.load import files_of
 from hybridflow.config.schema import RunConfig
 
 _DEFAULT = "schema default"
@@ -46,17 +48,15 @@ class Origins:
     @classmethod
     def find(cls, recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Origins:
         """Read the recipe and the group files it is made of, in the order in which later ones win."""
-        given = [word.lstrip("+~") for word in overrides]
-        choices = {key: value for key, _, value in (word.partition("=") for word in given)}
         files: dict[str, str] = {}
-        for file, package in _sources(recipe, choices, dirs, ""):
+        for file, package in files_of(recipe, overrides, dirs):
             files |= dict.fromkeys(_leaves(_read(file), package), _shown(file, dirs))
-        return cls(frozenset(choices), files)
+        return cls(frozenset(word.lstrip("+~").partition("=")[0] for word in overrides), files)
 
     def of(self, key: str) -> str:
         """`command line`, the file, or `schema default`."""
-        for prefix in _prefixes(key):
-            if prefix in self.overrides and (prefix == key or prefix not in _groups()):
+        for prefix in _prefixes(key):  # one of a section may be a group choice (`algorithm=grpo`), which sets no key
+            if prefix in self.overrides and (prefix == key or prefix not in hints_of(RunConfig)):
                 return "command line"
         return next((self.files[prefix] for prefix in _prefixes(key) if prefix in self.files), _DEFAULT)
 
@@ -69,8 +69,7 @@ def explain(config: RunConfig, origins: Origins) -> str:
 
 
 def _given(config: RunConfig, origins: Origins) -> list[str]:
-    plain = to_plain(config)
-    rows = [(key, str(_value(plain, key)), origins.of(key)) for key in _KEYS]
+    rows = [(key, str(value_at(config, key)), origins.of(key)) for key in _KEYS]
     wide = max(len(key) for key in _KEYS)
     return ["Given", *(f"  {key:<{wide}}  {value:>8}  {origin}" for key, value, origin in rows)]
 
@@ -288,51 +287,10 @@ def _up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _value(plain: Any, key: str) -> Any:
-    for part in key.split("."):
-        plain = plain[part]
-    return plain
-
-
 def _prefixes(key: str) -> Iterator[str]:
     """`a.b.c`, `a.b`, `a`."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-
-
-def _groups() -> frozenset[str]:
-    """Keys that may be a group choice (`algorithm=grpo`) rather than a value."""
-    return frozenset(to_plain(RunConfig()))
-
-
-def _sources(name: str, choices: dict[str, str], dirs: Sequence[Path], package: str) -> Iterator[tuple[Path, str]]:
-    """The files behind a recipe or a group choice, each with the key under which its content goes, in the order of
-    composition."""
-    file = next((folder / f"{name}.yaml" for folder in dirs if (folder / f"{name}.yaml").is_file()), None)
-    if file is None:
-        return
-    if "# @package _global_" in file.read_text(encoding="utf-8").splitlines():
-        package = ""  # a group that sets keys of several sections
-    entries = _read(file).get("defaults") or []
-    own = False
-    for entry in entries:
-        if entry == "_self_":
-            own = True
-            yield file, package
-        elif isinstance(entry, dict):
-            for key, choice in entry.items():
-                group = str(key).removeprefix("override ").removeprefix("optional ").strip()
-                yield from _sources(f"{group}/{choices.get(group, choice)}", choices, dirs, group.lstrip("/"))
-        else:
-            folder, _, _ = name.rpartition("/")  # a plain name is a neighbour of the file that lists it
-            yield from _sources(f"{folder}/{entry}" if folder else str(entry), choices, dirs, package)
-    if not own:
-        yield file, package
-    if "/" not in name:  # groups chosen on the command line that the recipe does not list
-        listed = {str(group) for entry in entries if isinstance(entry, dict) for group in entry}
-        for group, choice in choices.items():
-            if group not in listed and choice.isidentifier():
-                yield from _sources(f"{group}/{choice}", choices, dirs, group)
 
 
 def _read(file: Path) -> dict[str, Any]:

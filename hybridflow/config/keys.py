@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import math
 import operator
 import types
@@ -235,6 +236,14 @@ def _elsewhere(root: type, part: str) -> str:
 def value_at(config: Any, dotted: str) -> Any:
     """The value of a key by its dotted name."""
     return operator.attrgetter(dotted)(config)
+
+
+def differing(config: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(key, its value, the wanted one) of each key of `wanted` that has another value; values as YAML has them."""
+    for key, value in wanted.items():
+        if (given := value_at(config, key)) != value:
+            shown, other = (one if isinstance(one, str) else json.dumps(one) for one in (given, value))
+            yield key, shown, other
 
 
 def out_of_range(config: Any) -> Iterator[str]:

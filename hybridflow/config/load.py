@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hybridflow.config.build import build, to_plain
 from hybridflow.config.keys import require_key
@@ -40,23 +40,10 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_yaml` reads it back to an equal one."""
+    """The whole configuration as YAML, a recipe without groups that `load_config` reads back to an equal one."""
     import yaml
 
     return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
-
-
-def load_yaml(path: Path) -> RunConfig:
-    """Read what `dump_yaml` wrote (a run folder's config.yaml)."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        return build(cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(_describe_yaml_error(error)) from error
 
 
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
@@ -120,9 +107,11 @@ def compose_plain(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -
 
 def _over_defaults(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Any:
     """What Hydra composes over the schema's defaults, so that ${...} may name a key that no YAML mentions."""
+    from hydra import compose
     from omegaconf import OmegaConf
 
-    given = OmegaConf.to_container(_compose(recipe, list(overrides), dirs), resolve=False)
+    composed = _ask_hydra(lambda words: compose(_ENTRY, overrides=words), recipe, list(overrides), dirs)
+    given = OmegaConf.to_container(composed, resolve=False)
     return OmegaConf.create(_merge(to_plain(RunConfig()), given))
 
 
@@ -145,8 +134,23 @@ def _merge(defaults: Any, given: Any) -> Any:
     return {**defaults, **{key: _merge(defaults.get(key), value) for key, value in given.items()}}
 
 
-def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
-    from hydra import compose, initialize
+def files_of(recipe: str, overrides: Sequence[str], dirs: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """The files that a recipe is made of, each with the key under which its content goes; later ones win."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    def defaults_list(words: list[str]) -> Any:
+        return GlobalHydra.instance().config_loader().compute_defaults_list(_ENTRY, words, RunMode.RUN).defaults
+
+    for part in _ask_hydra(defaults_list, recipe, [normalise_override(item, dirs) for item in overrides], dirs):
+        files = (folder / f"{part.config_path}.yaml" for folder in dirs)
+        if (file := next(filter(Path.is_file, files), None)) is not None:  # Hydra's own are in no folder of ours
+            yield file, part.package
+
+
+def _ask_hydra(ask: Callable[[list[str]], Any], recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
+    """What `ask` says of the overrides while Hydra finds the recipe and the groups of these folders."""
+    from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException
 
@@ -158,7 +162,7 @@ def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
         # its place at the end is what one expects of a recipe
         warnings.filterwarnings("ignore", message=".*missing `_self_`")
         try:
-            return compose(_ENTRY, overrides=overrides)
+            return ask(overrides)
         except ConfigCompositionException as error:
             # A group that the recipe's defaults list leaves out must be added, not replaced; for a user both are
             # `group=choice`.
@@ -169,7 +173,7 @@ def _compose(recipe: str, overrides: list[str], dirs: Sequence[Path]) -> Any:
             if group is None:
                 raise
             rest = [item for item in overrides if item != group]
-    return _compose(recipe, [*rest, f"+{group}"], dirs)
+    return _ask_hydra(ask, recipe, [*rest, f"+{group}"], dirs)
 
 
 def _group_choices(key: str, dirs: Sequence[Path]) -> list[str]:

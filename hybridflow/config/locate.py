@@ -18,23 +18,22 @@ class Recipe:
     summary: str
 
 
-def shipped_config_dir() -> Path:
-    """The configs folder of the checkout, else the one installed beside the package.
-
-    Raises:
-        ConfigError: neither exists.
-    """
-    package = Path(__file__).resolve().parent.parent
-    checkout = package.parent / "configs"
+def shipped_dir(name: str) -> Path:
+    """The folder `name` of the checkout, else the one installed beside the package. ConfigError: neither exists."""
+    root = Path(__file__).resolve().parents[2]
+    checkout = root / name
     # A site-packages folder may hold somebody else's "configs"; ours is the one beside setup.py.
-    if checkout.is_dir() and (package.parent / "setup.py").is_file():
+    if checkout.is_dir() and (root / "setup.py").is_file():
         return checkout
-    installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / "configs"
-    if installed.is_dir():
-        return installed
-    raise ConfigError(
-        f"no recipes found, neither in {checkout} nor in {installed}: reinstall the package or give --config-dir"
-    )
+    installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / name
+    if not installed.is_dir():
+        raise ConfigError(f"no {name} found, neither in {checkout} nor in {installed}: reinstall the package")
+    return installed
+
+
+def shipped_config_dir() -> Path:
+    """The recipes that come with the package."""
+    return shipped_dir("configs")
 
 
 def config_dirs(extra: Path | None) -> list[Path]:

@@ -1,5 +1,5 @@
-"""Checks across the keys of the roles other than the policy: critic, reference, reward model, teacher. Part of
-`config.check`."""
+"""Checks across the keys of the roles other than the policy (critic, reference, reward model, teacher), and of which
+sections share devices. Part of `config.check`."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ def _critic_batches(config: RunConfig) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, derived.critic_mini_batch_size(config)
     if batch % mini:
         yield f"data.train_batch_size={batch} is no multiple of critic.ppo_mini_batch_size={mini} (both count prompts)"
-    dp, samples = derived.role_data_parallel_size(config, "critic"), derived.critic_samples_per_mini_batch(config)
+    dp, samples = (
+        derived.role_data_parallel_size(config, "critic"),
+        derived.role_samples_per_mini_batch(config, "critic"),
+    )
     if dp and samples % dp:
         yield (
             f"critic.ppo_mini_batch_size={mini} x rollout.n={config.rollout.n} = {samples} samples do not divide over "
@@ -219,3 +222,29 @@ def _pairs(config: RunConfig) -> Iterator[str]:
             f"reward_training.batch_size={config.reward_training.batch_size} pairs do not divide over {dp} "
             "data-parallel ranks"
         )
+
+
+def pool_problems(config: RunConfig, job: str) -> Iterator[str]:
+    """Pools that no section makes, and keys about them that would not count. Whether they fit a cluster is
+    `placement`'s."""
+    roles = derived.roles_in_use(config, job)[1:]
+    apart = [*(role for role in roles if not derived.is_colocated(config, role)), *(["rollout"] * (job == "train"))]
+    makers = ["actor", *(name for name in apart if getattr(config, name).pool is None)]
+    for name in (role for role in roles if role not in apart):
+        if getattr(config, name).pool is not None or getattr(config, name).packing != "pack":
+            yield (
+                f"{name}.pool and {name}.packing are about processes of its own, but {name}.placement=colocated; "
+                f"remove them, or set {name}.placement=own"
+            )
+    for name in apart:
+        pool, packing = getattr(config, name).pool, getattr(config, name).packing
+        if pool is not None and pool not in makers:
+            yield (
+                f"{name}.pool={pool}: that section has no devices of its own in this run; choose one of "
+                f"{', '.join(makers)}, or null"
+            )
+        elif pool is not None and packing != "pack":
+            yield (
+                f"{name}.packing={packing} does not count with {name}.pool={pool}, whose devices lie as {pool} has "
+                f"them; remove it, or set {name}.pool=null"
+            )

@@ -1,8 +1,8 @@
 """Every configuration key, its type, default and meaning. Frozen: nothing rewrites a configuration once it is built.
 
 Units are part of the name (`_s` seconds, `_tokens`, `_steps`) or said in the comment. "prompts" counts rows of the
-dataset, "samples" counts generated responses: samples = prompts x `rollout.n`. The sections `algorithm` and `reward`
-are in `hybridflow.config.schema_rewards`, parts of `actor` in `hybridflow.config.schema_losses`.
+dataset, "samples" counts generated responses: samples = prompts x `rollout.n`. The sections `algorithm` and `reward`,
+and parts of `actor`, are in `hybridflow.config.schema_rewards`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from hybridflow.config.keys import (
     Positive,
     PositiveInt,
 )
-from hybridflow.config.schema_losses import DistillationConfig, KlLoss, RolloutCorrectionConfig
 from hybridflow.config.schema_megatron import OptimConfig, ParallelConfig, RecomputeModule
-from hybridflow.config.schema_rewards import AlgorithmConfig, RewardConfig
+from hybridflow.config.schema_rewards import (
+    AlgorithmConfig,
+    DistillationConfig,
+    KlLoss,
+    RewardConfig,
+    RolloutCorrectionConfig,
+)
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 _VERL_LOSSES = Aliases((("vanilla", "ppo"), ("geo_mean", "gmpo")))

@@ -15,25 +15,20 @@ import numpy as np
 from hybridflow.data.balancing import Costs, balance, checked_costs
 from hybridflow.errors import ConfigError
 
-__all__ = ["Costs", "Lengths", "balance", "balanced_order", "pack", "pack_alike", "update_order"]
-
 Lengths = np.ndarray | Sequence[int]
 
 
-def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: int = 1) -> list[np.ndarray]:
+def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1) -> list[np.ndarray]:
     """Groups sequences into micro-batches of at most `max_tokens` tokens.
 
     Every index appears in exactly one bin, no bin is empty and none exceeds the budget. Best-fit decreasing decides how
-    many bins are needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, then to a multiple
-    of `multiple_of`, as far as there are sequences to fill the bins. Lengths are evened out over the bins when that
-    stays within the budget. Deterministic.
+    many bins are needed: at most 11/9 of the optimum plus 6/9. That number is raised to `min_bins`, as far as there are
+    sequences to fill the bins. Lengths are evened out over the bins when that stays within the budget. Deterministic.
 
     Args:
         lengths: tokens of each sequence [B], positive.
         max_tokens: budget of one bin.
         min_bins: fewest bins wanted. With fewer than `min_bins` sequences there is one bin a sequence.
-        multiple_of: the number of bins is made a multiple of this; when the B sequences are too few for the next
-            multiple it stays what the budget and `min_bins` ask for.
 
     Returns:
         Index arrays int64, ascending inside a bin; bins in order of their smallest index. Empty when there are no
@@ -44,11 +39,8 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
         ValueError: a length or argument is not positive.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    if max_tokens < 1 or min_bins < 1 or multiple_of < 1 or (sizes < 1).any():
-        raise ValueError(
-            f"lengths, max_tokens, min_bins and multiple_of must be positive, got {max_tokens}, {min_bins}, "
-            f"{multiple_of}"
-        )
+    if max_tokens < 1 or min_bins < 1 or (sizes < 1).any():
+        raise ValueError(f"lengths, max_tokens and min_bins must be positive, got {max_tokens}, {min_bins}")
     if len(sizes) == 0:
         return []
     longest = int(sizes.argmax())
@@ -59,7 +51,7 @@ def pack(lengths: Lengths, max_tokens: int, *, min_bins: int = 1, multiple_of: i
         )
     bin_of = _best_fit_decreasing(sizes, max_tokens)
     needed = int(bin_of.max()) + 1
-    wanted = _round_bins(needed, len(sizes), min_bins, multiple_of)
+    wanted = max(needed, min(min_bins, len(sizes)))
     even = balance(sizes, wanted)
     if all(sizes[members].sum() <= max_tokens for members in even):
         return _ordered(even)
@@ -136,13 +128,6 @@ def _best_fit_decreasing(sizes: np.ndarray, max_tokens: int) -> np.ndarray:
         bin_of[item] = chosen
         insort(rooms, (room - tokens[item], chosen))
     return bin_of
-
-
-def _round_bins(needed: int, num_sequences: int, min_bins: int, multiple_of: int) -> int:
-    """The number of bins to aim for, between `needed` and `num_sequences`."""
-    floor = max(needed, min(min_bins, num_sequences))
-    rounded = -(-floor // multiple_of) * multiple_of
-    return rounded if rounded <= num_sequences else floor
 
 
 def _split_to(bins: list[np.ndarray], sizes: np.ndarray, wanted: int) -> list[np.ndarray]:

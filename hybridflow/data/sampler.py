@@ -59,11 +59,6 @@ class ResumableSampler:
         self.position = 0
         self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next row, counted from 0."""
-        return self.position // self.num_rows
-
     def __iter__(self) -> Iterator[np.ndarray]:
         """The sampler itself; it never ends."""
         return self

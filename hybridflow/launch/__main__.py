@@ -32,9 +32,6 @@ def _parser() -> argparse.ArgumentParser:
     steps = parser.add_subparsers(dest="step", required=True)
 
     check = steps.add_parser("preflight", help="check this node and the way to the others")
-    check.add_argument("--gpus", type=int, default=0)
-    check.add_argument("--min-free-gib", type=float, default=5.0)
-    check.add_argument("--min-shm-gib", type=float, default=1.0)
     check.add_argument("--min-open-files", type=int, default=4096)
     check.add_argument("--interface")
     check.add_argument("--timeout", type=float, default=60.0)
@@ -46,14 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     choose.set_defaults(handler=_judge)
 
     ray = steps.add_parser("node", help="run Ray on this node")
-    ray.add_argument("--gpus", type=int, default=0)
     ray.add_argument("--object-store-gib", type=float)
-    ray.add_argument("--start-timeout", type=float, default=300.0)
     ray.set_defaults(handler=_node)
 
     drive = steps.add_parser("driver", help="wait for all nodes, then run `hybridflow WORDS`")
     drive.add_argument("--nodes", type=int, required=True)
-    drive.add_argument("--start-timeout", type=float, default=300.0)
     drive.add_argument("--grace", type=float, default=120.0)
     drive.add_argument("words", nargs="+")
     drive.set_defaults(handler=_driver)
@@ -64,10 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         step.add_argument("--hosts", required=True, help="all nodes of the allocation, with spaces between")
 
     health = steps.add_parser("health", help="for a prolog: exit status 1 when something is wrong here")
-    health.add_argument("--gpus", type=int, default=0)
-    health.add_argument("--min-free-gib", type=float, default=5.0)
-    health.add_argument("--min-shm-gib", type=float, default=1.0)
     health.set_defaults(handler=_health)
+    for step in (check, ray, health):
+        step.add_argument("--gpus", type=int, default=0)
+    for step in (check, health):
+        step.add_argument("--min-free-gib", type=float, default=5.0)
+        step.add_argument("--min-shm-gib", type=float, default=1.0)
+    for step in (ray, drive):
+        step.add_argument("--start-timeout", type=float, default=300.0)
 
     end = steps.add_parser("verdict", help="say why the job ended; exit status 75 asks for a requeue")
     end.add_argument("--job-dir", type=Path, required=True)

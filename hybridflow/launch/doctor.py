@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -21,7 +21,7 @@ from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch.node import FIRST_PORT
-from hybridflow.launch.preflight import query_gpus
+from hybridflow.observe.environment import query_gpus
 
 Level = Literal["ok", "unused", "warning", "error"]
 _GIB = 2**30
@@ -218,11 +218,6 @@ def recipe_findings(load: Callable[[], RunConfig]) -> tuple[RunConfig | None, li
         return None, [Finding("recipe", "error", str(error), "correct the key; --print-config shows every setting")]
     world = derived.world_size(config)
     return config, [Finding("recipe", "ok", f"{config.name}: {world} ranks on {config.cluster.nodes} node(s)")]
-
-
-def as_json(findings: Sequence[Finding]) -> list[Mapping[str, str]]:
-    """The findings as plain values."""
-    return [vars(finding) for finding in findings]
 
 
 def _version(name: str) -> str | None:

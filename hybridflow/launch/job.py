@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridflow.config.locate import shipped_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
-from hybridflow.launch.site import Site, launch_dir
+from hybridflow.launch.site import Site
 from hybridflow.placement.preview import preview
 
 PREFLIGHT_SHARE = 0.5  # of its time-out, for the others' files; the rest is for starting Python and for connecting
@@ -84,7 +85,7 @@ def render(job: Job, site: Site) -> str:
         ConfigError: numbers that do not fit together, or a site's `body` that cannot be read.
     """
     check(job)
-    path = Path(site.body) if site.body and job.body == "job.sh" else launch_dir() / "slurm" / job.body
+    path = Path(site.body) if site.body and job.body == "job.sh" else shipped_dir("launch") / "slurm" / job.body
     try:
         body = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -27,6 +27,7 @@ import psutil
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
+from hybridflow.observe.environment import query_gpus
 
 MARK = "preflight "  # begins the line with a node's record among what else srun prints
 _GIB = 2**30
@@ -258,22 +259,6 @@ def _resources(folder: Path, wanted: Wanted) -> tuple[dict[str, Any], list[str]]
         "open_files": files,
     }
     return facts, problems
-
-
-def query_gpus() -> tuple[list[str], str]:
-    """`name, memory, driver` of each GPU that nvidia-smi shows, and why it shows none: the driver's own words where it
-    fails; empty where there is no nvidia-smi, or nothing is wrong."""
-    if shutil.which("nvidia-smi") is None:
-        return [], ""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [], f"nvidia-smi: {error}"
-    if asked.returncode:
-        said = " ".join(f"{asked.stdout} {asked.stderr}".split())
-        return [], f"nvidia-smi: {said or f'ended with status {asked.returncode}'}"
-    return [line.strip() for line in asked.stdout.splitlines() if line.strip()], ""
 
 
 def _free_gib(path: Path) -> float:

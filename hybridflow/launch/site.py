@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -91,13 +90,3 @@ def read_site(path: Path | None) -> Site:
     if bool(site.environment.archive) != bool(site.environment.local):
         raise ConfigError("site.environment.archive and site.environment.local go together; set both or none")
     return site
-
-
-def launch_dir() -> Path:
-    """The folder `launch` of the checkout, else the one installed beside the package. ConfigError: neither exists."""
-    checkout = Path(__file__).resolve().parents[2]
-    installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / "launch"
-    found = checkout / "launch" if (checkout / "setup.py").is_file() else installed
-    if not found.is_dir():
-        raise ConfigError(f"the folder {found} is missing: reinstall the package")
-    return found

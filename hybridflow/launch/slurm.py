@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,19 +84,15 @@ def cancel(jobs: Sequence[str]) -> None:
     _ask(["scancel", *jobs])
 
 
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise ResourceError(f"{name} is not here: run this on a login node of a Slurm cluster, or load its module")
-    return found
-
-
 def _ask(words: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None) -> str:
-    command = [_program(words[0]), *words[1:]]
     try:
         asked = subprocess.run(
-            command, input=text, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+            words, input=text, env=environment, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
         )
+    except FileNotFoundError as error:
+        raise ResourceError(
+            f"{words[0]} is not here: run this on a login node of a Slurm cluster, or load its module"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise ResourceError(
             f"{words[0]} did not answer within {_TIMEOUT_S:.0f} s; is slurmctld up (scontrol ping)?"

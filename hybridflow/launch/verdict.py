@@ -60,23 +60,20 @@ def judge(
         return _note(job_dir, Attempt(restart, "finished", "finished", checkpoint, "done")), "", 0
     stopped = driver_status == STOPPED or (asked and driver_status is None)
     reason, log_tail = ("Slurm asked it to stop", "") if stopped else _cause(folder, driver_status, why)
-    outcome = "stopped" if stopped else "failed"
     failed_before = sum(attempt.outcome == "failed" for attempt in earlier)
     lost = [attempt.checkpoint for attempt in earlier[-(SAME_STEP - 1) :]] + [checkpoint]
-    status = driver_status if driver_status and driver_status != STOPPED else 1
+    is_refused, then = driver_status == ConfigError.exit_code, "give up"
+    code = driver_status if driver_status and driver_status != STOPPED else 1
     if state != "RUNNING":
-        reason = f"{reason}; Slurm has put the job into state {state}"
-        return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "left to Slurm")), log_tail, status
-    if not stopped and (driver_status == ConfigError.exit_code or failed_before >= max_restarts):
-        again = (
-            "" if driver_status == ConfigError.exit_code or not max_restarts else f" ({max_restarts} restarts used up)"
-        )
-        return _note(job_dir, Attempt(restart, outcome, reason + again, checkpoint, "give up")), log_tail, status
-    if len(lost) == SAME_STEP and len(set(lost)) == 1:
+        then, reason = "left to Slurm", f"{reason}; Slurm has put the job into state {state}"
+    elif not stopped and (is_refused or failed_before >= max_restarts):
+        reason += f" ({max_restarts} restarts used up)" if max_restarts and not is_refused else ""
+    elif len(lost) == SAME_STEP and len(set(lost)) == 1:
         reason += f"; given up: {SAME_STEP} starts in a row ended at {checkpoint or 'no checkpoint'}"
-        return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "give up")), log_tail, status
-    reason += f"; requeued, to go on from {checkpoint or 'the beginning'}"
-    return _note(job_dir, Attempt(restart, outcome, reason, checkpoint, "requeue")), log_tail, STOPPED
+    else:
+        then, code, reason = "requeue", STOPPED, f"{reason}; requeued, to go on from {checkpoint or 'the beginning'}"
+    attempt = Attempt(restart, "stopped" if stopped else "failed", reason, checkpoint, then)
+    return _note(job_dir, attempt), log_tail, code
 
 
 def read_attempts(job_dir: Path) -> list[Attempt]:

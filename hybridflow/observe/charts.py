@@ -85,6 +85,28 @@ def draw(chart: Chart) -> Drawn | None:
     return Drawn(chart.title, chart.about, svg, legend, f"Each {each} is the mean of {size} steps." if size > 1 else "")
 
 
+def line_of(kind: str, x1: float, x2: float, y1: float, y2: float) -> Markup:
+    """A line of the CSS class `kind`."""
+    return Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(kind, x1, x2, y1, y2)
+
+
+def text_of(kind: str, x: float, y: float, text: str, anchor: str = "") -> Markup:
+    """A text of the CSS class `kind`; `anchor` says which of its ends or its middle is at `x`."""
+    at = Markup(' text-anchor="{}"').format(anchor) if anchor else ""
+    return Markup('<text class="{}" x="{}" y="{}"{}>{}</text>').format(kind, x, y, at, text)
+
+
+def bar_of(x: float, y: float, width: float, height: float, color: str) -> Markup:
+    """A filled rectangle, from its upper left corner."""
+    shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
+    return Markup(shape).format(x, y, width, height, color)
+
+
+def dot_of(kind: str, x: float, y: float, radius: float, color: str) -> Markup:
+    """A filled circle of the CSS class `kind`."""
+    return Markup('<circle class="{}" cx="{}" cy="{}" r="{}" fill="{}"/>').format(kind, x, y, radius, color)
+
+
 def thin(points: Sequence[Point], size: int) -> list[Point]:
     """Means of `size` neighbours; a None among them is left out, a bucket of None stays None."""
     if size <= 1:
@@ -169,12 +191,8 @@ def _stack(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
             top, bottom = y(floor + value), y(floor)
             floor += value
             if bottom - top >= 0.1:
-                shape = '<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>'
-                parts.append(
-                    Markup(shape).format(
-                        round(x(at) - width / 2, 1), top, round(width, 1), round(bottom - top, 1), _color(one.color)
-                    )
-                )
+                left, height = round(x(at) - width / 2, 1), round(bottom - top, 1)
+                parts.append(bar_of(left, top, round(width, 1), height, _color(one.color)))
     return Markup("").join(parts), [(one.label, _color(one.color), False) for one in series]
 
 
@@ -194,10 +212,7 @@ def _path(points: Iterable[Point], x: scale.Scale, y: scale.Scale, color: str, k
             text = " ".join(f"{px:g},{py:g}" for px, py in segment)
             parts.append(Markup('<polyline class="{}" points="{}" stroke="{}"/>').format(kind, text, color))
         if len(segment) == 1 or (kind == "line" and count <= _MARKERS_UP_TO):
-            parts += [
-                Markup('<circle class="dot" cx="{}" cy="{}" r="2.2" fill="{}"/>').format(px, py, color)
-                for px, py in segment
-            ]
+            parts += [dot_of("dot", px, py, 2.2, color) for px, py in segment]
     return Markup("").join(parts)
 
 
@@ -205,38 +220,20 @@ def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
     parts = []
     for tick in y.ticks:
         at = y(tick)
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
-        parts.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                LEFT - 6, at + 4, y.text(tick, chart.percent)
-            )
-        )
+        parts.append(line_of("grid", LEFT, WIDTH - RIGHT, at, at))
+        parts.append(text_of("tick", LEFT - 6, at + 4, y.text(tick, chart.percent), "end"))
     floor = HEIGHT - BOTTOM
-    parts.append(
-        Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, floor, floor)
-    )
-    for tick in x.ticks:
-        parts.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(
-                x(tick), floor + 15, f"{tick:,.0f}"
-            )
-        )
-    parts.append(
-        Markup('<text class="label" x="{}" y="{}" text-anchor="middle">step</text>').format(
-            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6
-        )
-    )
+    parts.append(line_of("axis", LEFT, WIDTH - RIGHT, floor, floor))
+    parts += [text_of("tick", x(tick), floor + 15, f"{tick:,.0f}", "middle") for tick in x.ticks]
+    parts.append(text_of("label", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "step", "middle"))
     if chart.unit:
-        unit = chart.unit + (", log scale" if chart.log else "")
-        parts.append(Markup('<text class="label" x="{}" y="11">{}</text>').format(LEFT - 6, unit))
+        parts.append(text_of("label", LEFT - 6, 11, chart.unit + (", log scale" if chart.log else "")))
     return Markup("").join(parts)
 
 
 def _reference(at: float, text: str) -> Markup:
-    line = Markup('<line class="reference" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at)
-    return line + Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(
-        WIDTH - RIGHT, at - 4, text
-    )
+    right = WIDTH - RIGHT
+    return line_of("reference", LEFT, right, at, at) + text_of("label", right, at - 4, text, "end")
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:
@@ -244,10 +241,7 @@ def _note(px: float, py: float, text: str, rises: bool) -> Markup:
     left = px < LEFT + 60
     anchor = "start" if left else "end" if px > WIDTH - RIGHT - 60 else "middle"
     at = min(py + 16, HEIGHT - BOTTOM - 5) if left and rises else py - 9 if py > TOP + 14 else py + 18
-    dot = Markup('<circle class="note" cx="{}" cy="{}" r="4.5" fill="{}"/>').format(px, py, _color(0))
-    return dot + Markup('<text class="value" x="{}" y="{}" text-anchor="{}">{}</text>').format(
-        px + (9 if left else 0), at, anchor, text
-    )
+    return dot_of("note", px, py, 4.5, _color(0)) + text_of("value", px + (9 if left else 0), at, text, anchor)
 
 
 def _color(slot: int | None) -> str:

@@ -47,7 +47,7 @@ def describe_environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
-        "accelerators": _accelerators(),
+        "accelerators": query_gpus()[0],
         "packages": _packages(),
         "git": _git(_PACKAGE_FOLDER),
     }
@@ -78,12 +78,20 @@ def _packages() -> dict[str, str]:
     return versions
 
 
-def _accelerators() -> list[str]:
-    """The accelerators that nvidia-smi lists; importing torch to ask it would take seconds."""
+def query_gpus() -> tuple[list[str], str]:
+    """`name, memory, driver` of each GPU that nvidia-smi shows (torch would take seconds to import), and why it shows
+    none: the driver's own words where it fails; empty where there is no nvidia-smi, or nothing is wrong."""
     if shutil.which("nvidia-smi") is None:
-        return []
-    listed = _run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
-    return [line.strip() for line in (listed or "").splitlines() if line.strip()]
+        return [], ""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi: {error}"
+    if asked.returncode:
+        said = " ".join(f"{asked.stdout} {asked.stderr}".split())
+        return [], f"nvidia-smi: {said or f'ended with status {asked.returncode}'}"
+    return [line.strip() for line in asked.stdout.splitlines() if line.strip()], ""
 
 
 def _git(folder: Path) -> dict[str, Any] | None:

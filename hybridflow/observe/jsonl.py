@@ -41,11 +41,11 @@ class JsonlWriter:
             self._file.write(line)
             self._file.flush()
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
-        """Drop the records for which `wanted` is false (and torn lines); returns how many records were dropped."""
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the records for which `wanted` is false, and torn lines."""
         with self._lock:
             self._close()
-            return keep_records(self.path, wanted)
+            _keep_records(self.path, wanted)
 
     def close(self) -> None:
         """Close the file; a later `write` opens it again."""
@@ -70,24 +70,18 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def keep_records(path: str | Path, wanted: Callable[[dict[str, Any]], bool]) -> int:
-    """Rewrite a file atomically with the records for which `wanted` is true; returns how many were dropped."""
-    path = Path(path)
+def _keep_records(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file atomically with the records for which `wanted` is true."""
     if not path.exists():
-        return 0
-    dropped = 0
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for record in read_jsonl(path):
-                if wanted(record):
-                    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-                else:
-                    dropped += 1
+            for record in filter(wanted, read_jsonl(path)):
+                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return dropped
 
 
 def repair(path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
 from hybridflow.observe import scale
-from hybridflow.observe.charts import Drawn
+from hybridflow.observe.charts import Drawn, bar_of, line_of, text_of
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BAR = 560, 104, 62, 22, 26, 16
 _CHARACTER = 7.5  # width of one in the figure behind a bar
@@ -54,17 +54,9 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
             floor += size
         body.append(_value(x(floor), row, f"{floor:,.1f}"))
     if limit:
-        bottom = TOP + ROW * len(phases)
-        body.append(
-            Markup('<line class="reference" x1="{x}" x2="{x}" y1="{y}" y2="{bottom}"/>').format(
-                x=x(limit / unit), y=TOP - 4, bottom=bottom
-            )
-        )
-        body.append(
-            Markup('<text class="label" x="{}" y="{}" text-anchor="middle">{:,.0f} {} a device</text>').format(
-                x(limit / unit), TOP - 9, limit / unit, name
-            )
-        )
+        at = x(limit / unit)
+        body.append(line_of("reference", at, at, TOP - 4, TOP + ROW * len(phases)))
+        body.append(text_of("label", at, TOP - 9, f"{limit / unit:,.0f} {name} a device", "middle"))
     legend = [(part, colors[part], False) for part in parts[:_COLORS]]
     if len(parts) > _COLORS:
         legend.append((", ".join(parts[_COLORS:]), "var(--other)", False))
@@ -108,34 +100,26 @@ def _axis(values: Sequence[float], characters: int = 0) -> scale.Scale:
 def _frame(names: Sequence[str], x: scale.Scale) -> Markup:
     """Grid, ticks and the names of the rows."""
     bottom = TOP + ROW * len(names)
+    parts = [line_of("grid", x(tick), x(tick), TOP, bottom) for tick in x.ticks]
+    parts += [text_of("tick", x(tick), bottom + 15, x.text(tick), "middle") for tick in x.ticks]
+    parts += [text_of("label", LEFT - 8, _middle(row), name, "end") for row, name in enumerate(names)]
+    return Markup("").join(parts)
 
-    def parts() -> Iterator[Markup]:
-        for tick in x.ticks:
-            yield Markup('<line class="grid" x1="{x}" x2="{x}" y1="{y}" y2="{bottom}"/>').format(
-                x=x(tick), y=TOP, bottom=bottom
-            )
-            yield Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(
-                x(tick), bottom + 15, x.text(tick)
-            )
-        for row, name in enumerate(names):
-            yield Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                LEFT - 8, TOP + ROW * row + ROW / 2 + 4, name
-            )
 
-    return Markup("").join(parts())
+def _middle(row: int) -> float:
+    """The baseline of a text in the middle of a row."""
+    return TOP + ROW * row + ROW / 2 + 4
 
 
 def _bar(x: scale.Scale, row: int, start: float, end: float, color: str, part: int = 0, parts: int = 1) -> Markup:
     """A bar in a row, or one of several above each other; never thinner than a line, so that no phase is lost."""
-    height = BAR / parts
-    return Markup('<rect class="bar" x="{}" y="{}" width="{}" height="{}" fill="{}"/>').format(
-        x(start), TOP + ROW * row + (ROW - BAR) / 2 + part * height, max(round(x(end) - x(start), 1), 1), height, color
-    )
+    height, width = BAR / parts, max(round(x(end) - x(start), 1), 1)
+    return bar_of(x(start), TOP + ROW * row + (ROW - BAR) / 2 + part * height, width, height, color)
 
 
 def _value(at: float, row: int, text: str) -> Markup:
     """The figure behind a bar."""
-    return Markup('<text class="value" x="{}" y="{}">{}</text>').format(at + 5, TOP + ROW * row + ROW / 2 + 4, text)
+    return text_of("value", at + 5, _middle(row), text)
 
 
 def _drawn(title: str, about: str, body: list[Markup], rows: int, legend: list[tuple[str, str, bool]]) -> Drawn:

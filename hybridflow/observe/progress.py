@@ -17,8 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -55,7 +54,7 @@ class Progress:
         out = stream if stream is not None else sys.stdout
         self._display: _Display
         if not enabled:
-            self._display = _Silent()
+            self._display = _Display()
         elif out.isatty() and os.environ.get("TERM", "dumb") not in {"dumb", "unknown"}:
             self._display = _Live(out, self._state)
         else:
@@ -79,12 +78,15 @@ class Progress:
         start = time.monotonic()
         self._state.stages.append((title, start))
         self._display.stage_began(title)
+        outcome = ""
         try:
             yield
         except BaseException as error:
-            self._end_stage(title, start, "stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+            outcome = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             raise
-        self._end_stage(title, start, "")
+        finally:
+            self._state.stages.remove((title, start))
+            self._display.stage_ended(title, time.monotonic() - start, outcome)
 
     def close(self) -> None:
         """Leave the terminal as it was; the last state of the bar stays on it."""
@@ -94,14 +96,8 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
-
-    def _end_stage(self, title: str, start: float, outcome: str) -> None:
-        self._state.stages.remove((title, start))
-        self._display.stage_ended(title, time.monotonic() - start, outcome)
 
 
 class State:
@@ -168,32 +164,26 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-class _Display(Protocol):
-    def updated(self) -> None: ...
-    def line(self, text: str) -> None: ...
-    def stage_began(self, title: str) -> None: ...
-    def stage_ended(self, title: str, seconds: float, outcome: str) -> None: ...
-    def close(self) -> None: ...
+class _Display:
+    """Shows nothing."""
 
-
-class _Silent:
     def updated(self) -> None:
-        """Show nothing."""
+        """The state has changed."""
 
     def line(self, text: str) -> None:
-        """Show nothing."""
+        """Print a line."""
 
     def stage_began(self, title: str) -> None:
-        """Show nothing."""
+        """A stage has begun."""
 
     def stage_ended(self, title: str, seconds: float, outcome: str) -> None:
-        """Show nothing."""
+        """A stage has ended; `outcome` is empty where all went well."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Leave nothing open."""
 
 
-class _Plain:
+class _Plain(_Display):
     """One line for each event."""
 
     def __init__(self, out: TextIO, state: State, throttle_s: float) -> None:
@@ -218,11 +208,8 @@ class _Plain:
     def stage_ended(self, title: str, seconds: float, outcome: str) -> None:
         self.line(f"{title}: {outcome + ' after ' if outcome else ''}{duration(seconds)}")
 
-    def close(self) -> None:
-        """Nothing is open."""
 
-
-class _Live:
+class _Live(_Display):
     """A rich live region: running stages with spinners, the bar, the numbers of the last step."""
 
     def __init__(self, out: TextIO, state: State) -> None:

@@ -60,7 +60,10 @@ def render(run: RunFolder) -> str:
         groups=_drawn_groups(run),
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
-        samples=[(sample, _sample_title(sample), _prompt_is_chat(sample)) for sample in run.samples],
+        samples=[
+            (sample, _sample_title(sample), any(row.get("prompt_text") for row in sample.rows))
+            for sample in run.samples
+        ],
         has_tokens=any(row["tokens"] for sample in run.samples for row in sample.rows),
         summary=[(key, value) for key, value in _flat(run.summary) if not key.startswith("planned.plan.")],
         config_text=run.config_text,
@@ -176,7 +179,7 @@ def _accuracy(run: RunFolder, number: int, prefix: str) -> Fact | None:
 
 
 def _reward(run: RunFolder) -> Fact | None:
-    values = [value for _, value in run.points("train", "critic/score/mean") if value is not None]
+    values = run.values("train", "critic/score/mean")
     if not values:
         return None
     size = max(1, min(10, len(values) // 4))
@@ -202,19 +205,19 @@ def _time(run: RunFolder) -> Fact | None:
         seconds = max(times) - min(times)
     if not isinstance(seconds, int | float):
         return None
-    each = [value for _, value in run.points("train", "timing_s/step") if value is not None]
+    each = run.values("train", "timing_s/step")
     return "Wall time", duration(seconds), f"{sum(each) / len(each):.1f} s a step" if each else ""
 
 
 def _throughput(run: RunFolder) -> Fact | None:
-    values = [value for _, value in run.points("train", "perf/throughput") if value is not None]
+    values = run.values("train", "perf/throughput")
     return ("Throughput", f"{sum(values) / len(values):,.0f} tokens/s", "mean over steps") if values else None
 
 
 def _routes(run: RunFolder) -> Fact | None:
     kind = run.setting("actor.router_replay")
     name = "actor/router_replay/drifted" if kind == "r2" else "actor/router_replay/differing"
-    shares = [value for _, value in run.points("train", name) if value is not None]
+    shares = run.values("train", name)
     if not shares:
         return None
     whose = "its record" if kind == "r2" else "the engines"
@@ -272,10 +275,6 @@ def _sample_title(sample: Sample) -> str:
     kind = "Rollouts" if kind == "rollouts" else f"Validation answers{f' of {name}' if name else ''}"
     mean = f", mean score {sample.mean_score:.3f}" if sample.mean_score is not None else ""
     return f"{kind} of step {sample.step} ({min(len(sample.rows), sample.count)} of {sample.count} rows{mean})"
-
-
-def _prompt_is_chat(sample: Sample) -> bool:
-    return any(row.get("prompt_text") for row in sample.rows)
 
 
 def _percent(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,21 +27,15 @@ EXPECTED_METRICS: dict[str, tuple[str, ...]] = {
 }
 # The colour of a phase does not depend on which others were logged. Phases left out here take the free colours, then
 # "other".
-_PHASE_COLORS = {
-    "gen": 0,
-    "update_actor": 1,
-    "old_log_prob": 2,
-    "update_weights": 3,
-    "ref": 4,
-    "save_checkpoint": 5,
-    "testing": 6,
-}
+_PHASES = ("gen", "update_actor", "old_log_prob", "update_weights", "ref", "save_checkpoint", "testing")
+_PHASE_COLORS = {name: color for color, name in enumerate(_PHASES)}
 _MAX_STACKED = 7
 
 
 def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
     """The charts of the page in reading order; those without data are dropped when drawn."""
-    one, zero = partial(_one, run), (0.0,)
+    one, several, zero = partial(_one, run), partial(_several, run), (0.0,)
+    kl = [("to the rollout policy", "actor/ppo_kl", 0), ("to the reference", "actor/ref_kl", 1)]
     return [
         (
             "Learning",
@@ -55,11 +49,13 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
         (
             "Policy",
             [
-                _kl(run),
-                _entropy(run),
+                several("KL divergence", kl, "nats a token", "actor/ppo_kl, actor/ref_kl", include=zero),
+                one("Entropy of the policy", "actor/entropy", "nats a token", include=zero),
                 _gradient(run),
                 one("Clipped tokens in the policy loss", "actor/pg_clipfrac", "tokens", percent=True, include=zero),
-                _advantages(run),
+                several(
+                    "Advantages", _of("critic/advantages", "max", "mean", "min"), "advantage", "critic/advantages/*"
+                ),
                 one("Learning rate", "actor/lr", "", include=zero),
             ],
         ),
@@ -74,7 +70,13 @@ def chart_groups(run: RunFolder) -> list[tuple[str, list[Chart]]]:
         (
             "Generation",
             [
-                _lengths(run),
+                several(
+                    "Response length",
+                    _of("response_length", "max", "mean"),
+                    "tokens",
+                    "response_length/*",
+                    include=zero,
+                ),
                 one(
                     "Responses cut at the length limit",
                     "response_length/clip_ratio",
@@ -125,10 +127,7 @@ def step_phases(run: RunFolder) -> tuple[dict[str, list[Point]], dict[float, flo
     total = {step: value for step, value in run.points("train", prefix + "step") if value is not None}
     if not found and not total:
         found, total = _from_timeline(run)
-    sums: dict[float, float] = {}
-    for points in found.values():
-        for step, value in points:
-            sums[step] = sums.get(step, 0.0) + (value or 0.0)
+    sums = dict(_sum(found.values()))
     total = {step: max(seconds, total.get(step, 0.0)) for step, seconds in sums.items()} | {
         s: t for s, t in total.items() if s not in sums
     }
@@ -187,42 +186,13 @@ def _reward_extras(run: RunFolder) -> list[Chart]:
     ]
 
 
-def _advantages(run: RunFolder) -> Chart:
-    names = [
-        ("max", "critic/advantages/max", 1),
-        ("mean", "critic/advantages/mean", 0),
-        ("min", "critic/advantages/min", 2),
-    ]
-    return Chart("Advantages", _series(run, names), "advantage", "critic/advantages/*")
-
-
-def _kl(run: RunFolder) -> Chart:
-    names = [("to the rollout policy", "actor/ppo_kl", 0), ("to the reference", "actor/ref_kl", 1)]
-    return Chart("KL divergence", _series(run, names), "nats a token", "actor/ppo_kl, actor/ref_kl", include=(0.0,))
-
-
-def _entropy(run: RunFolder) -> Chart:
-    return _one(run, "Entropy of the policy", "actor/entropy", "nats a token", include=(0.0,))
-
-
 def _gradient(run: RunFolder) -> Chart:
     limit = run.setting("actor.optim.clip_grad")
-    values = [value for _, value in run.points("train", "actor/grad_norm") if value is not None]
+    values = run.values("train", "actor/grad_norm")
     # Only where it is near: a limit far above would press the curve flat.
     near = isinstance(limit, int | float) and limit > 0 and values and limit <= 2 * max(values)
-    return _one(
-        run,
-        "Gradient norm",
-        "actor/grad_norm",
-        "L2 norm",
-        include=(0.0,),
-        lines=[(float(limit), "clipped above")] if near else [],
-    )
-
-
-def _lengths(run: RunFolder) -> Chart:
-    names = [("max", "response_length/max", 1), ("mean", "response_length/mean", 0)]
-    return Chart("Response length", _series(run, names), "tokens", "response_length/*", include=(0.0,))
+    lines = [(float(limit), "clipped above")] if near else []
+    return _one(run, "Gradient norm", "actor/grad_norm", "L2 norm", include=(0.0,), lines=lines)
 
 
 def _difference(run: RunFolder) -> Chart:
@@ -232,7 +202,7 @@ def _difference(run: RunFolder) -> Chart:
         bound = max(bound, run.setting("rollout.logprob_diff_bound_bfloat16") or 0.0)
     lines = [(float(bound), f"bound on the mean {bound:g}")] if isinstance(bound, int | float) and bound > 0 else []
     about = "rollout/logprob_diff/*: |engine - trainer| on the same tokens"
-    return Chart("Log-probability difference", _series(run, names), "nats", about, log=True, lines=lines)
+    return _several(run, "Log-probability difference", names, "nats", about, log=True, lines=lines)
 
 
 def _mismatch(run: RunFolder) -> Chart:
@@ -241,18 +211,18 @@ def _mismatch(run: RunFolder) -> Chart:
         ("as the updates weight them", "rollout_correction/ess", 1),
     ]
     about = "rollout/mismatch/ess, rollout_correction/ess: mean(w)^2 / mean(w^2), w = trainer / engine"
-    return Chart("Effective sample size", _series(run, names), "share of tokens", about, percent=True, include=(0.0,))
+    return _several(run, "Effective sample size", names, "share of tokens", about, percent=True, include=(0.0,))
 
 
 def _routes(run: RunFolder) -> Chart:
     names = [
-        ("trainer, where the engine chose otherwise", "differing", 0),
-        ("updates, where the record is otherwise", "drifted", 1),
+        ("trainer, where the engine chose otherwise", "actor/router_replay/differing", 0),
+        ("updates, where the record is otherwise", "actor/router_replay/drifted", 1),
     ]
-    series = _series(run, [(label, f"actor/router_replay/{name}", color) for label, name, color in names])
     note = " (not replayed)" if run.setting("actor.router_replay") == "compare" else " (replayed)"
     about = "actor/router_replay/differing, drifted"
-    return Chart("Router choices that differ" + note, series, "tokens x layers", about, percent=True, include=(0.0,))
+    title = f"Router choices that differ{note}"
+    return _several(run, title, names, "tokens x layers", about, percent=True, include=(0.0,))
 
 
 def _step_time(run: RunFolder) -> Chart:
@@ -274,7 +244,7 @@ def _step_time(run: RunFolder) -> Chart:
     return Chart("Step time by phase", series, "seconds", "timing_s/*", kind="stack")
 
 
-def _sum(columns: Sequence[Sequence[Point]]) -> list[Point]:
+def _sum(columns: Iterable[Sequence[Point]]) -> list[tuple[float, float]]:
     sums: dict[float, float] = {}
     for points in columns:
         for step, value in points:
@@ -288,5 +258,15 @@ def _one(run: RunFolder, title: str, name: str, unit: str, phase: str = "train",
     return Chart(title, [Series(name, run.points(phase, name), color)], unit, name, **settings)
 
 
-def _series(run: RunFolder, names: Sequence[tuple[str, str, int]]) -> list[Series]:
-    return [Series(label, run.points("train", name), color) for label, name, color in names]
+def _several(
+    run: RunFolder, title: str, names: Sequence[tuple[str, str, int]], unit: str, about: str, **settings: Any
+) -> Chart:
+    """A chart of several metrics of training: their labels, names and colours."""
+    series = [Series(label, run.points("train", name), color) for label, name, color in names]
+    return Chart(title, series, unit, about, **settings)
+
+
+def _of(group: str, *parts: str) -> list[tuple[str, str, int]]:
+    """The statistics of a metric for `_several`."""
+    colors = {"mean": 0, "max": 1, "min": 2}
+    return [(part, f"{group}/{part}", colors[part]) for part in parts]

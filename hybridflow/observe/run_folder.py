@@ -63,13 +63,15 @@ class RunFolder:
         """Names of all metrics of a phase."""
         return {name for record in self.metrics if record.get("phase") == phase for name in record}
 
-    def setting(self, dotted: str, default: Any = None) -> Any:
-        """A value of config.yaml by its dotted key."""
+    def values(self, phase: str, name: str) -> list[float]:
+        """The values of a metric by step, gaps left out."""
+        return [value for _, value in self.points(phase, name) if value is not None]
+
+    def setting(self, dotted: str) -> Any:
+        """A value of config.yaml by its dotted key; None where there is none."""
         node: Any = self.config
         for part in dotted.split("."):
-            if not isinstance(node, Mapping) or part not in node:
-                return default
-            node = node[part]
+            node = node.get(part) if isinstance(node, Mapping) else None
         return node
 
 
@@ -83,17 +85,10 @@ def load_run(path: Path) -> RunFolder:
     run.metrics = [
         record for record in records if isinstance(record.get("step"), int) and isinstance(record.get("phase"), str)
     ]
-    if not run.metrics:
-        run.missing.append(
-            "metrics.jsonl: "
-            + ("holds no record" if (path / "metrics.jsonl").exists() else "not there")
-            + ", so no charts"
-        )
     run.timeline = read_timeline(path / "timeline.jsonl")
-    if not run.timeline:
-        run.missing.append(
-            "timeline.jsonl: " + ("holds no record" if (path / "timeline.jsonl").exists() else "not there")
-        )
+    for name, found, so in (("metrics.jsonl", run.metrics, ", so no charts"), ("timeline.jsonl", run.timeline, "")):
+        if not found:
+            run.missing.append(f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}")
     decode = open_decoder(path / "model")
     for kind in ("rollouts", "validation", *sorted(folder.name for folder in path.glob("validation-*"))):
         run.samples += _samples(path / kind, kind, decode, run.missing)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 
 WHOLE_STEP = "step"
 _STEPS_HELD = 256  # steps whose sums stay in memory; metrics are asked for right after a step
-
-
-@dataclass(frozen=True)
-class _Open:
-    name: str
-    step: int | None
 
 
 class Timeline:
@@ -39,11 +32,11 @@ class Timeline:
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is taken."""
-        stack = self._stack()
-        outer = stack[-1] if stack else None
-        full = f"{outer.name}/{name}" if outer is not None and outer.name != WHOLE_STEP else name
-        at = step if step is not None or outer is None else outer.step
-        stack.append(_Open(full, at))
+        stack: list[tuple[str, int | None]] = vars(self._local).setdefault("stack", [])  # (name, step) of open phases
+        outer, outer_step = stack[-1] if stack else (WHOLE_STEP, None)
+        full = name if outer == WHOLE_STEP else f"{outer}/{name}"
+        at = outer_step if step is None else step
+        stack.append((full, at))
         start, ticks = time.time(), time.perf_counter()
         error = ""
         try:
@@ -81,12 +74,6 @@ class Timeline:
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
-
-    def _stack(self) -> list[_Open]:
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        stack: list[_Open] = self._local.stack
-        return stack
 
     def _record(self, record: dict[str, Any]) -> None:
         self._writer.write(record)

@@ -7,16 +7,7 @@ from datetime import timedelta
 
 from hybridflow.process.store import MasterStore, StoreClient
 
-
-def master_store(host: str, port: int, timeout_s: float) -> MasterStore:
-    """The store's server and first client. With `port` 0 it listens on a free port, `store.port`. OSError when the port
-    is taken."""
-    return MasterStore(host, port, timeout_s)
-
-
-def client_store(host: str, port: int, timeout_s: float) -> StoreClient:
-    """Connect to a `master_store`, waiting for it to come up. StoreError when it has not by then."""
-    return StoreClient(host, port, timeout_s)
+master_store, client_store = MasterStore, StoreClient
 
 
 def join_world(backend: str, timeout_s: float) -> None:

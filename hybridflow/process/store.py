@@ -217,20 +217,13 @@ async def _accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     return _Frames(greeting.key(), is_client=False)
 
 
-class StoreClient:
-    """A connection with a `StoreServer`; waits for it to come up. One thread at a time has the connection.
-
-    Args:
-        timeout_s: until the server is reached, and then of `get` and `wait` without a timeout of their own.
-
-    Raises:
-        StoreError: nobody who knows the job's secret answers there by then.
-    """
+class _Connection:
+    """A connection with a `StoreServer`; waits for it to come up. One thread at a time has it."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self.host, self.port, self.timeout_s = host, port, timeout_s
         self._lock = threading.Lock()
-        self._connection, self._frames = self._connect(time.monotonic() + timeout_s)
+        self._socket, self._frames = self._connect(time.monotonic() + timeout_s)
 
     def _connect(self, deadline: float) -> tuple[socket.socket, _Frames]:
         while True:
@@ -251,25 +244,41 @@ class StoreClient:
                     ) from error
             time.sleep(_RETRY_S)
 
-    def _ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
+    def ask(self, method: str, *arguments: bytes, within_s: float = 0.0) -> list[bytes]:
+        """The results of a request. StoreError when there is no answer, StoreLate when keys have no value in time."""
         with self._lock:
             try:
-                self._connection.settimeout(within_s + max(_GRACE_S, self.timeout_s))
-                self._connection.sendall(self._frames.pack((method.encode(), *arguments)))
-                header = read_exactly(self._connection, _SIZE.size + _MAC_BYTES)
-                body = read_exactly(self._connection, _size(header[: _SIZE.size]))
+                self._socket.settimeout(within_s + max(_GRACE_S, self.timeout_s))
+                self._socket.sendall(self._frames.pack((method.encode(), *arguments)))
+                header = read_exactly(self._socket, _SIZE.size + _MAC_BYTES)
+                body = read_exactly(self._socket, _size(header[: _SIZE.size]))
                 status, *results = self._frames.unpack(header[_SIZE.size :], body)
             except OSError as error:
-                self._connection.close()
+                self.close()
                 raise StoreError(f"the store at {self.host}:{self.port} cannot be reached any more: {error}") from error
         if status == _LATE:
             missing = [key.decode(errors="replace") for key in results]
             raise StoreLate(f"timeout after {within_s:g} s while waiting for {', '.join(missing[:4])}", missing)
         return results
 
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):
+            self.close()
+
+
+class Keys:
+    """The keys of a store that begin with `prefix`, over a connection that may serve several such groups."""
+
+    def __init__(self, connection: _Connection, prefix: str = "") -> None:
+        self.connection, self._prefix = connection, prefix
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._ask("set", key.encode(), _bytes(value))
+        self.connection.ask("set", self._key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
         """The value, waiting for it."""
@@ -277,90 +286,70 @@ class StoreClient:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys, waiting for them."""
-        return self._wait(keys, self.timeout_s)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        return self._wait(keys, self.connection.timeout_s)
 
     def append(self, key: str, value: str | bytes) -> None:
         """Write a value behind the present one."""
-        self._ask("append", key.encode(), _bytes(value))
+        self.connection.ask("append", self._key(key), _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 at first, and return it."""
-        return int(self._ask("add", key.encode(), str(amount).encode())[0])
+        return int(self.connection.ask("add", self._key(key), str(amount).encode())[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the value is `expected`, or if there is none and `expected` is empty. Returns the value
         then, `expected` when there is none."""
-        return self._ask("compare_set", key.encode(), _bytes(expected), _bytes(desired))[0]
+        return self.connection.ask("compare_set", self._key(key), _bytes(expected), _bytes(desired))[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys have a value."""
-        return bool(self._ask("check", *(key.encode() for key in keys))[0])
+        return bool(self.connection.ask("check", *map(self._key, keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value. StoreError at the deadline."""
-        self._wait(keys, self.timeout_s if timeout is None else timeout.total_seconds())
+        self._wait(keys, self.connection.timeout_s if timeout is None else timeout.total_seconds())
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[bytes]:
-        return self._ask("wait", str(seconds).encode(), *(key.encode() for key in keys), within_s=seconds)
+        return self.connection.ask("wait", str(seconds).encode(), *map(self._key, keys), within_s=seconds)
 
     def delete_key(self, key: str) -> bool:
         """Forget a key; whether it was there."""
-        return bool(self._ask("delete_key", key.encode())[0])
+        return bool(self.connection.ask("delete_key", self._key(key))[0])
 
     def num_keys(self) -> int:
-        """How many keys there are."""
-        return int(self._ask("num_keys")[0])
+        """How many keys there are, with every prefix."""
+        return int(self.connection.ask("num_keys")[0])
 
     def close(self) -> None:
         """End the connection."""
-        self._connection.close()
+        self.connection.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_connection"):
-            self.close()
+    def _key(self, key: str) -> bytes:
+        return f"{self._prefix}{key}".encode()
+
+
+class StoreClient(Keys):
+    """A connection of its own with a `StoreServer`.
+
+    Args:
+        timeout_s: until the server is reached, and then of `get` and `wait` without a timeout of their own.
+
+    Raises:
+        StoreError: nobody who knows the job's secret answers there by then.
+    """
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        super().__init__(_Connection(host, port, timeout_s))
+        self.port = port
 
 
 class MasterStore(StoreClient):
-    """The server and a first client. OSError when the port is taken."""
+    """The server and a first client. With `port` 0 it listens on a free port, `store.port`. OSError when the port is
+    taken."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._server = StoreServer(host, port)
         super().__init__(host, self._server.port, timeout_s)
-
-
-class Prefixed:
-    """A store under a name: the keys of its users begin with it."""
-
-    def __init__(self, prefix: str, store: StoreClient) -> None:
-        self._prefix, self.client = prefix, store
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
-        self.client.set(self._key(key), value)
-
-    def get(self, key: str) -> bytes:
-        """The value, waiting for it."""
-        return self.client.get(self._key(key))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have a value."""
-        return self.client.check([self._key(key) for key in keys])
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value."""
-        self.client.wait([self._key(key) for key in keys], timeout)
-
-    def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
-        return self.client.delete_key(self._key(key))
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.models.family import Family, kept_dtypes
+from hybridflow.models.family import Family
 from hybridflow.models.weights import TOKENIZER_FILES, copy_files
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.saving.ownership import OwnedPiece
-from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of, write_surroundings
+from hybridflow.saving.safetensors_file import Entry, ShardWriter, entries_of, shards_of, write_surroundings
 
 MAX_SHARD_BYTES = 4 << 30
 _WRITERS = 4  # files written at the same time; bounds what a rank has on its way
@@ -60,9 +60,7 @@ def export_held(
     Raises:
         OSError: the disk is full or the folder cannot be written; `folder` is then as it was before.
     """
-    kept = kept_dtypes(held.family)
-    entries = [Entry(name, shape, kept.get(name, held.dtype)) for name, shape in held.family.tensors().items()]
-    shards = shards_of(entries, max_shard_bytes)
+    shards = shards_of(entries_of(held.family, held.dtype), max_shard_bytes)
     files = [_File(name, number % dist.get_world_size(), own) for number, (name, own) in enumerate(shards.items())]
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:

@@ -154,9 +154,7 @@ def digest_of(file: Path) -> FileRecord:
     return FileRecord(size, hasher.hexdigest())
 
 
-def problems_of(
-    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, hashes: bool = True
-) -> list[str]:
+def problems_of(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
     """What is wrong with the files (all of them, or `names`): missing, of another size, of other content. Empty when
     all is well."""
     found = []
@@ -166,7 +164,7 @@ def problems_of(
             size = file.stat().st_size
             if size != expected.size:
                 found.append(f"{file} has {size} bytes, the manifest says {expected.size}")
-            elif hashes and digest_of(file).xxh3 != expected.xxh3:
+            elif digest_of(file).xxh3 != expected.xxh3:
                 found.append(f"{file} does not have the content the manifest describes (hash differs)")
         except OSError as error:
             found.append(f"{file} cannot be read: {error.strerror}")

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+
+import numpy as np
 
 from hybridflow.errors import ModelError
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, Piece
 from hybridflow.reshard.fsdp_layout import fsdp_tensors
 from hybridflow.reshard.layout import rank_tensors
+from hybridflow.reshard.proof import cover_faults
 
 Owners = dict[str, list["OwnedPiece"]]  # of each HF tensor its slices, by rank
 
@@ -74,27 +76,21 @@ def _prove_cover(shapes: Mapping[str, tuple[int, ...]], owned: Mapping[str, Sequ
         raise ModelError(
             f"the family's map names tensors that are not in its checkpoint {unknown[:4]}, or leaves out {missing[:4]}"
         )
-    for name, shape in shapes.items():
-        pieces = [option.piece for option in owned[name]]
-        if any(
-            start + size > full
-            for p in pieces
-            for start, size, full in zip(p.source_start, p.shape, shape, strict=True)
-        ):
-            raise ModelError(f"a piece of {name} reaches beyond its shape {shape}")
-        if sum(piece.numel for piece in pieces) != prod(shape) or _any_overlap(pieces):
-            raise ModelError(f"the pieces of {name} {shape} do not cover every element exactly once")
+    names = list(shapes)
+    axes = max(map(len, shapes.values()))
 
+    def padded(numbers: Sequence[int], filler: int) -> list[int]:
+        return [*numbers, *[filler] * (axes - len(numbers))]
 
-def _any_overlap(pieces: Sequence[Piece]) -> bool:
-    # sorted by the first row, only pieces whose row ranges meet need to be compared
-    ordered = sorted(pieces, key=lambda piece: piece.source_start)
-    for index, piece in enumerate(ordered):
-        end = piece.source_start[0] + piece.shape[0]
-        for other in ordered[index + 1 :]:
-            if other.source_start[0] >= end:
-                break
-            spans = zip(piece.source_start, piece.shape, other.source_start, other.shape, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in spans):
-                return True
-    return False
+    found = [(number, one.piece) for number, name in enumerate(names) for one in owned[name]]
+    faults = cover_faults(
+        np.array([number for number, _ in found]),
+        np.array([padded(piece.source_start, 0) for _, piece in found]),
+        np.array([padded(piece.shape, 1) for _, piece in found]),
+        np.array([padded(shape, 1) for shape in shapes.values()]),
+    )
+    for fault in faults:
+        name = names[fault.key]
+        if fault.kind == "beyond":
+            raise ModelError(f"a piece of {name} reaches beyond its shape {shapes[name]}")
+        raise ModelError(f"the pieces of {name} {shapes[name]} do not cover every element exactly once")

@@ -18,6 +18,7 @@ import torch
 
 from hybridflow.device.residency import memory_of
 from hybridflow.errors import ModelError, naming
+from hybridflow.models.family import Family, kept_dtypes
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.sha256"
@@ -36,6 +37,12 @@ class Entry:
     def size(self) -> int:
         """Bytes."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+def entries_of(family: Family, dtype: torch.dtype) -> list[Entry]:
+    """The tensors of a model whose weights have this precision."""
+    kept = kept_dtypes(family)
+    return [Entry(name, shape, kept.get(name, dtype)) for name, shape in family.tensors().items()]
 
 
 def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:

@@ -160,9 +160,6 @@ class Saver:
             time.sleep(0.005)
 
 
-_ALIGN = 64
-
-
 class Staging:
     """Host memory for one consistent copy of this rank's state while it is written: one buffer, pinned where there is
     a GPU, that every save uses again. It grows when a later state is larger and is never given back."""
@@ -209,9 +206,9 @@ class Job:
     def write(self, tensors: Sequence[Any]) -> None:
         """All of the work, in step with the other ranks. CheckpointError on every rank when it failed on any."""
         try:
-            self._raise_if(self._on_first(self._make_room))
+            self._on_first(self._make_room)
             reports = self.exchange.gather_on_first(self._write_own(tensors))
-            self._raise_if(self._on_first(lambda: self._complete(reports)))
+            self._on_first(lambda: self._complete(reports))
         except RuntimeError as error:
             reason = str(error).splitlines()[0].split(" This is typically ")[0]
             raise self._not_written(f"another rank is gone, or its files took longer than allowed: {reason}") from error
@@ -246,18 +243,15 @@ class Job:
         files[INDEX] = digest_of(self.folder / INDEX)
         replace(self.manifest, files=files).write(self.folder)
 
-    def _on_first(self, action: Callable[[], None]) -> str:
-        """Run it on rank 0; its failure, on every rank, or the empty string."""
+    def _on_first(self, action: Callable[[], None]) -> None:
+        """Run it on rank 0. CheckpointError on every rank when it failed."""
         failure = ""
         if self.rank == 0:
             try:
                 action()
             except Exception as error:
                 failure = cause_of(error)
-        return self.exchange.gather(failure or " ")[0].strip()
-
-    def _raise_if(self, failure: str) -> None:
-        if failure:
+        if failure := self.exchange.gather(failure)[0].strip():
             raise self._not_written(failure)
 
     def _not_written(self, cause: str) -> CheckpointError:
@@ -299,7 +293,6 @@ def manifest_of(
 
 
 # ---- loading
-# ------------------------------------------------------------------------------------------------------------
 
 
 def checked_manifest(holder: Holder, folder: Path, exchange: Exchange, backend: str) -> Manifest:

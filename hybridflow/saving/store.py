@@ -210,7 +210,6 @@ class CheckpointStore:
         return {one.step: one for one in self._whole() if one.phase == "rl"}
 
     # ---- inside
-    # --------------------------------------------------------------------------------------------------------
 
     def _commit(self, partial: Path, final: Path) -> Path:
         """All of it is on the disk: give it its name, point to it, drop what is no longer wanted."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from hybridflow.saving.reader import CheckpointFolder
 
-MAX_SHARD_BYTES = 4 << 30
-
 
 def locate(path: Path) -> Path:
     """The ranks' folder (with the manifest) that `path` means: it itself, a checkpoint, a run or its `checkpoints/`
@@ -75,23 +73,19 @@ def roles(path: Path) -> list[Path]:
 
 
 # ---- inspect and verify
-# ------------------------------------------------------------------------------------------------------------
 
 
 def inspect(folder: Path) -> dict[str, Any]:
     """What a checkpoint is and holds: the manifest's figures, and tensors and bytes of each part."""
     manifest = Manifest.read(folder)
-    chunks = read_index(folder)["chunks"]
     parts: dict[str, dict[str, int]] = {}
-    seen: dict[str, set[str]] = {}
-    for chunk in chunks:
-        part = _part(chunk["key"])
-        figures = parts.setdefault(part, {"tensors": 0, "rectangles": 0, "bytes": 0})
+    seen: set[str] = set()
+    for chunk in read_index(folder)["chunks"]:
+        figures = parts.setdefault(_part(chunk["key"]), {"tensors": 0, "rectangles": 0, "bytes": 0})
+        figures["tensors"] += chunk["key"] not in seen
         figures["rectangles"] += 1
         figures["bytes"] += chunk["length"]
-        seen.setdefault(part, set()).add(chunk["key"])
-    for part, keys in seen.items():
-        parts[part]["tensors"] = len(keys)
+        seen.add(chunk["key"])
     return {
         "folder": str(folder),
         "phase": manifest.phase,
@@ -175,7 +169,6 @@ def _wrong_checksums(folder: Path) -> list[str]:
 
 
 # ---- Hugging Face
-# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -281,19 +274,16 @@ def _write(
     present: set[str],
 ) -> Written:
     from hybridflow.models import family_of
-    from hybridflow.models.family import kept_dtypes
     from hybridflow.models.weights import TOKENIZER_FILES, copy_files
-    from hybridflow.saving.safetensors_file import Entry, ShardWriter, shards_of, write_surroundings
+    from hybridflow.saving.safetensors_file import ShardWriter, entries_of, shards_of, write_surroundings
 
     precision = _precision(dtype)
     family = family_of(hf_config)
-    tensors, kept = family.tensors(), kept_dtypes(family)
+    tensors = family.tensors()
     missing = sorted(tensors.keys() - present) if present else []
     if missing:
         raise ModelError(f"{len(missing)} tensors that config.json implies are missing: {', '.join(missing[:4])}")
-    files = shards_of(
-        [Entry(name, shape, kept.get(name, precision)) for name, shape in tensors.items()], max_shard_bytes
-    )
+    files = shards_of(entries_of(family, precision), max_shard_bytes)
     checksums = {}
     with _whole_or_nothing(out) as partial:
         for name, entries in files.items():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
-from hybridflow.process.store import Prefixed, StoreClient, StoreError, StoreLate
+from hybridflow.process.store import Keys, StoreClient, StoreError, StoreLate
 from hybridflow.sync.transports.base import Endpoint
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Meeting:
     """A session that everybody has come to: the store under the session's name, and what each rank of the other side
     said of itself."""
 
-    store: Prefixed
+    store: Keys
     peers: dict[int, dict[str, Any]]
 
 
@@ -89,7 +89,7 @@ def meet(member: Member, **said: Any) -> Meeting:
         who.
     """
     endpoint, deadline = member.endpoint, time.monotonic() + member.endpoint.timeout_s
-    store = Prefixed(f"transport/{endpoint.session}", _store(endpoint, deadline))
+    store = Keys(_store(endpoint, deadline).connection, f"transport/{endpoint.session}/")
     ranks = [("trainer", rank) for rank in endpoint.senders] + [("engine", rank) for rank in endpoint.receivers]
     keys = [f"{side}/{rank}" for side, rank in ranks]
     try:

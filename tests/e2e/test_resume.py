@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridflow.config.load import load_yaml
+from hybridflow.config.load import load_config
 from hybridflow.data.sampler import ResumableSampler
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.observe.rollouts import read_rollouts
@@ -141,7 +141,7 @@ def test_the_end_is_that_of_an_uninterrupted_run(history: History) -> None:
 def test_prompts_come_in_the_order_of_one_uninterrupted_sampler(history: History) -> None:
     """Over the end of an epoch, too: 9 steps of 4 prompts out of 30."""
     folder, _ = history
-    config = load_yaml(folder / "config.yaml")
+    config = load_config("config", (), folder)
     train = [row["extra_info"]["index"] for row in read_rollouts(config.data.train_files[0])]
     assert len(train) == ROWS
     sampler = ResumableSampler(ROWS, PROMPTS, config.data.shuffle, config.seed)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.config.load import load_yaml
+from hybridflow.config.load import load_config
 from hybridflow.data.dataset import PromptDataset
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.observe.jsonl import read_jsonl
@@ -134,7 +134,7 @@ def test_the_exported_folder_is_what_megatron_holds(finished: Finished) -> None:
     prompts."""
     from transformers import AutoModelForCausalLM
 
-    config = load_yaml(finished.folder / "config.yaml")
+    config = load_config("config", (), finished.folder)
     tokenizer = load_tokenizer(finished.folder / "export")
     held_out = PromptDataset(config.data.val_files, tokenizer, config.data)
     assert len(held_out) == 64

@@ -157,7 +157,12 @@ def test_answers_whose_other_role_does_not_come_fail_with_what_to_do(reward, mon
 def test_the_rows_of_a_problem_are_side_by_side_and_held_out_ones_are_nowhere_else(tmp_path):
     prepared = prepare(f"{CURE / 'problems.py'}:cure", tmp_path / "data", None, {"num_pairs": 50, "num_sft": 80})
     train, test, sft = (
-        pq.read_table(path).to_pylist() for path in (prepared.train_file, prepared.test_file, prepared.sft_file)
+        pq.read_table(path).to_pylist()
+        for path in (
+            prepared.folder / "train.parquet",
+            prepared.folder / "test.parquet",
+            prepared.folder / "sft.parquet",
+        )
     )
     assert (len(train), len(test), len(sft)) == (100, 24, 160)
     for rows in (train, test):

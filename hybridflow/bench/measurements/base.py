@@ -98,21 +98,15 @@ class Measurement:
 MEASUREMENTS: Registry[Measurement] = Registry("measurement", "hybridflow.bench.measurements", "measurement")
 
 
-def measurement(
-    name: str,
-    *suites: str,
-    per_node: bool = False,
-    needs_gpu: bool = False,
-    timeout_s: float = 90.0,
-    processes: int = 1,
-) -> Callable[[Run], Run]:
-    """Register a function as the measurement `name`. ConfigError: there is no such suite."""
+def measurement(name: str, *suites: str, **settings: Any) -> Callable[[Run], Run]:
+    """Register a function as the measurement `name`; `settings` are further attributes of `Measurement`. ConfigError:
+    there is no such suite."""
     if unknown := set(suites) - set(SUITES):
         raise ConfigError(f"measurement {name}: there is no suite {unknown.pop()} (one of {', '.join(SUITES)})")
 
     def decorate(run: Run) -> Run:
         summary = (run.__doc__ or name).strip().splitlines()[0]
-        MEASUREMENTS.register(name, Measurement(run, suites, summary, per_node, needs_gpu, timeout_s, processes))
+        MEASUREMENTS.register(name, Measurement(run, suites, summary, **settings))
         return run
 
     return decorate

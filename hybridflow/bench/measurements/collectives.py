@@ -15,7 +15,6 @@ from hybridflow.errors import ResourceError
 
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
 WORLD = 2
-KINDS = ("all_reduce", "all_gather", "broadcast")
 # Bytes on the wire of each rank over bytes of the buffer (nccl-tests, PERFORMANCE.md).
 BUS = {"all_reduce": 2 * (WORLD - 1) / WORLD, "all_gather": (WORLD - 1) / WORLD, "broadcast": 1.0}
 

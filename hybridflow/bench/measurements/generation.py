@@ -52,12 +52,8 @@ def generation(place: Place) -> Iterator[Metric]:
 
         for name, lengths in CASES.items():
             seconds, loops = _rounds(partial(generate, lengths))
-            total = sum(lengths)
-            yield Metric("generation", f"rollout/{name}", "tokens/s", "higher", rates(total, seconds),
-                         yardstick=Reference("Python's own loops", rates(total, loops)), bound=0.25)  # fmt: skip
-        seconds, loops = _rounds(tail)
-        yield Metric("generation", "rollout/long tail", "tokens/s", "higher", rates(sum(TAIL), seconds),
-                     yardstick=Reference("Python's own loops", rates(sum(TAIL), loops)), bound=0.25)  # fmt: skip
+            yield _tokens_a_second(name, sum(lengths), seconds, loops)
+        yield _tokens_a_second("long tail", sum(TAIL), *_rounds(tail))
         prefix = random.integers(2, 1000, 8 * PROMPT).tolist()
 
         def first_token(cached: bool) -> float:
@@ -69,6 +65,12 @@ def generation(place: Place) -> Iterator[Metric]:
                          yardstick=Reference("Python's own loops", tuple(loops)), bound=0.25)  # fmt: skip
     finally:
         engine.stop()
+
+
+def _tokens_a_second(name: str, tokens: int, seconds: Sequence[float], loops: Sequence[float]) -> Metric:
+    yardstick = Reference("Python's own loops", rates(tokens, loops))
+    rate = rates(tokens, seconds)
+    return Metric("generation", f"rollout/{name}", "tokens/s", "higher", rate, yardstick=yardstick, bound=0.25)
 
 
 def _rounds(job: Callable[[], float]) -> tuple[list[float], list[float]]:

@@ -7,17 +7,33 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hybridflow.batch import DataProto
 from hybridflow.bench.measurements.base import Place, interleaved, measurement, rates
 from hybridflow.bench.result import Metric, Reference
+from hybridflow.dispatch import Dispatch, MeshPosition, WorkerContext, register
 
 ROWS, TOKENS = 64, 32_768
+
+
+class Echo:
+    """A worker that returns what it is given; every rank is a data-parallel rank."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def mesh_position(self) -> MeshPosition:
+        """The data-parallel rank is the rank."""
+        return MeshPosition(self.context.rank, self.context.world_size, True)
+
+    @register(Dispatch.DP, writes=("response_ids",))
+    def echo(self, batch: DataProto) -> DataProto:
+        """The batch."""
+        return batch
 
 
 @measurement("store", "micro", timeout_s=120)
 def store(place: Place) -> Iterator[Metric]:
     """a batch of 16 MiB to two ranks through Ray's object store and back, fetched, beside a copy"""
-    from hybridflow.batch import DataProto
-    from hybridflow.bench.echo import Echo
     from hybridflow.config.schema import ClusterConfig
     from hybridflow.single_controller import Cluster, ResourcePool, WorkerGroup
 

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hybridflow.config.build import build_options
 from hybridflow.data.prepare.manifest import (
     MANIFEST,
-    build_manifest,
     files_are_intact,
     listed_files,
     read_manifest,
     write_manifest,
 )
-from hybridflow.data.prepare.options import parse_options
+from hybridflow.data.prepare.options import KEY
 from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.errors import ConfigError, DataError
 
@@ -31,19 +31,12 @@ class PreparedData:
     """What a preparation left on disk.
 
     Attributes:
-        folder: the folder given as `out`.
-        train_file, test_file: parquet files of prompts.
-        sft_file: parquet file of demonstrations, None when the task wrote none.
-        tokenizer: Hugging Face tokenizer folder.
+        folder: the folder given as `out`: train.parquet, test.parquet, [sft.parquet], tokenizer/.
         rows: rows per parquet file name.
         reused: True when the folder already held exactly this request and nothing was written.
     """
 
     folder: Path
-    train_file: Path
-    test_file: Path
-    sft_file: Path | None
-    tokenizer: Path
     rows: dict[str, int]
     reused: bool
 
@@ -69,23 +62,23 @@ def prepare(
         DataError: a raw file is missing or malformed, or `out` holds files that no preparation wrote.
     """
     known = TASKS.get(task)
-    parsed = parse_options(known.options, options or {}, task)
+    parsed = build_options(known.options(), options or {}, KEY)
     out = Path(out)
     request = {"task": task, "options": asdict(parsed), "source": _source_hashes(task, known, source)}
     if (rows := _rows_if_done(out, request)) is not None:
-        return _describe(out, rows, reused=True)
+        return PreparedData(out, rows, reused=True)
     _refuse_foreign_files(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
     try:
         staging.chmod(0o755)  # mkdtemp makes it private; workers of another user may have to read the data
         rows = known.write(parsed, staging, source)
-        write_manifest(staging, build_manifest(staging, request, rows))
+        write_manifest(staging, request, rows)
         _put_in_place(staging, out, request)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     log.info("prepared %s in %s: %s", task, out, rows)
-    return _describe(out, rows, reused=False)
+    return PreparedData(out, rows, reused=False)
 
 
 def _source_hashes(task: str, known: Task, source: Path | None) -> dict[str, str]:
@@ -149,8 +142,3 @@ def _put_in_place(staging: Path, out: Path, request: Mapping[str, object]) -> No
             raise DataError(f"cannot move the prepared data to {out}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _describe(out: Path, rows: dict[str, int], *, reused: bool) -> PreparedData:
-    sft = out / "sft.parquet" if "sft.parquet" in rows else None
-    return PreparedData(out, out / "train.parquet", out / "test.parquet", sft, out / "tokenizer", rows, reused)

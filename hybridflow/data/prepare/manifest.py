@@ -14,14 +14,10 @@ MANIFEST = "manifest.json"
 _FORMAT = 1  # raise it when the written files change for the same options: older folders are then prepared anew
 
 
-def build_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> dict[str, Any]:
-    """The manifest of every file now in `folder`, to be written as the last one."""
+def write_manifest(folder: Path, request: Mapping[str, object], rows: Mapping[str, int]) -> None:
+    """Writes manifest.json into `folder`, as its last file: it lists every other one."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return {"format": _FORMAT, "request": dict(request), "rows": dict(rows), "files": listed_files(folder, names)}
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, object]) -> None:
-    """Writes manifest.json into `folder`."""
+    manifest = {"format": _FORMAT, "request": request, "rows": rows, "files": listed_files(folder, names)}
     with naming(folder / MANIFEST):
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -27,7 +27,7 @@ import torch
 from hybridflow.device.platform import Platform
 from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
-from hybridflow.process.store import Prefixed, StoreError, StoreLate
+from hybridflow.process.store import Keys, StoreError, StoreLate
 from hybridflow.process.torch_store import TorchStore
 from hybridflow.sync.meeting import Member, Peers, meet
 from hybridflow.sync.payload import Payload
@@ -72,7 +72,7 @@ class PeerToPeer:
             else len(endpoint.senders) + endpoint.receivers.index(member.rank)
         )
         self.peers = Peers(member, meeting)
-        self._store = TorchStore(meeting.store.client, f"group/{endpoint.session}/")
+        self._store = TorchStore(meeting.store, f"group/{endpoint.session}/")
         try:
             self._group = self._join(mine, len(endpoint.senders) + len(endpoint.receivers))
         except RuntimeError as error:
@@ -182,9 +182,8 @@ class OverNccl(PeerToPeer):
         super().__init__(member, device)
         endpoint = member.endpoint
         # a connection of its own: the group's is asked by threads of NCCL's group
-        self._notes = Prefixed(
-            f"transport/{endpoint.session}/ready", client_store(endpoint.host, endpoint.port, endpoint.timeout_s)
-        )
+        client = client_store(endpoint.host, endpoint.port, endpoint.timeout_s)
+        self._notes = Keys(client.connection, f"transport/{endpoint.session}/ready/")
         self._counts: Counter[int] = Counter()  # messages with each peer that were announced, or seen to be
         self._together = max(1, endpoint.slots // 2)  # half of what may be under way, while the rest is dealt with
         self._next: _Batch | None = None  # of a receiver: not started
@@ -319,12 +318,12 @@ class OverNccl(PeerToPeer):
     def close(self) -> None:
         """End the session in good order."""
         super().close()
-        self._notes.client.close()
+        self._notes.close()
 
     def abort(self) -> None:
         """Give the session up at once."""
         super().abort()
-        self._notes.client.close()
+        self._notes.close()
 
 
 class _Batch:

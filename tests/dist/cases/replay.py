@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, num_experts, read_parquet
+from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, read_parquet
+from hybridflow.config.derived import num_experts
 from hybridflow.config.schema import OptimConfig
 from tests.dist.harness.policies import batch_of, digest, policy_of, share_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybridflow.cli.main import main
-from hybridflow.config.load import load_yaml
+from hybridflow.config.load import load_config
 from hybridflow.errors import HybridFlowError, RunInterrupted
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,7 +156,7 @@ def test_print_config_prints_the_resolved_yaml_and_starts_nothing(
 ) -> None:
     assert main(["train", "--config-name", "e2e", "--print-config", "rollout.n=9"]) == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)
-    assert load_yaml(Path("printed.yaml")).rollout.n == 9
+    assert load_config("printed", (), Path()).rollout.n == 9
     assert calls == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.config.build import build, to_plain
 from hybridflow.config.keys import all_keys, value_at
-from hybridflow.config.load import dump_yaml, load_config, load_yaml
+from hybridflow.config.load import dump_yaml, load_config
 from hybridflow.config.locate import list_recipes, shipped_config_dir
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
@@ -238,7 +238,7 @@ def test_the_dump_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
         "tiny-moe-grpo", ["rollout.logprob_diff_bound=null", "actor.optim.adam_eps=1e-8", 'name="007"']
     )
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    assert load_yaml(tmp_path / "config.yaml") == config
+    assert load_config("config", (), tmp_path) == config
 
 
 def test_loading_leaves_the_working_directory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.build import build
-from hybridflow.config.load import dump_yaml, load_yaml
+from hybridflow.config.load import dump_yaml, load_config
 from hybridflow.config.val_sets import problems, val_sets
 from tests.unit.config.small import found
 
@@ -33,7 +33,7 @@ def test_a_set_is_as_the_unnamed_one_but_for_what_it_gives() -> None:
 def test_a_run_folder_keeps_the_order_of_the_sets(tmp_path: Any) -> None:
     config = config_of(zebra={"files": ["z"]}, ant={"files": ["a"]})
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    assert list(val_sets(load_yaml(tmp_path / "config.yaml"))) == ["", "zebra", "ant"]
+    assert list(val_sets(load_config("config", (), tmp_path))) == ["", "zebra", "ant"]
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,6 @@ def test_nothing_left_after_filtering_is_an_error(tmp_path, tokenizer):
         PromptDataset([path], tokenizer, DataConfig(max_prompt_length=5, filter_overlong_prompts=True))
 
 
-def test_an_unknown_truncation_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ConfigError, match=r"data\.truncation is 'cut'.*error, left, right, middle"):
-        PromptDataset([_file(tmp_path, [_row("1")])], tokenizer, DataConfig(truncation="cut"))
-
-
 # --- files that are not what they should be
 
 

@@ -24,21 +24,18 @@ def _best_largest_sum(costs: list[int], ranks: int) -> int:
     )
 
 
-@given(lengths, st.integers(1, 9), st.integers(1, 5))
-def test_each_index_once_no_bin_empty_or_above_the_budget(sizes, min_bins, multiple_of):
-    bins = pack(sizes, BUDGET, min_bins=min_bins, multiple_of=multiple_of)
+@given(lengths, st.integers(1, 9))
+def test_each_index_once_no_bin_empty_or_above_the_budget(sizes, min_bins):
+    bins = pack(sizes, BUDGET, min_bins=min_bins)
     assert sorted(np.concatenate([*bins, []]).tolist()) == list(range(len(sizes)))
     assert all(0 < total <= BUDGET for total in _sums(bins, sizes))
     assert all((np.diff(members) > 0).all() for members in bins)
 
 
-@given(lengths, st.integers(1, 9), st.integers(1, 5))
-def test_number_of_bins_follows_min_bins_and_multiple_of(sizes, min_bins, multiple_of):
+@given(lengths, st.integers(1, 9))
+def test_number_of_bins_follows_min_bins(sizes, min_bins):
     plain = len(pack(sizes, BUDGET))
-    number = len(pack(sizes, BUDGET, min_bins=min_bins, multiple_of=multiple_of))
-    floor = max(plain, min(min_bins, len(sizes)))
-    rounded = -(-floor // multiple_of) * multiple_of
-    assert number == (rounded if rounded <= len(sizes) else floor)
+    assert len(pack(sizes, BUDGET, min_bins=min_bins)) == max(plain, min(min_bins, len(sizes)))
 
 
 @given(lengths)
@@ -77,7 +74,7 @@ def test_where_even_loads_break_the_budget_bins_are_halved_and_a_bin_of_one_sequ
 
 
 def test_nothing_to_pack_gives_no_bins():
-    assert pack([], BUDGET, min_bins=4, multiple_of=2) == []
+    assert pack([], BUDGET, min_bins=4) == []
 
 
 def test_a_sequence_above_the_budget_is_named():
@@ -85,9 +82,7 @@ def test_a_sequence_above_the_budget_is_named():
         pack([5, 101, 7], BUDGET)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"lengths": [0]}, {"lengths": [3], "min_bins": 0}, {"lengths": [3], "multiple_of": 0}]
-)
+@pytest.mark.parametrize("arguments", [{"lengths": [0]}, {"lengths": [3], "min_bins": 0}])
 def test_arguments_that_are_not_positive_are_refused(arguments):
     with pytest.raises(ValueError, match="positive"):
         pack(arguments.pop("lengths"), BUDGET, **arguments)

@@ -56,7 +56,7 @@ def test_near_errors_move_digits_by_one_or_two(tmp_path: Path) -> None:
     moved = [(int(w) - int(r)) % 10 for row in rows for r, w in zip(row["chosen"], row["rejected"], strict=True)]
     assert set(moved) == {0, 1, 2, 8, 9} and moved.count(0) < len(moved) / 2
     assert all(row["chosen"] != row["rejected"] for row in rows)
-    with pytest.raises(ConfigError, match=r"pair_errors must be any or near, is 'far'"):
+    with pytest.raises(ConfigError, match=r"pair_errors: got 'far', choose one of: any, near"):
         prepare("arithmetic", tmp_path / "wrong", None, {**OPTIONS, "pair_errors": "far"})
 
 
@@ -67,7 +67,7 @@ def test_pairs_are_as_many_as_asked_for_and_the_same_every_time(folder: Path, tm
     assert rows_of(other / "pairs.parquet") != rows_of(folder / "pairs.parquet")
     without = prepare("arithmetic", tmp_path / "without", None, {**OPTIONS, "num_pairs": 0}).folder
     assert not (without / "pairs.parquet").exists()
-    with pytest.raises(ConfigError, match=r"num_pairs must be at least 0"):
+    with pytest.raises(ConfigError, match=r"num_pairs=-1 must be at least 0"):
         prepare("arithmetic", tmp_path / "wrong", None, {**OPTIONS, "num_pairs": -1})
 
 

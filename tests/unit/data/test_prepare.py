@@ -38,7 +38,7 @@ def _write_gsm8k(folder: Path, test_tail: str = "") -> Path:
 
 def test_rows_have_the_field_names_users_know(tmp_path):
     prepared = prepare("arithmetic", tmp_path / "data", None, {**SMALL, "reverse_answer": True, "zero_pad": True})
-    row = _rows(prepared.train_file)[7]
+    row = _rows(prepared.folder / "train.parquet")[7]
     a, b = row["extra_info"]["a"], row["extra_info"]["b"]
     assert row == {
         "data_source": "arithmetic",
@@ -47,14 +47,17 @@ def test_rows_have_the_field_names_users_know(tmp_path):
         "reward_model": {"style": "rule", "ground_truth": f"{a + b:02d}"[::-1]},
         "extra_info": {"split": "train", "index": 7, "operation": "add", "a": a, "b": b},
     }
-    demonstration = _rows(prepared.sft_file)[0]
+    demonstration = _rows(prepared.folder / "sft.parquet")[0]
     first, second = map(int, demonstration["prompt"][0]["content"].split("+"))
     assert demonstration["response"] == f"{first + second:02d}"[::-1]
 
 
 def test_held_out_pairs_are_in_no_other_file_and_all_others_are_in_train(tmp_path):
     prepared = prepare("arithmetic", tmp_path / "data", None, SMALL)
-    train, test, sft = (_questions(f) for f in (prepared.train_file, prepared.test_file, prepared.sft_file))
+    train, test, sft = (
+        _questions(f)
+        for f in (prepared.folder / "train.parquet", prepared.folder / "test.parquet", prepared.folder / "sft.parquet")
+    )
     assert (len(train), len(test), len(sft)) == (13 * 13 - 20, 20, 30)
     assert len({*train, *test}) == 13 * 13
     assert not {*test} & {*sft}
@@ -65,15 +68,21 @@ def test_the_held_out_set_is_the_same_for_all_seeds_and_the_training_draw_is_not
     one = prepare("arithmetic", tmp_path / "one", None, {**SMALL, "num_train": 50, "seed": 1})
     two = prepare("arithmetic", tmp_path / "two", None, {**SMALL, "num_train": 50, "seed": 2})
     other = prepare("arithmetic", tmp_path / "other", None, {**SMALL, "holdout_seed": 7})
-    assert _questions(one.test_file) == _questions(two.test_file) != _questions(other.test_file)
-    assert _questions(one.train_file) != _questions(two.train_file)
-    assert _questions(one.sft_file) != _questions(two.sft_file)
+    assert (
+        _questions(one.folder / "test.parquet")
+        == _questions(two.folder / "test.parquet")
+        != _questions(other.folder / "test.parquet")
+    )
+    assert _questions(one.folder / "train.parquet") != _questions(two.folder / "train.parquet")
+    assert _questions(one.folder / "sft.parquet") != _questions(two.folder / "sft.parquet")
 
 
 def test_swapped_pairs_can_be_held_out_too(tmp_path):
     prepared = prepare("arithmetic", tmp_path / "data", None, {**SMALL, "hold_out_swapped": True})
-    held_out = {frozenset(question.split("+")) for question in _questions(prepared.test_file)}
-    assert all(frozenset(question.split("+")) not in held_out for question in _questions(prepared.train_file))
+    held_out = {frozenset(question.split("+")) for question in _questions(prepared.folder / "test.parquet")}
+    assert all(
+        frozenset(question.split("+")) not in held_out for question in _questions(prepared.folder / "train.parquet")
+    )
 
 
 def test_a_range_too_large_to_list_is_sampled(tmp_path):
@@ -83,7 +92,7 @@ def test_a_range_too_large_to_list_is_sampled(tmp_path):
         None,
         {"min_operand": 10**7, "max_operand": 10**8, "num_train": 100, "num_test": 10},
     )
-    assert len({*_questions(prepared.train_file)}) == 100
+    assert len({*_questions(prepared.folder / "train.parquet")}) == 100
 
 
 @given(
@@ -115,11 +124,11 @@ def test_written_answers_are_right_and_fit_the_stated_lengths(operation, pair, l
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_tests": 5}, "num_tests.*did you mean 'num_test'"),
-        ({"num_train": "5"}, "num_train.*must be int"),
-        ({"num_train": True}, "num_train.*must be int"),
-        ({"operation": "sum"}, "operation 'sum' is unknown.*add, mul, sub"),
-        ({"min_operand": -1}, "min_operand must be at least 0"),
+        ({"num_tests": 5}, "num_tests.*did you mean data.prepare.options.num_test"),
+        ({"num_train": "5"}, "num_train.*expected whole number"),
+        ({"num_train": True}, "num_train.*expected whole number"),
+        ({"operation": "sum"}, "operation: got 'sum', choose one of: add, sub, mul"),
+        ({"min_operand": -1}, "min_operand=-1 must be at least 0"),
         ({"min_operand": 9, "max_operand": 3}, "max_operand must be at least min_operand"),
         ({"max_operand": 9}, "num_test is 500, but .* only 100 pairs"),
         ({"max_operand": 30, "num_train": 500}, "num_train is 500, but only 461 pairs remain"),
@@ -165,7 +174,7 @@ def test_the_same_request_again_writes_nothing(tmp_path):
 def test_another_request_replaces_the_folder_whole(tmp_path):
     prepare("arithmetic", tmp_path / "data", None, SMALL)
     second = prepare("arithmetic", tmp_path / "data", None, {**SMALL, "num_sft": 0})
-    assert (second.reused, second.sft_file) == (False, None)
+    assert (second.reused, "sft.parquet" in second.rows) == (False, False)
     assert not (tmp_path / "data" / "sft.parquet").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
@@ -173,10 +182,10 @@ def test_another_request_replaces_the_folder_whole(tmp_path):
 @pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-9])])
 def test_a_damaged_file_is_prepared_again(tmp_path, damage):
     first = prepare("arithmetic", tmp_path / "data", None, SMALL)
-    damage(first.train_file)
+    damage(first.folder / "train.parquet")
     again = prepare("arithmetic", tmp_path / "data", None, SMALL)
     assert not again.reused
-    assert len(_rows(again.train_file)) == 149
+    assert len(_rows(again.folder / "train.parquet")) == 149
 
 
 @pytest.mark.parametrize("prepared_before", [False, True])
@@ -202,7 +211,7 @@ def test_a_failure_half_way_leaves_the_old_preparation_whole(tmp_path, monkeypat
         prepare("arithmetic", tmp_path / "data", None, {**SMALL, "seed": 9})
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert prepare("arithmetic", tmp_path / "data", None, SMALL).reused
-    assert len(_rows(first.train_file)) == 149
+    assert len(_rows(first.folder / "train.parquet")) == 149
 
 
 def test_losing_the_race_to_another_process_is_no_error(tmp_path, monkeypatch):
@@ -243,7 +252,7 @@ def test_games_of_guessing_are_consistent(tmp_path):
 def test_gsm8k_rows(tmp_path):
     prepared = prepare("gsm8k", tmp_path / "data", _write_gsm8k(tmp_path / "raw"))
     assert prepared.rows == {"train.parquet": 4, "test.parquet": 4}
-    row = _rows(prepared.test_file)[2]
+    row = _rows(prepared.folder / "test.parquet")[2]
     content = row["prompt"][0].pop("content")
     assert content.startswith("What is 3 thousand? ") and "####" in content
     assert row == {

@@ -41,7 +41,7 @@ def printed(text, given, monkeypatch):
 def test_the_expected_outputs_are_what_the_words_say(tmp_path, monkeypatch, num_steps):
     options = {"num_steps": num_steps, "num_train": 15, "num_test": 10, "num_cases": 3}
     prepared = prepare("programs", tmp_path / "data", None, options)
-    found = [*rows(prepared.train_file), *rows(prepared.test_file)]
+    found = [*rows(prepared.folder / "train.parquet"), *rows(prepared.folder / "test.parquet")]
     assert len({asked(row) for row in found}) == len(found) == 25
     for row in found:
         steps, tests = steps_of(asked(row)), json.loads(row["reward_model"]["ground_truth"])
@@ -56,8 +56,8 @@ def test_the_expected_outputs_are_what_the_words_say(tmp_path, monkeypatch, num_
 def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tmp_path):
     prepared = prepare("programs", tmp_path / "data", None, SMALL)
     symbols = {"plus": "+", "minus": "-", "times": "*"}
-    right, train = 0, {asked(row) for row in rows(prepared.train_file)}
-    for row in rows(prepared.sft_file):
+    right, train = 0, {asked(row) for row in rows(prepared.folder / "train.parquet")}
+    for row in rows(prepared.folder / "sft.parquet"):
         steps = steps_of(asked(row))
         used = re.fullmatch(r"```python\nprint\(\(int\(input\(\)\)(.)(\d)\)(.)(\d)\)\n```", row["response"])
         assert used and asked(row) in train
@@ -67,7 +67,7 @@ def test_demonstrations_have_the_operands_of_their_problem_and_any_operations(tm
 
 
 def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
-    tokenizer = load_tokenizer(prepare("programs", tmp_path / "data", None, SMALL).tokenizer)
+    tokenizer = load_tokenizer(prepare("programs", tmp_path / "data", None, SMALL).folder / "tokenizer")
     text = answer([("times", 3), ("minus", 2)])
     ids = tokenizer.encode(text)
     assert len(ids) == 11 and tokenizer.decode(ids) == text
@@ -78,8 +78,8 @@ def test_a_program_is_a_dozen_tokens_and_is_read_back_unchanged(tmp_path):
     ("options", "said"),
     [
         ({"num_steps": 1}, "num_train must be 1 to -73: of 27 problems num_test=100 are held out"),
-        ({"num_steps": 9}, "num_steps must be 1 to 4"),
-        ({"num_cases": 0}, "num_cases must be 1 to 100"),
+        ({"num_steps": 9}, "num_steps=9 must be at least 1 and at most 4"),
+        ({"num_cases": 0}, "num_cases=0 must be at least 1 and at most 100"),
     ],
 )
 def test_options_out_of_range_are_named(tmp_path, options, said):

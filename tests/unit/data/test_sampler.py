@@ -38,14 +38,14 @@ def test_killed_at_any_batch_the_sequence_equals_the_uninterrupted_one(shape):
         before = _stream(first, killed_after)
         second = ResumableSampler(num_rows, batch_size, shuffle, seed)
         second.restore(json.loads(json.dumps(first.state())))
-        assert second.epoch == first.epoch
+        assert second.position == first.position
         assert before + _stream(second, total - killed_after) == whole
 
 
 def test_the_state_after_the_last_batch_of_an_epoch_starts_the_next_epoch():
     first = ResumableSampler(8, 4, seed=3)
     _stream(first, 2)
-    assert first.epoch == 1
+    assert first.position == 8
     second = ResumableSampler(8, 4, seed=3)
     second.restore(first.state())
     assert sorted(np.concatenate(_stream(second, 2)).tolist()) == list(range(8))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.load import load_config
+from hybridflow.config.locate import shipped_dir
 from hybridflow.errors import ConfigError
 from hybridflow.launch.job import Job, nodes_of, render
-from hybridflow.launch.site import Container, Environment, Site, launch_dir, read_site
+from hybridflow.launch.site import Container, Environment, Site, read_site
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "slurm"
 SITE = Site(
@@ -57,7 +58,7 @@ CASES: dict[str, tuple[Job, Site]] = {
 
 def head_of(text: str) -> str:
     """What is rendered before the body that all jobs share."""
-    return text.removesuffix((launch_dir() / "slurm" / "job.sh").read_text())
+    return text.removesuffix((shipped_dir("launch") / "slurm" / "job.sh").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,7 +94,7 @@ def test_words_with_spaces_quotes_and_percent_arrive_as_they_are() -> None:
 @pytest.mark.parametrize(("failures", "said"), [(0, "RUNNING 1"), (2, "RUNNING 1"), (3, "")])
 def test_a_question_that_slurm_has_dropped_is_asked_again(failures: int, said: str, tmp_path: Path) -> None:
     """Without an answer the job would count as unknown to Slurm, and would not be requeued."""
-    body = (launch_dir() / "slurm" / "job.sh").read_text()
+    body = (shipped_dir("launch") / "slurm" / "job.sh").read_text()
     function = f"again() {{{body.split('again() {')[1].split('finish() {')[0]}"
     asked = f'asked() {{ echo x >> "$1"; (($(wc -l < "$1") > {failures})) && echo RUNNING 1; }}; sleep() {{ :; }}'
     lines = f'{asked}\n{function}\nread -r state < <(again asked "$0") || true\necho "${{state:-}}"'
@@ -126,7 +127,7 @@ def test_an_admin_may_keep_an_edited_body(tmp_path: Path) -> None:
 
 
 def test_the_shipped_site_file_has_every_key_and_reads_back(tmp_path: Path) -> None:
-    site = read_site(launch_dir() / "slurm" / "site.yaml")
+    site = read_site(shipped_dir("launch") / "slurm" / "site.yaml")
     assert site.partition == "batch" and site.limits.min_shm_gib == 16.0
     bad = tmp_path / "site.yaml"
     for text, message in (

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.batch import FREE, num_experts, with_free_end
+from hybridflow.batch import FREE, with_free_end
 from hybridflow.config import derived
+from hybridflow.config.derived import num_experts
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import server_arguments

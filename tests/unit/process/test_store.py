@@ -180,8 +180,8 @@ def test_a_frame_repeated_changed_or_of_the_other_direction_is_refused() -> None
 
 def test_an_absurd_length_is_refused_before_it_is_read(master: MasterStore) -> None:
     client = StoreClient(HOST, master.port, 60.0)
-    client._connection.sendall(struct.pack("<Q", 1 << 62) + bytes(32))
-    assert _is_closed(client._connection)
+    client.connection._socket.sendall(struct.pack("<Q", 1 << 62) + bytes(32))
+    assert _is_closed(client.connection._socket)
     assert not master.check(["anything"])
 
 

@@ -167,9 +167,9 @@ def said(monkeypatch: pytest.MonkeyPatch, peer: subprocess.Popen[bytes]) -> None
     """The peer has come to the session, and does nothing any more."""
     from hybridflow.sync import meeting
 
-    client = SimpleNamespace(close=lambda: None, set=lambda key, value: None)
+    client = SimpleNamespace(connection=SimpleNamespace(close=lambda: None, ask=lambda *words: []))
     of_peer = {0: {"process": peer.pid, "kernel": meeting._kernel()}}
-    monkeypatch.setattr(p2p, "meet", lambda member: Meeting(SimpleNamespace(client=client), of_peer))  # type: ignore[arg-type]
+    monkeypatch.setattr(p2p, "meet", lambda member: Meeting(client, of_peer))  # type: ignore[arg-type]
     monkeypatch.setattr(p2p, "client_store", lambda *where: client)
 
 

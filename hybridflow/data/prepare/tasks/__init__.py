@@ -15,7 +15,8 @@ class Task:
     """A preparation: its options and how its files are written.
 
     Attributes:
-        options: frozen dataclass; its fields are the option names, their types and defaults.
+        options: frozen dataclass; its fields are the option names, with types, ranges and defaults as in
+            `hybridflow.config.schema`.
         write: writes every file of the task into an existing empty folder and returns rows per parquet file.
         source_files: names of the raw files the task reads; empty when it needs none.
     """

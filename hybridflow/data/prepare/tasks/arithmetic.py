@@ -11,12 +11,13 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from hybridflow.data.prepare.options import nearest, require
+from hybridflow.config.keys import AtLeast, Below, NonNegativeInt, PositiveInt
+from hybridflow.data.prepare.options import KEY, check_ranges, require
 from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_pairs, write_prompts
 from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -26,7 +27,6 @@ DATA_SOURCE = "arithmetic"
 CHARACTERS = "0123456789+-*="
 CALCULATOR = "calculator"  # the tool that demonstrations call, in plain tags
 _TAG_CHARACTERS = "".join(sorted({*CALCULATOR, *"</>"}))
-_ERRORS = ("any", "near")
 _MAX_ROWS = 5_000_000  # more rows than this belong in a generator, not in one parquet file
 _EXTRA_INFO = {"split": pa.string(), "index": pa.int64(), "operation": pa.string(), "a": pa.int64(), "b": pa.int64()}
 
@@ -73,49 +73,38 @@ class ArithmeticOptions:
         holdout_seed: draws the held-out pairs.
     """
 
-    operation: str = "add"
-    min_operand: int = 0
-    max_operand: int = 99
+    operation: Literal["add", "sub", "mul"] = "add"
+    min_operand: NonNegativeInt = 0
+    max_operand: Annotated[int, AtLeast(0), Below(10**9)] = 99
     reverse_answer: bool = False
     zero_pad: bool = False
     num_train: int = -1
-    num_test: int = 500
-    num_sft: int = 0
-    num_calls: int = 0
-    num_pairs: int = 0
-    pair_errors: str = "any"
+    num_test: PositiveInt = 500
+    num_sft: NonNegativeInt = 0
+    num_calls: NonNegativeInt = 0
+    num_pairs: NonNegativeInt = 0
+    pair_errors: Literal["any", "near"] = "any"
     hold_out_swapped: bool = False
-    seed: int = 1
-    holdout_seed: int = 20260
+    seed: NonNegativeInt = 1
+    holdout_seed: NonNegativeInt = 20260
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
-        if self.operation not in _OPERATIONS:
-            raise ConfigError(
-                f"data.prepare.options.operation {self.operation!r} is unknown{nearest(self.operation, _OPERATIONS)}"
-            )
-        require(self.min_operand >= 0, "min_operand", self.min_operand, "at least 0")
+        check_ranges(self)
         require(
             self.max_operand >= self.min_operand,
             "max_operand",
             self.max_operand,
             f"at least min_operand ({self.min_operand})",
         )
-        require(self.max_operand < 10**9, "max_operand", self.max_operand, "below 10^9")
         require(self.num_train >= -1 and self.num_train != 0, "num_train", self.num_train, "positive, or -1 for all")
-        require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
-        require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
-        require(0 <= self.num_calls <= self.num_sft, "num_calls", self.num_calls, f"0 to num_sft ({self.num_sft})")
+        require(self.num_calls <= self.num_sft, "num_calls", self.num_calls, f"0 to num_sft ({self.num_sft})")
         require(
             not self.num_calls or not (self.reverse_answer or self.zero_pad),
             "num_calls",
             self.num_calls,
             "0 with reverse_answer or zero_pad: the calculator writes numbers as they are usually written",
         )
-        require(self.num_pairs >= 0, "num_pairs", self.num_pairs, "at least 0")
-        require(self.pair_errors in _ERRORS, "pair_errors", self.pair_errors, " or ".join(_ERRORS))
-        require(self.seed >= 0, "seed", self.seed, "at least 0")
-        require(self.holdout_seed >= 0, "holdout_seed", self.holdout_seed, "at least 0")
 
 
 def write(options: ArithmeticOptions, out: Path, source: Path | None) -> dict[str, int]:
@@ -181,7 +170,7 @@ def _held_out(options: ArithmeticOptions) -> np.ndarray:
     total = _span(options) ** 2
     if options.num_test >= total:
         raise ConfigError(
-            f"data.prepare.options.num_test is {options.num_test}, but operands "
+            f"{KEY}.num_test is {options.num_test}, but operands "
             f"{options.min_operand}..{options.max_operand} make only {total} pairs and some must remain for training: "
             "lower num_test or raise max_operand"
         )
@@ -201,13 +190,11 @@ def _draw(options: ArithmeticOptions, forbidden: np.ndarray, count: int, *, stre
     wanted = free if count == -1 else count
     if not 0 < wanted <= free:
         raise ConfigError(
-            f"data.prepare.options.{option} is {count}, but only {free} pairs remain of {total} after the held-out "
+            f"{KEY}.{option} is {count}, but only {free} pairs remain of {total} after the held-out "
             f"ones: lower {option} or num_test, or raise max_operand"
         )
     if wanted > _MAX_ROWS:
-        raise ConfigError(
-            f"data.prepare.options.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number"
-        )
+        raise ConfigError(f"{KEY}.{option} asks for {wanted} rows, more than {_MAX_ROWS}: give a smaller number")
     # Drawing `len(forbidden)` too many leaves enough after the held-out ones are taken away, and keeps the draw
     # uniform.
     candidates = np.random.default_rng([options.seed, stream]).choice(

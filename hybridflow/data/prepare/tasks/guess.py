@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 
-from hybridflow.data.prepare.options import require
+from hybridflow.config.keys import AtLeast, AtMost, NonNegativeInt, PositiveInt
+from hybridflow.data.prepare.options import check_ranges
 from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_prompts
 from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -35,21 +36,16 @@ class GuessOptions:
         seed: draws everything.
     """
 
-    largest: int = 9
-    num_train: int = 2000
-    num_test: int = 200
-    num_sft: int = 0
-    max_guesses: int = 4
-    seed: int = 1
+    largest: Annotated[int, AtLeast(1), AtMost(10**6 - 1)] = 9
+    num_train: PositiveInt = 2000
+    num_test: PositiveInt = 200
+    num_sft: NonNegativeInt = 0
+    max_guesses: PositiveInt = 4
+    seed: NonNegativeInt = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
-        require(1 <= self.largest < 10**6, "largest", self.largest, "1 to 999999")
-        require(self.num_train >= 1, "num_train", self.num_train, "at least 1")
-        require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
-        require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
-        require(self.max_guesses >= 1, "max_guesses", self.max_guesses, "at least 1")
-        require(self.seed >= 0, "seed", self.seed, "at least 0")
+        check_ranges(self)
 
 
 def write(options: GuessOptions, out: Path, source: Path | None) -> dict[str, int]:

@@ -13,12 +13,13 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 
-from hybridflow.data.prepare.options import require
+from hybridflow.config.keys import AtLeast, AtMost, NonNegativeInt, PositiveInt
+from hybridflow.data.prepare.options import check_ranges, require
 from hybridflow.data.prepare.rows import prompt_row, write_demonstrations, write_prompts
 from hybridflow.data.prepare.tasks import TASKS, Task
 from hybridflow.data.prepare.tokenizer_files import write_character_tokenizer
@@ -51,18 +52,17 @@ class ProgramsOptions:
         holdout_seed: draws the held-out problems.
     """
 
-    num_steps: int = 2
+    num_steps: Annotated[int, AtLeast(1), AtMost(4)] = 2
     num_train: int = 600
-    num_test: int = 100
-    num_sft: int = 0
-    num_cases: int = 2
-    seed: int = 1
-    holdout_seed: int = 20260
+    num_test: PositiveInt = 100
+    num_sft: NonNegativeInt = 0
+    num_cases: Annotated[int, AtLeast(1), AtMost(100)] = 2
+    seed: NonNegativeInt = 1
+    holdout_seed: NonNegativeInt = 20260
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the option that is out of range."""
-        require(1 <= self.num_steps <= 4, "num_steps", self.num_steps, "1 to 4")
-        require(self.num_test >= 1, "num_test", self.num_test, "at least 1")
+        check_ranges(self)
         problems = (len(_OPERATIONS) * _LARGEST) ** self.num_steps
         require(
             1 <= self.num_train <= problems - self.num_test,
@@ -70,10 +70,6 @@ class ProgramsOptions:
             self.num_train,
             f"1 to {problems - self.num_test}: of {problems} problems num_test={self.num_test} are held out",
         )
-        require(self.num_sft >= 0, "num_sft", self.num_sft, "at least 0")
-        require(1 <= self.num_cases <= 100, "num_cases", self.num_cases, "1 to 100")
-        require(self.seed >= 0, "seed", self.seed, "at least 0")
-        require(self.holdout_seed >= 0, "holdout_seed", self.holdout_seed, "at least 0")
 
 
 def write(options: ProgramsOptions, out: Path, source: Path | None) -> dict[str, int]:
