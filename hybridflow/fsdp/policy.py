@@ -87,7 +87,6 @@ class FsdpPolicy(HoldsReference):
         self._forward(build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device), self._scoring(1.0, False))
 
     # ---- passes
-    # --------------------------------------------------------------------------------------------------------
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
@@ -199,7 +198,6 @@ class FsdpPolicy(HoldsReference):
         return int(tensor)
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, Any]:
         """The sharded parameters by Hugging Face name."""
@@ -255,7 +253,6 @@ class FsdpPolicy(HoldsReference):
         return [rows for kind in moments.values() for rows in kind.values()]
 
     # ---- process and disk
-    # --------------------------------------------------------------------------------------------------------
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """Every rank is a data-parallel rank of its own."""

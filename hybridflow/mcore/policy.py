@@ -96,7 +96,6 @@ class Policy(HoldsReference):
         self.optimizer: Optimizer | None = None
 
     # ---- passes
-    # --------------------------------------------------------------------------------------------------------
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
@@ -223,7 +222,6 @@ class Policy(HoldsReference):
         return Cut(segment, multiple, parallel.context_rank(), config.context)
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's

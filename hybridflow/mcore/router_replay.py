@@ -81,7 +81,6 @@ class RouterReplay:
         self._taken = dict.fromkeys(_Tally.NAMES, 0)
 
     # ---- one pass
-    # --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -150,7 +149,6 @@ class RouterReplay:
         return taken | {"routers": len(self._routers) if first else 0}
 
     # ---- checks
-    # --------------------------------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
         if not self.config.num_moe_experts:
@@ -199,7 +197,6 @@ class RouterReplay:
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 
     # ---- which tokens are this rank's
-    # -------------------------------------------------------------------------------------------------
 
     def _rows(self, micro: MicroBatch) -> np.ndarray:
         """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence

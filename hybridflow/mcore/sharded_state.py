@@ -117,7 +117,6 @@ class ShardedState:
 
 
 # ---- model and reference
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
@@ -201,7 +200,6 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 
 
 # ---- optimizer
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _cut(

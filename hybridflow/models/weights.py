@@ -32,7 +32,6 @@ class WeightSource(Protocol):
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """The region `[start, start + shape)` of tensor `name`."""
-        ...
 
 
 class RandomWeights:

@@ -45,19 +45,15 @@ class Slots(Protocol):
 
     def at(self, slot: int, nbytes: int) -> Payload:
         """So much of a slot; the same object as long as the slot's memory is the same."""
-        ...
 
     def hand_over(self, slot: int) -> None:
         """What this side has started on the slot comes before what the other side does with it."""
-        ...
 
     def is_ready(self, slot: int) -> bool:
         """Whether what the other side had started, before it handed the slot over last, is done."""
-        ...
 
     def close(self) -> None:
         """Let go of the memory; twice is safe."""
-        ...
 
 
 class SlotMemory(Protocol):
@@ -65,11 +61,9 @@ class SlotMemory(Protocol):
 
     def file_bytes(self, endpoint: Endpoint) -> int:
         """Bytes of a pair's file behind its counters."""
-        ...
 
     def offer(self, member: Member, peer: int) -> Any:
         """What the other side needs for the slots shared with it (JSON-able)."""
-        ...
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> Slots:
         """The slots shared with a peer, from what it has offered.
@@ -77,7 +71,6 @@ class SlotMemory(Protocol):
         Args:
             file: uint8, what both sides see of the pair's file behind its counters.
         """
-        ...
 
 
 def make_pipes() -> list[int]:

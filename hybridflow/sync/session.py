@@ -132,7 +132,6 @@ class Board:
         return cls(store or connect(order.endpoint.host, order.endpoint.port, order.endpoint.timeout_s), order)
 
     # ---- senders
-    # --------------------------------------------------------------------------------------------------------
 
     def announce(self, sender: int, announcement: Announcement) -> None:
         """Say what this trainer rank will send."""
@@ -150,7 +149,6 @@ class Board:
             raise WeightSyncError(f"{self.order.describe()} was called off: {answer}")
 
     # ---- the engine worker
-    # --------------------------------------------------------------------------------------------------------
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
         """The announcements of all senders. WeightSyncError names those that are silent at the deadline."""
@@ -185,7 +183,6 @@ class Board:
             self.store.delete_key(self._key(name))
 
     # ---- engine ranks
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     def report_prefix(self) -> str:
@@ -213,7 +210,6 @@ class Board:
         return "" if answer == _NOTHING else answer
 
     # ---- inside
-    # --------------------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"

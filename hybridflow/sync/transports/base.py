@@ -69,7 +69,6 @@ class Work(Protocol):
             WeightSyncError: the peer is gone, or the endpoint's `timeout_s` has passed; names session, peer, message
             and deadline.
         """
-        ...
 
 
 class _Done:
@@ -88,15 +87,12 @@ class SendChannel(Protocol):
 
         `wait` of a message with `LAST_TAG` returns when the peer has it, of others perhaps before.
         """
-        ...
 
     def close(self) -> None:
         """End the session in good order."""
-        ...
 
     def abort(self) -> None:
         """Give the session up at once: no wait, pending work fails. Safe after any error, and twice."""
-        ...
 
 
 class ReceiveChannel(Protocol):
@@ -104,15 +100,12 @@ class ReceiveChannel(Protocol):
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """Start receiving from trainer rank `peer` into `into`, which belongs to the transport until `wait`."""
-        ...
 
     def close(self) -> None:
         """End the session in good order."""
-        ...
 
     def abort(self) -> None:
         """Give the session up at once. Safe after any error, and twice."""
-        ...
 
 
 @runtime_checkable
@@ -123,7 +116,6 @@ class LendingSendChannel(SendChannel, Protocol):
     def rewind(self) -> None:
         """Begin with the first slot. Both ends call it before a sync, so that a message comes to lie in the same place
         in all of them."""
-        ...
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """Memory for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
@@ -133,7 +125,6 @@ class LendingSendChannel(SendChannel, Protocol):
         Raises:
             WeightSyncError: as `Work.wait`.
         """
-        ...
 
 
 class Loan(Protocol):
@@ -142,11 +133,9 @@ class Loan(Protocol):
     @property
     def payload(self) -> Payload:
         """Valid until `release`; the same object in every sync, as far as `rewind` is called."""
-        ...
 
     def release(self) -> None:
         """Let the sender use the memory again."""
-        ...
 
 
 @runtime_checkable
@@ -156,11 +145,9 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
     @property
     def slots(self) -> int:
         """Messages of one peer that can be on loan at a time."""
-        ...
 
     def rewind(self) -> None:
         """Begin with the first slot, as the sender does."""
-        ...
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
         """Wait for the next message of `peer`.
@@ -168,7 +155,6 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
         Raises:
             WeightSyncError: as `Work.wait`.
         """
-        ...
 
 
 @dataclass(frozen=True)
