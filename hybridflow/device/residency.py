@@ -26,6 +26,9 @@ from hybridflow.errors import ResourceError
 Part = Literal["weights", "gradients", "optimizer", "reference"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
 _SMALL = 4096  # bytes; smaller tensors (step counters) stay: thousands of tiny copies cost more than they free
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class Residency:
@@ -197,9 +200,13 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, as long as the tensor lives. `Tensor.numpy()` would make its
-    storage unresizable for good."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """The bytes of a contiguous tensor in host memory, writable, as long as the tensor lives.
+
+    Not by way of `Tensor.numpy()`: torch never resizes a storage again that numpy has seen. Nor by a ctypes array:
+    there is a type for each length, and they are made again and again.
+    """
+    view: memoryview = _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+    return view
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
