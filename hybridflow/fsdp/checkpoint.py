@@ -5,39 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.reshard.fsdp_layout import shard_rows
 from hybridflow.saving.rectangles import HfSlice, Rectangle
-from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of, restore
+from hybridflow.saving.saver import Job, checked_manifest, manifest_of, restore
+
+if TYPE_CHECKING:
+    from hybridflow.fsdp.policy import FsdpPolicy
 
 _BACKEND = "fsdp"
 _RANDOM = "rng_state"
 
 
-class Sharded(Holder, Protocol):
-    """A policy, as far as a checkpoint holds it."""
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """None before `set_optimizer`."""
-
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's rows of every tensor, by Hugging Face name."""
-
-    def reference_state(self) -> Mapping[str, torch.Tensor]:
-        """The reference's rows by the same names."""
-
-
 class ShardedState:
     """The rectangles of one policy over its live memory."""
 
-    def __init__(self, policy: Sharded) -> None:
+    def __init__(self, policy: FsdpPolicy) -> None:
         self.contains, self._tensors = ["model"], policy.family.tensors()
         self._model = self._rectangles("", policy.parameters())
         self.tensors = list(self._model)
@@ -72,7 +60,7 @@ class ShardedState:
         return found
 
 
-def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
+def job(policy: FsdpPolicy, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
     """One save; everything but the tensors' data is taken now."""
     state = ShardedState(policy)
     training: dict[str, Any] = {}
@@ -84,7 +72,7 @@ def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange
 
 
 @torch.no_grad()
-def load(policy: Sharded, folder: Path) -> None:
+def load(policy: FsdpPolicy, folder: Path) -> None:
     """Restore what was saved, in place, whatever the number of ranks was then. Collective.
 
     The random state comes back where the number of ranks is the same.

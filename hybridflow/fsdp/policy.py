@@ -240,11 +240,7 @@ class FsdpPolicy(HoldsReference):
                 *self.model.buffers(),
             ],
             "gradients": lambda: self.optimizer.gradients() if self.optimizer else (),
-            "optimizer": lambda: (
-                [rows for moment in self.optimizer.moments().values() for rows in moment.values()]
-                if self.optimizer
-                else ()
-            ),
+            "optimizer": self._moments,
             "reference": lambda: self.reference_state().values() if self.has_reference else (),
         }
 

@@ -38,8 +38,9 @@ from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
 from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
-from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue, routers_of
 from hybridflow.mcore.packed import MicroBatch
+from hybridflow.mcore.parallel import tensor_share
 
 Action = Literal["replay", "record", "compare"]
 
@@ -65,14 +66,8 @@ class RouterReplay:
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages`: the rank's model chunks, not yet wrapped. A dense model has no routers; `during` then refuses."""
         self.config: Any = stages[0].config
-        found = [
-            (name, module)
-            for stage in stages
-            for name, module in stage.named_modules()
-            if isinstance(module, TopKRouter)
-        ]
         # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
-        routers = [router for name, router in found if "mtp." not in name]
+        routers = [router for name, router in routers_of(stages) if "mtp." not in name]
         self.tracker = MicroBatchTracker(stages if routers else (), "routes")
         self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
@@ -204,13 +199,7 @@ class RouterReplay:
         rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
             parallel_state.get_context_parallel_rank()
         )
-        if not self.config.sequence_parallel:
-            return rows
-        size, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        return rows.reshape(size, -1)[rank]
+        return np.asarray(tensor_share(rows)) if self.config.sequence_parallel else rows
 
     def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
         """[t, layers, k] of this rank's tokens; padding is free."""

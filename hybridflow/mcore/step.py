@@ -35,12 +35,11 @@ def forward(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Log-probs (and entropies) of every response token, without gradient. On the last stage; empty lists elsewhere."""
 
-    def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
         return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
 
-    with torch.no_grad():
-        results = run(chunks, micro_batches, collect)
+    results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
 
 
@@ -50,14 +49,13 @@ def forward_top(
     """[n, k] log-probs and token ids of the k most likely tokens at every response token. On the last stage; empty
     lists elsewhere."""
 
-    def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
         found = top_log_probs(rows, weight, k, scoring, group)
         values, tokens = (gather_tokens(part.t(), micro.places, micro.num_targets).t() for part in found)
         return values.cpu().numpy(), tokens.cpu().numpy()
 
-    with torch.no_grad():
-        results = run(chunks, micro_batches, collect)
+    results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
 
 
