@@ -5,27 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hybridflow.fsdp.optimizer import Optimizer
 from hybridflow.process.exchange import Exchange, shared_exchange
 from hybridflow.reshard.fsdp_layout import shard_rows
 from hybridflow.saving.rectangles import HfSlice, Rectangle
-from hybridflow.saving.saver import Job, checked_manifest, manifest_of, restore
-
-if TYPE_CHECKING:
-    from hybridflow.fsdp.policy import FsdpPolicy
+from hybridflow.saving.saver import Holder, Job, checked_manifest, manifest_of, restore
 
 _BACKEND = "fsdp"
 _RANDOM = "rng_state"
 
 
+class Sharded(Holder, Protocol):
+    """A policy, as far as a checkpoint holds it."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """None before `set_optimizer`."""
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """This rank's rows of every tensor, by Hugging Face name."""
+
+    def reference_state(self) -> Mapping[str, torch.Tensor]:
+        """The reference's rows by the same names."""
+
+
 class ShardedState:
     """The rectangles of one policy over its live memory."""
 
-    def __init__(self, policy: FsdpPolicy) -> None:
+    def __init__(self, policy: Sharded) -> None:
         self.contains, self._tensors = ["model"], policy.family.tensors()
         self._model = self._rectangles("", policy.parameters())
         self.tensors = list(self._model)
@@ -60,7 +72,7 @@ class ShardedState:
         return found
 
 
-def job(policy: FsdpPolicy, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
+def job(policy: Sharded, folder: Path, phase: str, step: int, exchange: Exchange) -> Job:
     """One save; everything but the tensors' data is taken now."""
     state = ShardedState(policy)
     training: dict[str, Any] = {}
@@ -72,7 +84,7 @@ def job(policy: FsdpPolicy, folder: Path, phase: str, step: int, exchange: Excha
 
 
 @torch.no_grad()
-def load(policy: FsdpPolicy, folder: Path) -> None:
+def load(policy: Sharded, folder: Path) -> None:
     """Restore what was saved, in place, whatever the number of ranks was then. Collective.
 
     The random state comes back where the number of ranks is the same.

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.process.store import StoreError, StoreLate
 from hybridflow.sync.meeting import Meeting, Member, PeerWatch, meet
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import DONE, Endpoint, Work
@@ -113,10 +114,7 @@ class Notifier:
     def notify(self) -> None:
         """Wake the other side, now or when it next waits."""
         # full: it will wake anyway; broken: nobody is there
-        with (
-            self._lock,
-            suppress(BlockingIOError, BrokenPipeError),
-        ):
+        with self._lock, suppress(BlockingIOError, BrokenPipeError):
             if self._fds:
                 os.write(self._fds[1], b"\0")
 
@@ -266,7 +264,14 @@ class _Segment:
 class _End:
     """What both ends do with their segments."""
 
+    member: Member
     _segments: dict[int, _Segment]
+
+    def _segment(self, peer: int, tag: int) -> _Segment:
+        segment = self._segments.get(peer)
+        if segment is None:
+            raise self.member.failure(peer, tag, "the session was given up before, or has no such rank")
+        return segment
 
     def rewind(self) -> None:
         """Begin with the first slot again."""
@@ -313,11 +318,11 @@ class Sender(_End):
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """Return memory for the next message, once it is free."""
-        return _segment(self._segments, self.member, peer, tag).free_slot(tag, nbytes)
+        return self._segment(peer, tag).free_slot(tag, nbytes)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """Returns when the payload lies in a slot."""
-        segment = _segment(self._segments, self.member, peer, tag)
+        segment = self._segment(peer, tag)
         slot = segment.free_slot(tag, payload.nbytes)
         if slot is not payload:
             slot.tensor.copy_(payload.tensor)
@@ -351,7 +356,7 @@ class Receiver(_End):
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """The copy is made by `wait`."""
-        arrival = _Arrival(self, _segment(self._segments, self.member, peer, tag), peer, tag, into)
+        arrival = _Arrival(self, self._segment(peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
         return arrival
 
@@ -362,7 +367,7 @@ class Receiver(_End):
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
         """Return the next message of a peer, once it is there."""
-        segment = _segment(self._segments, self.member, peer, tag)
+        segment = self._segment(peer, tag)
         return SlotLoan(segment.message(tag, nbytes), segment)
 
     def take_up_to(self, arrival: _Arrival) -> None:
@@ -371,6 +376,11 @@ class Receiver(_End):
         while not arrival.is_done:
             pending[0].copy()
             pending.pop(0)
+
+
+def end_of(member: Member) -> type[Sender] | type[Receiver]:
+    """The class of a rank's end."""
+    return Sender if member.side == "trainer" else Receiver
 
 
 class SlotLoan:
@@ -413,12 +423,6 @@ def _offers(member: Member, memory: SlotMemory) -> dict[int, Any]:
     return {peer: memory.offer(member, peer) for peer in member.peers}
 
 
-def _segment(segments: dict[int, _Segment], member: Member, peer: int, tag: int) -> _Segment:
-    if peer not in segments:
-        raise member.failure(peer, tag, "the session was given up before, or has no such rank")
-    return segments[peer]
-
-
 def _watches(member: Member, meeting: Meeting) -> dict[int, PeerWatch]:
     watches = {peer: PeerWatch(said) for peer, said in meeting.peers.items()}
     for peer, watch in watches.items():
@@ -433,10 +437,8 @@ def _wait_for_maps(member: Member, meeting: Meeting) -> None:
     keys = [f"mapped/{peer}" for peer in member.peers]
     try:
         meeting.store.wait(keys, timedelta(seconds=member.endpoint.timeout_s))
-    except RuntimeError as error:
-        missing: list[int] = []
-        with suppress(RuntimeError):
-            missing = [peer for peer in member.peers if not meeting.store.check([f"mapped/{peer}"])]
+    except StoreError as error:
+        missing = [int(key.rpartition("/")[2]) for key in error.missing] if isinstance(error, StoreLate) else []
         raise WeightSyncError(
             f"session {member.endpoint.session}: engine ranks {missing} did not map the memory of trainer rank "
             f"{member.rank} within {member.endpoint.timeout_s:g} s; look at their logs"

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from hybridflow.sync.transports.base import Endpoint
 if TYPE_CHECKING:
     import torch
 
+OpenEnd = Callable[[Endpoint, int, "torch.device"], Any]
 _SETTLE_S = 0.5
 _SIDES = {"trainer": "engine", "engine": "trainer"}
 
@@ -60,6 +62,15 @@ class Member:
     def lost(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
         """The error for a peer that died."""
         return self.failure(peer, tag, f"the peer is gone: {why}")
+
+
+def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd, OpenEnd]:
+    """`open_sender` and `open_receiver` of a `Transport` whose ends are opened alike."""
+
+    def opened_as(side: str) -> OpenEnd:
+        return lambda endpoint, rank, device: open_end(Member(endpoint, side, rank), device)
+
+    return opened_as("trainer"), opened_as("engine")
 
 
 def refuse_device(member: Member, device: torch.device, instead: str) -> None:

@@ -135,8 +135,7 @@ class _Sending:
             board.wait_for_go(self.go_timeout_s)
             nbytes = self.link.stream(self.parameters)
         except Exception as problem:  # a thread's exception would be lost
-            kind = "" if isinstance(problem, WeightSyncError) else f"{type(problem).__name__}: "
-            error = f"{self.order.describe()}: trainer rank {self.link.rank}: {kind}{problem}"
+            error = f"{self.order.describe()}: trainer rank {self.link.rank}: {session.problem_of(problem)}"
         status = "stale" if error else "served"
         self.outcome = Outcome(
             self.order.engine, self.order.number, status, error, nbytes, time.perf_counter() - started, self.link.rank

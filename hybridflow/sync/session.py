@@ -54,13 +54,9 @@ class Order:
     staged: bool = True
     pause: str = "retract"
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {**asdict(self), "endpoint": self.endpoint.to_dict()}
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Order:
-        """The inverse of `to_dict`."""
+        """From what `dataclasses.asdict` and JSON have made of one."""
         return cls(**{**data, "endpoint": Endpoint.from_dict(data["endpoint"])})
 
     def describe(self) -> str:
@@ -260,6 +256,11 @@ def read_reports(store: StoreClient, prefix: str, ranks: Collection[int], timeou
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)
     return {rank: RankReport(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+
+def problem_of(error: BaseException) -> str:
+    """One of our messages as it is; of others the type as well."""
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def answer_deadline(timeout_s: float) -> float:

@@ -208,16 +208,22 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
             f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan from this rank's "
             "layout"
         )
-    view = whole.detach()
-    view = view[(None,) * (DIMS - view.dim())]
-    if any(start + size > full for start, size, full in zip(starts, sizes, view.shape, strict=True)):
+    shape = (*(1,) * (DIMS - whole.dim()), *whole.shape)
+    if any(start + size > full for start, size, full in zip(starts, sizes, shape, strict=True)):
         raise WeightSyncError(
             f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} on; make the plan "
             "from this rank's layout"
         )
-    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        view = view.narrow(axis, start, size)
+    view = rectangle(whole.detach(), starts, sizes)
     return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view
+
+
+def rectangle(buffer: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """`buffer[start : +size]`, the buffer seen in as many dimensions as layouts and plans have."""
+    view = buffer[(None,) * (DIMS - buffer.dim())]
+    for axis, (first, length) in enumerate(zip(start, size, strict=True)):
+        view = view.narrow(axis, int(first), int(length))
+    return view
 
 
 _ALIGN = 64  # bytes; of each message among others in a slab

@@ -8,7 +8,7 @@ payload is opaque bytes here; what is in it, its checksum and its place in a buf
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybridflow.config.keys import TRANSPORT
@@ -49,13 +49,9 @@ class Endpoint:
     folder: str = ""
     slots: int = 2
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Endpoint:
-        """The inverse of `to_dict`."""
+        """From what `dataclasses.asdict` and JSON have made of one."""
         return cls(**{**data, "senders": tuple(data["senders"]), "receivers": tuple(data["receivers"])})
 
 

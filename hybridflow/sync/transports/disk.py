@@ -14,21 +14,11 @@ from pathlib import Path
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.sync.meeting import Member, PeerWatch, meet, refuse_device
+from hybridflow.sync.meeting import Member, PeerWatch, both_ends, meet, refuse_device
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
+from hybridflow.sync.transports.base import TRANSPORTS, Transport, Work
 
 _POLL_S, _LOOK_S = 0.002, 0.1
-
-
-def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
-    """Open trainer rank `rank`'s end of the session."""
-    return Files(Member(endpoint, "trainer", rank), device)
-
-
-def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
-    """Open engine rank `rank`'s end of the session."""
-    return Files(Member(endpoint, "engine", rank), device)
 
 
 class Files:
@@ -137,4 +127,4 @@ class _Reading(_Sent):
             self._path.unlink()
 
 
-TRANSPORTS.register("disk", Transport(open_sender, open_receiver, needs_folder=True))
+TRANSPORTS.register("disk", Transport(*both_ends(Files), needs_folder=True))

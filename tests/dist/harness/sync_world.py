@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ class Senders:
         return [self.facts]
 
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[list[Outcome]]:
-        answers = self.command("send", orders=[order.to_dict() for order in orders], go_timeout_s=go_timeout_s)
+        answers = self.command("send", orders=[asdict(order) for order in orders], go_timeout_s=go_timeout_s)
         return [[Outcome(**outcome) for outcome in rank] for rank in answers]
 
     def close(self) -> None:
