@@ -55,15 +55,7 @@ class ServerClient:
         *,
         with_routes: bool = False,
     ) -> list[Completion]:
-        """One response for each prompt, in order. Repeat a prompt to sample it several times.
-
-        Args:
-            prompts: token ids.
-            sampling: the same for all.
-            max_new_tokens: upper bound on the response's length.
-            stop_token_ids: generation ends with, and includes, the first of these.
-            with_routes: bring the experts of each token; the engine was started with
-                `EngineSpec.return_routed_experts`.
+        """One response for each prompt (`Engine.generate`). Repeat a prompt to sample it several times.
 
         Raises:
             EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from hybridflow.engines.base import ENGINES
 from hybridflow.engines.served_engine import ServedEngine
 from hybridflow.engines.sglang.client import EngineClient
 from hybridflow.engines.sglang.server import EngineServer
@@ -30,3 +31,6 @@ class SglangEngine(ServedEngine, EngineServer):
     @property
     def _graphs(self) -> tuple[str, ...]:
         return ("cuda_graph",) if self.spec.memory_saver and self.spec.device == "cuda" else ()
+
+
+ENGINES.register("sglang", SglangEngine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from hybridflow.engines.base import ENGINES
 from hybridflow.engines.served_engine import ServedEngine
 from hybridflow.engines.vllm.client import VllmClient
 from hybridflow.engines.vllm.server import VllmServer
@@ -33,3 +34,6 @@ class VllmEngine(ServedEngine, VllmServer):
     def wake(self, tags: Sequence[str]) -> None:
         """Weights are empty until the next sync."""
         self.client.resume_memory(tags)
+
+
+ENGINES.register("vllm", VllmEngine)
