@@ -205,8 +205,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     Not by way of `Tensor.numpy()`: torch never resizes a storage again that numpy has seen. Nor by a ctypes array:
     there is a type for each length, and they are made again and again.
     """
-    view: memoryview = _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
-    return view
+    return _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -41,16 +41,12 @@ class ServedEngine(ServerProcess):
     ) -> list[Completion]:
         """`ServerClient.generate`."""
         check_tokens(prompts, self.vocabulary, self.spec.name)
-        found: list[Completion] = self.client.generate(
-            prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes
-        )
-        return found
+        return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes)
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """`ServerClient.ask`."""
         check_tokens(requests.prompts, self.vocabulary, self.spec.name)
-        asking: Asking = self.client.ask(requests, told)
-        return asking
+        return self.client.ask(requests, told)
 
     def stop(self) -> None:
         """End the server, and with it the prompts under way."""

@@ -178,10 +178,8 @@ class WeightReceiver:
         """The session's channel; that of an earlier session is given up."""
         if self._channel is None or self._session != order.endpoint.session:
             self._give_up()
-            self._channel, self._session = (
-                open_receiver(order.endpoint, rank, _device(self.model)),
-                order.endpoint.session,
-            )
+            self._channel = open_receiver(order.endpoint, rank, _device(self.model))
+            self._session = order.endpoint.session
             self._staging = ReceiveStaging(rank, order.endpoint.slots)
         return self._channel
 

@@ -76,8 +76,7 @@ class RouterLosses:
         sums = torch.stack([self._balancing(router, logits, real), (logits.logsumexp(-1) ** 2 * real).sum()])
         self._sums += sums.detach()
         coefs = torch.tensor(list(self.coefs.values()), device=logits.device, dtype=sums.dtype)
-        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, (coefs * sums).sum() * self._weight)
-        return attached
+        return MoEAuxLossAutoScaler.apply(logits, (coefs * sums).sum() * self._weight)
 
     def _balancing(self, router: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """This rank's part of T_m * E * sum_i f_i P_i."""

@@ -199,7 +199,7 @@ class RouterReplay:
         rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
             parallel_state.get_context_parallel_rank()
         )
-        return np.asarray(tensor_share(rows)) if self.config.sequence_parallel else rows
+        return tensor_share(rows) if self.config.sequence_parallel else rows
 
     def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
         """[t, layers, k] of this rank's tokens; padding is free."""
@@ -251,8 +251,7 @@ class _RouterHook:
         """(scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts], as moe_utils.py:705 asks."""
         routes = self._active
         if routes is None or routes.action != "replay":
-            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            return values, chosen
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         given = self._given(routes)
         chosen = torch.where(given == FREE, live, given)
@@ -321,5 +320,4 @@ class _Tally:
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
     """[segments + 1] packed rows where the samples, in order, and the padding tail begin; the last is the length."""
-    bounds: np.ndarray = micro.packed.cu_seqlens_q.cpu().numpy()
-    return bounds
+    return micro.packed.cu_seqlens_q.cpu().numpy()

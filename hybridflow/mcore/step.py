@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.losses import OF_TEACHER, TEACHER_IDS
 from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, log_probs_of_tokens, top_log_probs
-from hybridflow.mcore.context_parallel import counts_tokens, gather_tokens
+from hybridflow.mcore.context_parallel import gather_tokens
 from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.parallel import device, is_last_stage
+from hybridflow.mcore.parallel import context_rank, device, is_last_stage
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
@@ -99,7 +99,9 @@ def backward_outputs(
         watch.loss(number, total.detach())
         # a clone: the schedule scales the loss it is given in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
-        divisor = count if counts_tokens() else torch.zeros_like(count)
+        # every context-parallel rank computes the same loss, and Megatron adds up their counts
+        # (finalize_model_grads.py:493)
+        divisor = count if context_rank() == 0 else torch.zeros_like(count)
         return total, divisor.to(total.device, torch.int), metrics
 
     results = run(chunks, micro_batches, loss, watch)
@@ -163,7 +165,7 @@ def run(
         return output, lambda output, non_loss_data=False: on_output(number, micro, output)
 
     iterators = [iter(list(enumerate(micro_batches))) for _ in chunks]
-    found: list[Any] = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -173,7 +175,6 @@ def run(
         forward_only=watch is None,
         collect_non_loss_data=watch is None,
     )
-    return found
 
 
 def all_ranks_max(value: int) -> int:

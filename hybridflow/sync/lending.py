@@ -274,16 +274,14 @@ class _End:
         return segment
 
     def rewind(self) -> None:
-        """Begin with the first slot again."""
         for segment in self._segments.values():
             segment.rewind()
 
     def close(self) -> None:
-        """End the session in good order: what was sent can still be received."""
+        """What was sent can still be received."""
         self.abort()
 
     def abort(self) -> None:
-        """Give the session up at once."""
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.leave()

@@ -88,7 +88,7 @@ class Copies:
         torch._foreach_copy_(self._local[number], self._views(number, payload))
 
     def forget_payloads(self) -> None:
-        """Forget the places of slices in payloads."""
+        """Forget the places of slices in payloads, which keep the payloads' memory alive."""
         self._packed = {}
 
     def _in_one_read(self, number: int) -> Slices:
@@ -109,36 +109,6 @@ class Copies:
                 for piece in self._slices[number]
             ]
         return self._packed[key]
-
-
-class MessageViews:
-    """Keeps the `Copies` of the last messages and buffers for as long as they stay where they are."""
-
-    def __init__(self) -> None:
-        self._copies: Copies | None = None
-        self._messages: Sequence[Message] | None = None
-        self._where: list[tuple[str, int]] = []
-
-    def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
-        """The copies for these messages.
-
-        Raises:
-            WeightSyncError: a buffer is missing, or too small for a slice.
-        """
-        where = [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
-        if self._copies is None or self._messages is not messages or self._where != where:
-            self.clear()
-            self._copies, self._messages, self._where = Copies(messages, buffers), messages, where
-        return self._copies
-
-    def forget_payloads(self) -> None:
-        """Forget the views of messages, which keep the memory they lie in alive."""
-        if self._copies is not None:
-            self._copies.forget_payloads()
-
-    def clear(self) -> None:
-        """Forget all views."""
-        self._copies, self._messages, self._where = None, None, []
 
 
 def _slices(message: Message) -> list[_Slice]:
@@ -238,7 +208,8 @@ class _Staging:
 
     def __init__(self, rank: int, slots: int = 2) -> None:
         self.rank, self.slots = rank, slots
-        self.views = MessageViews()
+        self._copies: Copies | None = None  # of the last messages and buffers, for as long as these stay where they are
+        self._prepared: tuple[Sequence[Message], list[tuple[str, int]]] = ((), [])  # these messages, and where they are
         self.slabs: list[torch.Tensor] = []
         self._placed: tuple[Copies, bool, list[Payload]] | None = None
         self._channel: object = None
@@ -258,6 +229,19 @@ class _Staging:
 
     def _key(self, message: Message) -> int:
         raise NotImplementedError
+
+    def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
+        """The copies between these messages and buffers.
+
+        Raises:
+            WeightSyncError: a buffer is missing, or too small for a slice.
+        """
+        where = [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
+        known, known_where = self._prepared
+        if self._copies is None or known is not messages or known_where != where:
+            self._copies = None
+            self._copies, self._prepared = Copies(messages, buffers), (messages, where)
+        return self._copies
 
     def places(self, messages: Sequence[Message], copies: Copies, keep: bool) -> list[Payload]:
         """Where each message lies, from sync to sync the same objects.
@@ -295,12 +279,12 @@ class _Staging:
     def release(self) -> None:
         """Give all memory back; the next sync makes it anew. Views of the rank's buffers stay."""
         self.slabs, self._placed = [], None
-        self.views.forget_payloads()
+        if self._copies is not None:
+            self._copies.forget_payloads()
 
     def forget(self) -> None:
         """Forget all views; the next sync makes them anew."""
-        self.views.clear()
-        self._placed = None
+        self._copies = self._placed = None
 
     @property
     def nbytes(self) -> int:

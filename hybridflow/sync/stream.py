@@ -73,7 +73,7 @@ class _RankSync:
         self._start = time.perf_counter()
         self.messages, self.staging = messages, staging
         self._seeds = staging.begin(channel, messages)
-        self.copies = staging.views.prepare(messages, buffers)
+        self.copies = staging.prepare(messages, buffers)
         self._digests: list[Digest] = [0] * len(messages)
         self.at: Message | int = -1
 
@@ -85,10 +85,8 @@ class _RankSync:
         if isinstance(error, WeightSyncError):
             first, where = self.at, ""
             if isinstance(first, int):
-                first, where = (
-                    next(message for message in self.messages if message.peer == self.at),
-                    " while checksums were exchanged",
-                )
+                where = " while checksums were exchanged"
+                first = next(message for message in self.messages if message.peer == self.at)
             raise WeightSyncError(
                 f"{error}{where} (bucket {first.bucket}, {first.items[0].buffer} and what follows it)"
             ) from error
@@ -271,7 +269,7 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
         sync.take(number, places[number])
 
     def commit(target: Buffers) -> None:
-        copies = staging.views.prepare(messages, target)
+        copies = staging.prepare(messages, target)
         for number, payload in enumerate(places):
             copies.scatter(number, payload)
         places.clear()
@@ -295,7 +293,7 @@ def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[
         sync.take(number, loans[-1].payload)
 
     def commit(target: Buffers) -> None:
-        copies = staging.views.prepare(messages, target)
+        copies = staging.prepare(messages, target)
         for number, loan in enumerate(loans):
             copies.scatter(number, loan.payload)
             loan.release()
@@ -309,9 +307,8 @@ def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
     for number, message in enumerate(sync.messages):
         sync.at = message
         loan = channel.borrow(message.peer, message.tag, message.nbytes)
-        payload = loan.payload
-        sync.unpack(number, payload)
-        used.note(payload)
+        sync.unpack(number, loan.payload)
+        used.note(loan.payload)
         loan.release()
     return used.nbytes
 

@@ -136,18 +136,11 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         ranks_here = spec.ranks // spec.nnodes
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
     if spec.nnodes > 1:
-        env |= _rendezvous_of_nodes(spec)
+        # the ranks of all nodes meet in the job's store that the first node's server keeps (`EngineServer._prepare`).
+        # Left to SGLang, rank 0 would serve torch's store, which listens on every interface and answers anybody
+        host, port = _address(spec)
+        env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{SCHEME}://{host}:{port}"
     return env
-
-
-def _rendezvous_of_nodes(spec: EngineSpec) -> dict[str, str]:
-    """The ranks of all nodes meet in the job's store that the first node's `EngineServer` serves (see
-    `EngineServer._prepare`).
-
-    Left to SGLang, rank 0 would serve torch's store, which listens on every interface and answers anybody.
-    """
-    host, port = _address(spec)
-    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{SCHEME}://{host}:{port}"}
 
 
 def _address(spec: EngineSpec) -> tuple[str, int]:

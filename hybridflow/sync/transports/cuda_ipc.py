@@ -71,20 +71,16 @@ class _Joined:
         self._near, self._far, self._close = near, far, close
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending; the payload stays untouched until `wait`."""
         return (self._near if peer in self._close else self._far).send(peer, tag, payload)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Start receiving into `into`."""
         return (self._near if peer in self._close else self._far).receive(peer, tag, into)
 
     def close(self) -> None:
-        """End the session in good order."""
         for channel in filter(None, (self._near, self._far)):
             channel.close()
 
     def abort(self) -> None:
-        """Give the session up at once."""
         for channel in filter(None, (self._near, self._far)):
             channel.abort()
 
