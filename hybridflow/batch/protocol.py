@@ -359,18 +359,6 @@ class DataProto:
             raise SchemaError(f"cannot take {num_padding} padding rows off {len(self)}")
         return self._slice(0, len(self) - num_padding)
 
-    def mini_batches(
-        self, size: int, *, epochs: int = 1, seed: int | None = None, drop_last: bool = False
-    ) -> Iterator[DataProto]:
-        """Batches of `size` rows; with a `seed`, every epoch in another order that depends on seed and epoch alone."""
-        for epoch in range(epochs):
-            order = None if seed is None else np.random.default_rng([seed, epoch]).permutation(len(self))
-            for start in range(0, len(self), size):
-                stop = min(start + size, len(self))
-                if drop_last and stop - start < size:
-                    break
-                yield self._slice(start, stop) if order is None else self._take(order[start:stop])
-
     # ---- inside
 
     def _slice(self, start: int, stop: int) -> DataProto:

@@ -46,8 +46,8 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     bucket_bytes = staging_bytes // 2
     rows = _fill_buckets(_order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
     table = _table(rows, need)
-    rectangles = (have[name][regions["first"]] for name in ("tensor", "start", "size"))
-    holders = Regions(*rectangles, *_holders(have, of_piece))
+    tensor, start, size = (have[name][regions["first"]] for name in ("tensor", "start", "size"))
+    holders = Regions(tensor, start, size, *_holders(have, of_piece))
     counts = np.bincount(target.rank_class, minlength=len(target.classes))
     sends = assign_sources(table, holders, source, counts)
     return SlicePlan(catalog, source, target, holders, table, sends, _phases(table, target), bucket_bytes, conversions)
