@@ -19,11 +19,12 @@ from hybridflow.sync.session import Order, Outcome, answer_deadline
 class ServedEngine(ServerProcess):
     """The calls of an engine go out over HTTP; start, liveness and end are `ServerProcess`'s."""
 
-    @property
+    client_class: type[Any]  # the kind's `ServerClient`, which is a `weight_transaction.EngineClient` too
+
+    @cached_property
     def client(self) -> Any:
-        """The kind's `ServerClient`, made once; it is a `weight_transaction.EngineClient` too. May be used after
-        `start`."""
-        raise NotImplementedError
+        """Speaks with the server, made once. May be used after `start`."""
+        return self.client_class(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
 
     @cached_property
     def vocabulary(self) -> int:

@@ -141,28 +141,23 @@ class PeerWatch:
 
     def __init__(self, peer: dict[str, Any]) -> None:
         self.is_local = peer["kernel"] == _kernel()
-        self._fd, self._ended = -1, False
+        self.fd, self._ended = -1, False  # readable when the process has ended; -1 if it is not watched
         if self.is_local:
             try:
-                self._fd = os.pidfd_open(peer["process"])
+                self.fd = os.pidfd_open(peer["process"])
             except ProcessLookupError:
                 self._ended = True
 
-    @property
-    def fd(self) -> int:
-        """Readable when the process has ended; -1 if it is not watched."""
-        return self._fd
-
     def has_ended(self) -> bool:
         """Whether the process is known to have ended. Any thread may ask, also while another closes this."""
-        poll, fd = select.poll(), self._fd  # an object of this call's: two threads cannot wait with one
+        poll, fd = select.poll(), self.fd  # an object of this call's: two threads cannot wait with one
         if fd >= 0:
             poll.register(fd, select.POLLIN)
         return self._ended or any(event & select.POLLIN for _, event in poll.poll(0))
 
     def close(self) -> None:
         """Let go of the process."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -24,7 +24,7 @@ from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, Sampl
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
@@ -151,7 +151,7 @@ class Senders:
             process.wait()
 
 
-def _wait_loaded(server: EngineServer, wait_s: float = 300.0) -> None:
+def _wait_loaded(server: SglangEngine, wait_s: float = 300.0) -> None:
     deadline = time.monotonic() + wait_s
     while not server._answers("/health", None, 5.0):
         server.check_alive()
