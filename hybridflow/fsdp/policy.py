@@ -110,15 +110,7 @@ class FsdpPolicy(HoldsReference):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on `batch` (this rank's share of the mini-batch).
-
-        Returns:
-            Metric (sum, count) pairs, and {grad_norm, lr, applied}.
-
-        Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
-            was changed.
-        """
+        """One optimizer update on `batch`, this rank's share of the mini-batch."""
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         micro_batches = self._micro_batches(batch, max_tokens, columns)

@@ -22,6 +22,7 @@ token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ from hybridflow.mcore.packed import MicroBatch
 from hybridflow.mcore.parallel import tensor_share
 
 Action = Literal["replay", "record", "compare"]
+_COUNTS = ("sent", "used", "mismatched", "differing", "drifted")
 
 
 @dataclass
@@ -72,8 +74,8 @@ class RouterReplay:
         self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
-        self.tally = _Tally()
-        self._taken = dict.fromkeys(_Tally.NAMES, 0)
+        self._tally: Counter[str] = Counter()  # of one pass; sums stay on the device until they are read once
+        self._taken = dict.fromkeys(_COUNTS, 0)
 
     # ---- one pass
 
@@ -91,7 +93,8 @@ class RouterReplay:
             yield
             self._check()
         finally:
-            self._action, self.tally = None, _Tally()
+            self._action = None
+            self._tally.clear()
             for router in self._routers:
                 router.queue.clear()
 
@@ -110,7 +113,7 @@ class RouterReplay:
             given = None if routes is None else self._given(routes, micro)
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
-                self.tally.sent += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
+                self._tally["sent"] += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
         self._micro_batches, self._lengths = micro_batches, lengths
         return micro_batches
 
@@ -126,6 +129,11 @@ class RouterReplay:
             for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
                 rows[sample] = whole[start : start + self._lengths[sample]]
         return Jagged.from_rows(rows, np.int16)
+
+    def count(self, **masks: torch.Tensor) -> None:
+        """Add the number of true entries under each name."""
+        for name, mask in masks.items():
+            self._tally[name] += mask.sum()  # type: ignore[assignment]
 
     def take_counts(self) -> Mapping[str, int]:
         """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was
@@ -179,7 +187,7 @@ class RouterReplay:
         return routes
 
     def _check(self) -> None:
-        found = self.tally.numbers()
+        found = {name: int(self._tally[name]) for name in _COUNTS}
         sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
         waiting = sum(router.queue.pending() for router in self._routers)
         if mismatched or used != sent or waiting:
@@ -278,44 +286,22 @@ class _RouterHook:
         given = self._given(routes)
         wanted = given[:, 0] != FREE
         same = routing_map.gather(1, given.clamp(min=0)).all(1) & (routing_map.sum(1) == self.topk)
-        tally = self.replay.tally
         if routes.action == "compare":
-            tally.add(used=wanted, differing=wanted & ~same)
+            self.replay.count(used=wanted, differing=wanted & ~same)
         elif not self._recomputed:
             other = (
                 (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
             )
-            tally.add(used=wanted, mismatched=wanted & ~same)
-            tally.add(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
+            self.replay.count(used=wanted, mismatched=wanted & ~same)
+            self.replay.count(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
-            tally.add(mismatched=wanted & ~same)
+            self.replay.count(mismatched=wanted & ~same)
 
 
 def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     """[t, k] the experts of each row of a routing map [t, experts] with k marks a row, in ascending order. The host
     does not wait for the device, as it would for `nonzero`."""
     return routing_map.to(torch.int8).topk(topk, dim=1).indices.sort(dim=1).values
-
-
-class _Tally:
-    """Counts of one pass; sums stay on the device until they are read once."""
-
-    NAMES = ("sent", "used", "mismatched", "differing", "drifted")
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self._sums: dict[str, torch.Tensor] = {}
-
-    def add(self, **masks: torch.Tensor) -> None:
-        """Add the number of true entries under each name."""
-        for name, mask in masks.items():
-            self._sums[name] = self._sums[name] + mask.sum() if name in self._sums else mask.sum()
-
-    def numbers(self) -> dict[str, int]:
-        """Every count by name."""
-        return {
-            name: self.sent if name == "sent" else int(self._sums.get(name, torch.zeros(()))) for name in self.NAMES
-        }
 
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
