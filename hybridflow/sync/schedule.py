@@ -118,10 +118,8 @@ def schedule_key(plan: str, side: str, rank: int) -> str:
 def post_layout(store: StoreClient, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
     """Post an engine rank's layout with the shapes of all its parameters; returns the digest."""
     digest = layout_digest(layout)
-    store.set(
-        layout_key(digest),
-        json.dumps({"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}),
-    )
+    posted = {"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}
+    store.set(layout_key(digest), json.dumps(posted))
     return digest
 
 
@@ -209,12 +207,8 @@ def post_catalog(
     """Post the HF tensors {name: shape} that the engines' loaders will be traced with; with a quantisation their scales
     as well."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
-    store.set(
-        CATALOG_KEY,
-        json.dumps(
-            {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
-        ),
-    )
+    catalog = {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
+    store.set(CATALOG_KEY, json.dumps(catalog))
 
 
 def make_weight_plan(
