@@ -181,10 +181,9 @@ class Decoder:
 
     def check(self, at: Coordinates) -> None:
         """Raise ModelError where a size does not divide."""
-        layers = [0, self.num_layers - 1]
         rules: list[Division] = [
             rule
-            for layer in layers
+            for layer in (0, self.num_layers - 1)
             for block in (self.attention(layer), self.mlp(layer))
             for rule in block.divisions(at)
         ]

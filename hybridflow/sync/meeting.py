@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 OpenEnd = Callable[[Endpoint, int, "torch.device"], Any]
 _SETTLE_S = 0.5
-_SIDES = {"trainer": "engine", "engine": "trainer"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Member:
     @property
     def peer_side(self) -> str:
         """The other side."""
-        return _SIDES[self.side]
+        return "engine" if self.side == "trainer" else "trainer"
 
     def failure(self, peer: int, tag: int, what: str) -> WeightSyncError:
         """An error that names session, both ranks, message and deadline."""

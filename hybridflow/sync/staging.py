@@ -13,7 +13,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
-from hybridflow.reshard.fp8_blocks import SCALES, Blocks
+from hybridflow.reshard.fp8_blocks import SCALES
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
 from hybridflow.sync.messages import Item, Message
 from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, message_key, seeds_of
@@ -42,12 +42,7 @@ class Copies:
         self._slices = [_slices(message) for message in messages]
         self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
         self._made = [
-            [
-                (index, piece.item, piece.item.blocks)
-                for index, piece in enumerate(pieces)
-                if piece.item.blocks is not None
-            ]
-            for pieces in self._slices
+            {index for index, piece in enumerate(pieces) if piece.item.blocks is not None} for pieces in self._slices
         ]
         self._whole = [_payload_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
         self._packed: dict[tuple[int, Payload], list[torch.Tensor]] = {}
@@ -65,12 +60,9 @@ class Copies:
             return self._in_one_read(number).pack(payload.tensor, seed)
         views, local = self._views(number, payload), self._local[number]
         if made := self._made[number]:
-            for index, item, blocks in made:
-                _make(item, blocks, local[index], views[index])
-            computed = {index for index, _, _ in made}
-            views, local = (
-                [view for index, view in enumerate(some) if index not in computed] for some in (views, local)
-            )
+            for index in made:
+                _make(self._slices[number][index].item, local[index], views[index])
+            views, local = ([view for index, view in enumerate(some) if index not in made] for some in (views, local))
         if views:
             torch._foreach_copy_(views, local)
         return digest(payload, seed)
@@ -161,12 +153,13 @@ def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
     return Slice(view, piece.begin, item.size, dtype, item.blocks.block, item.start[1], item.start[2])
 
 
-def _make(item: Item, blocks: Blocks, weights: torch.Tensor, view: torch.Tensor) -> None:
+def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
     """Write the block-wise fp8 weights, or their scales, that the item names."""
-    if blocks.makes == SCALES:
-        write_scales(weights, blocks.block, view)
+    assert item.blocks is not None
+    if item.blocks.makes == SCALES:
+        write_scales(weights, item.blocks.block, view)
     else:
-        write_weights(weights, blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
+        write_weights(weights, item.blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
 
 
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:

@@ -40,8 +40,7 @@ class Files:
         self._is_open = True
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Done when the receiver has removed the file: the folder holds what is under way, no
-        more."""
+        """Done when the receiver has removed the file: the folder holds what is under way, no more."""
         path = self._next(peer, tag)
         part = path.with_suffix(".part")
         try:
@@ -50,9 +49,8 @@ class Files:
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self.member.failure(
-                peer, tag, f"{path} cannot be written ({error}); make room or choose another folder"
-            ) from error
+            what = f"{path} cannot be written ({error}); make room or choose another folder"
+            raise self.member.failure(peer, tag, what) from error
         return _Sent(self, peer, tag, path)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
