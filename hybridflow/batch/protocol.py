@@ -83,7 +83,7 @@ class DataProto:
         columns = {n: np.ascontiguousarray(c) if isinstance(c, np.ndarray) else c for n, c in whole._columns.items()}
         return DataProto, (columns, dict(self._meta), tuple(whole._bfloat16))
 
-    # --- building -------------------------------------------------------------------------------------------
+    # ---- building
 
     @classmethod
     def from_columns(
@@ -123,7 +123,7 @@ class DataProto:
         """Batch with meta values added or replaced."""
         return DataProto(self._columns, {**self._meta, **values}, self._bfloat16)
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # ---- looking
 
     def __len__(self) -> int:
         return self._length
@@ -236,7 +236,7 @@ class DataProto:
             lines.append(f"  meta: {dict(self._meta)}")
         return "\n".join(lines)
 
-    # --- columns --------------------------------------------------------------------------------------------
+    # ---- columns
 
     def select(self, names: Iterable[str]) -> DataProto:
         """Only the named columns, in the order given."""
@@ -275,7 +275,7 @@ class DataProto:
             dict.fromkeys([*self._columns, *other._columns])
         )
 
-    # --- rows -----------------------------------------------------------------------------------------------
+    # ---- rows
 
     def rows(self, index: RowIndex) -> DataProto:
         """Rows by int (one row), slice, list, boolean mask or index array. Consecutive rows are views."""
@@ -359,19 +359,7 @@ class DataProto:
             raise SchemaError(f"cannot take {num_padding} padding rows off {len(self)}")
         return self._slice(0, len(self) - num_padding)
 
-    def mini_batches(
-        self, size: int, *, epochs: int = 1, seed: int | None = None, drop_last: bool = False
-    ) -> Iterator[DataProto]:
-        """Batches of `size` rows; with a `seed`, every epoch in another order that depends on seed and epoch alone."""
-        for epoch in range(epochs):
-            order = None if seed is None else np.random.default_rng([seed, epoch]).permutation(len(self))
-            for start in range(0, len(self), size):
-                stop = min(start + size, len(self))
-                if drop_last and stop - start < size:
-                    break
-                yield self._slice(start, stop) if order is None else self._take(order[start:stop])
-
-    # --- inside ---------------------------------------------------------------------------------------------
+    # ---- inside
 
     def _slice(self, start: int, stop: int) -> DataProto:
         stop = max(start, stop)

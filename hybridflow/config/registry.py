@@ -35,7 +35,7 @@ class Registry(Generic[T]):
         package: dotted name of the package whose modules are the built-in entries; modules that begin with an
             underscore and `base` are not entries.
         key: the configuration key that names an entry, for messages.
-        packages: entries are packages within `package`, not modules.
+        packages: entries are packages within `package`, not modules; the module `engine` of each registers it.
     """
 
     def __init__(self, kind: str, package: str, key: str, *, packages: bool = False) -> None:
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
                 f"{self.key}={name}: there is no {self.kind} of this name{hint} (choose one of "
                 f"{', '.join(self.names())}, or path/to/file.py:name)"
             )
-        importlib.import_module(f"{self.package}.{name}")
+        importlib.import_module(f"{self.package}.{name}{'.engine' if self._packages else ''}")
         assert name in self._entries, f"{self.package}.{name} registers no {self.kind} {name!r}"
         return self._entries[name]
 

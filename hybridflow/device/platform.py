@@ -8,7 +8,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybridflow.errors import ResourceError
 
@@ -82,9 +82,7 @@ class Platform:
     def set_device(self, local_rank: int = 0) -> None:
         """Make the `local_rank`-th device current for this process."""
         if self.kind == "cuda":
-            import torch
-
-            torch.cuda.set_device(local_rank)
+            _cuda().set_device(local_rank)
 
     def current_device(self) -> torch.device:
         """The device that `set_device` chose for this process."""
@@ -94,26 +92,16 @@ class Platform:
 
     def device_count(self) -> int:
         """Devices that this process sees; 0 on cpu."""
-        if self.kind == "cpu":
-            return 0
-        import torch
-
-        return torch.cuda.device_count()
+        return _cuda().device_count() if self.kind == "cuda" else 0
 
     def capability(self) -> tuple[int, int]:
         """Compute capability of the first device, (9, 0) for example; (0, 0) on cpu."""
-        if self.kind == "cpu":
-            return 0, 0
-        import torch
-
-        return torch.cuda.get_device_capability(0)
+        return _cuda().get_device_capability(0) if self.kind == "cuda" else (0, 0)
 
     def memory_bytes(self) -> int:
         """Bytes this process holds now: allocated by torch on cuda, resident on cpu."""
         if self.kind == "cuda":
-            import torch
-
-            return torch.cuda.memory_allocated()
+            return _cuda().memory_allocated()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -121,9 +109,7 @@ class Platform:
         """The most bytes this process has held since the start or `reset_peak_memory` (same meaning as
         `memory_bytes`)."""
         if self.kind == "cuda":
-            import torch
-
-            return torch.cuda.max_memory_allocated()
+            return _cuda().max_memory_allocated()
         status = Path("/proc/self/status").read_text()
         peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024  # Linux counts in KiB, and a little behind
         return max(peak, self.memory_bytes())
@@ -131,35 +117,25 @@ class Platform:
     def reset_peak_memory(self) -> None:
         """Restart `peak_memory_bytes`. Where the kernel refuses (read-only /proc), the peak stays the process's."""
         if self.kind == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
+            _cuda().reset_peak_memory_stats()
             return
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def reserved_memory_bytes(self) -> int:
         """The most bytes that torch's allocator has reserved on cuda; on cpu the same as the peak."""
-        if self.kind == "cuda":
-            import torch
-
-            return torch.cuda.max_memory_reserved()
-        return self.peak_memory_bytes()
+        return _cuda().max_memory_reserved() if self.kind == "cuda" else self.peak_memory_bytes()
 
     def total_memory_bytes(self) -> int:
         """Memory of the device (cuda) or of the machine (cpu)."""
         if self.kind == "cuda":
-            import torch
-
-            return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+            return int(_cuda().get_device_properties(_cuda().current_device()).total_memory)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty_cache(self) -> None:
         """Give unused cached memory back: to the CUDA driver, or on cpu from the C library's heap to the system."""
         if self.kind == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()
+            _cuda().empty_cache()
             return
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others keep no large free blocks
         if trim is not None:
@@ -168,9 +144,14 @@ class Platform:
     def synchronize(self) -> None:
         """Wait until the device has done what was queued (nothing is queued on cpu)."""
         if self.kind == "cuda":
-            import torch
+            _cuda().synchronize()
 
-            torch.cuda.synchronize()
+
+def _cuda() -> Any:
+    """The module `torch.cuda`."""
+    import torch
+
+    return torch.cuda
 
 
 def _why_no_cuda() -> str:

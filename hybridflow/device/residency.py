@@ -16,7 +16,7 @@ import ctypes
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Literal, Protocol
+from typing import IO, Literal
 
 import torch
 
@@ -26,6 +26,9 @@ from hybridflow.errors import ResourceError
 Part = Literal["weights", "gradients", "optimizer", "reference"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer", "reference")
 _SMALL = 4096  # bytes; smaller tensors (step counters) stay: thousands of tiny copies cost more than they free
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class Residency:
@@ -47,7 +50,7 @@ class Residency:
         """
         self._tensors, self._platform, self._settle, self.role = tensors, platform, settle, role
         self._asleep: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
-        self._store: dict[Part, _Store] = {}
+        self._store: dict[Part, _FileStore | _PinnedStore] = {}
 
     @property
     def asleep(self) -> frozenset[Part]:
@@ -119,9 +122,8 @@ class Residency:
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
         """The storages of each part, each storage once."""
         seen: set[int] = set()
-        found: dict[Part, list[torch.UntypedStorage]] = {}
+        found: dict[Part, list[torch.UntypedStorage]] = {part: [] for part in PARTS}
         for part in PARTS:
-            found[part] = []
             for tensor in self._tensors[part]():
                 storage = tensor.untyped_storage()
                 if storage._cdata in seen:
@@ -136,16 +138,9 @@ class Residency:
         return found
 
 
-class _Store(Protocol):
-    """Where the bytes of an offloaded part are kept. `key` is the configuration key that offloads it, for messages."""
-
-    def write(self, key: str, storages: list[torch.UntypedStorage]) -> None: ...
-
-    def read(self, storages: list[torch.UntypedStorage]) -> None: ...
-
-
 class _FileStore:
-    """An unlinked temporary file, rewritten by each offload."""
+    """An unlinked temporary file, rewritten by each offload. `key` is the configuration key that offloads the part, for
+    messages."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -175,7 +170,8 @@ class _FileStore:
 
 
 class _PinnedStore:
-    """Pinned host memory, one block per storage, which is kept: pinning again costs more than the copy."""
+    """Pinned host memory, one block per storage, which is kept: pinning again costs more than the copy. `key` as in
+    `_FileStore`."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -204,9 +200,12 @@ class _PinnedStore:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, as long as the tensor lives. `Tensor.numpy()` would make its
-    storage unresizable for good."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """The bytes of a contiguous tensor in host memory, writable, as long as the tensor lives.
+
+    Not by way of `Tensor.numpy()`: torch never resizes a storage again that numpy has seen. Nor by a ctypes array:
+    there is a type for each length, and they are made again and again.
+    """
+    return _view(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -42,16 +42,13 @@ class Asking(Protocol):
     def so_far(self, number: int) -> Completion:
         """What has come of a response by now, without its experts; `abort` where it has not ended. Called at any time,
         in any thread."""
-        ...
 
     def abort(self, numbers: Sequence[int]) -> None:
         """Have the engine end these responses. They are told as any other, `abort` with what has come of them, unless
         they end by themselves first."""
-        ...
 
     def give_up(self) -> None:
         """End what is under way; `done` has an EngineError soon after, unless everything was answered."""
-        ...
 
 
 @runtime_checkable
@@ -61,7 +58,6 @@ class Streams(Protocol):
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """Send the requests and return. `told` is called, in another thread, with the number of each prompt and its
         response."""
-        ...
 
 
 def ask(engine: Engine, requests: TokenRequests, told: Told) -> Asking:

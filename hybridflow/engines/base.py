@@ -39,9 +39,8 @@ class Completion:
     """One response."""
 
     token_ids: Sequence[int] | np.ndarray  # [t] the stop token included when there was one
-    log_probs: (
-        Sequence[float] | np.ndarray
-    )  # [t] log softmax(logits / temperature), before top-k and top-p cut it; of the logits at 0
+    # [t] log softmax(logits / temperature), before top-k and top-p cut it; of the logits at 0
+    log_probs: Sequence[float] | np.ndarray
     finish_reason: str  # stop | length | abort
     weight_versions: tuple[WeightSpan, ...]  # which weights made which tokens, in order
     # [prompt + response tokens - 1, layers x experts a token] int32, the experts each token went through, when asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Control:
 
     def to_json(self) -> str:
         """As one line."""
-        return json.dumps({**vars(self), "order": self.order.to_dict() if self.order else None})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Control:

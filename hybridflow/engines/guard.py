@@ -60,15 +60,11 @@ def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
     """SIGKILL everything in the session but its leader, until nothing is left. Returns what is still there after
     `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    left = session_members(session)
-    while left and time.monotonic() < deadline:
+    while (left := session_members(session)) and time.monotonic() < deadline:
         for pid in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.02)
-        left = session_members(session)
     return left
 
 

@@ -23,19 +23,20 @@ class ServerClient:
         admin_key: bearer key of the engine.
         request_timeout_s: deadline of each call, in seconds; of prompts under way, how long nothing at all may come.
         name: the engine's name in error messages; defaults to the address.
-        batch_size: prompts in one HTTP request; a longer list goes out as several.
+        batch_size: prompts in one HTTP request; a longer list goes out as several. 0: as the kind of server has it.
     """
 
     streams: type[TokenStreams]  # how this kind of server is asked for tokens
+    together = 1024  # prompts in one HTTP request
 
     def __init__(
-        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1024
+        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 0
     ) -> None:
         self.url, self.name = url.rstrip("/"), name or url
-        self.request_timeout_s, self.batch_size = request_timeout_s, batch_size
+        self.request_timeout_s, self.batch_size = request_timeout_s, batch_size or self.together
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._local = threading.local()
-        self.tokens = self.streams(self.url, self._headers, self.name, request_timeout_s, batch_size)
+        self.tokens = self.streams(self.url, self._headers, self.name, request_timeout_s, self.batch_size)
 
     def with_timeout(self, request_timeout_s: float) -> Self:
         """The same engine with another deadline."""
@@ -55,15 +56,7 @@ class ServerClient:
         *,
         with_routes: bool = False,
     ) -> list[Completion]:
-        """One response for each prompt, in order. Repeat a prompt to sample it several times.
-
-        Args:
-            prompts: token ids.
-            sampling: the same for all.
-            max_new_tokens: upper bound on the response's length.
-            stop_token_ids: generation ends with, and includes, the first of these.
-            with_routes: bring the experts of each token; the engine was started with
-                `EngineSpec.return_routed_experts`.
+        """One response for each prompt (`Engine.generate`). Repeat a prompt to sample it several times.
 
         Raises:
             EngineError: refused, malformed, or nothing came for `request_timeout_s`; with what has come (`begun`).

@@ -67,13 +67,8 @@ class TracedLayout:
         written: dict[str, list[Box]] = {}
         for piece in self.pieces:
             if piece.source is not None:
-                place = (
-                    *padded(piece.start, 0),
-                    *padded(piece.shape, 1),
-                    number[piece.buffer],
-                    *padded(piece.local_start, 0),
-                )
-                rows.append((index[piece.source], *place))
+                source = (index[piece.source], *padded(piece.start, 0), *padded(piece.shape, 1))
+                rows.append((*source, number[piece.buffer], *padded(piece.local_start, 0)))
             written.setdefault(piece.buffer, []).extend(
                 [(piece.local_start, piece.local_shape)] if piece.source else []
             )
@@ -255,10 +250,8 @@ class _Recorder(TorchDispatchMode):
         row = 0
         for part in join.parts:
             whole = part.unsqueeze(join.axis) if join.stacked else part
-            low, high = (
-                max(row, start[join.axis]),
-                min(row + whole.shape[join.axis], start[join.axis] + size[join.axis]),
-            )
+            low = max(row, start[join.axis])
+            high = min(row + whole.shape[join.axis], start[join.axis] + size[join.axis])
             if low < high:
                 view = whole
                 for axis in range(whole.ndim):

@@ -19,11 +19,12 @@ from hybridflow.sync.session import Order, Outcome, answer_deadline
 class ServedEngine(ServerProcess):
     """The calls of an engine go out over HTTP; start, liveness and end are `ServerProcess`'s."""
 
-    @property
+    client_class: type[Any]  # the kind's `ServerClient`, which is a `weight_transaction.EngineClient` too
+
+    @cached_property
     def client(self) -> Any:
-        """The kind's `ServerClient`, made once; it is a `weight_transaction.EngineClient` too. May be used after
-        `start`."""
-        raise NotImplementedError
+        """Speaks with the server, made once. May be used after `start`."""
+        return self.client_class(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -41,16 +42,12 @@ class ServedEngine(ServerProcess):
     ) -> list[Completion]:
         """`ServerClient.generate`."""
         check_tokens(prompts, self.vocabulary, self.spec.name)
-        found: list[Completion] = self.client.generate(
-            prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes
-        )
-        return found
+        return self.client.generate(prompts, sampling, max_new_tokens, stop_token_ids, with_routes=with_routes)
 
     def ask(self, requests: TokenRequests, told: Told) -> Asking:
         """`ServerClient.ask`."""
         check_tokens(requests.prompts, self.vocabulary, self.spec.name)
-        asking: Asking = self.client.ask(requests, told)
-        return asking
+        return self.client.ask(requests, told)
 
     def stop(self) -> None:
         """End the server, and with it the prompts under way."""

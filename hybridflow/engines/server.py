@@ -207,25 +207,18 @@ class ServerProcess:
         """
         limit = self.spec.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        asked = [("/health", None), *([self._one_token()] if self.spec.node_rank == 0 else [])]
         try:
-            while not self._answers("/health", None, 5.0):
-                self.check_alive()
-                self._check_deadline(deadline, limit)
-                time.sleep(POLL_S)
-            if self.spec.node_rank > 0:
-                return
-            path, body = self._one_token()
-            while not self._answers(path, body, max(0.1, deadline - time.monotonic())):
-                self.check_alive()
-                self._check_deadline(deadline, limit)
-                time.sleep(POLL_S)
+            for path, body in asked:
+                while not self._answers(path, body, max(0.1, deadline - time.monotonic()) if body else 5.0):
+                    self.check_alive()
+                    if time.monotonic() > deadline:
+                        what = f"not ready after {limit:.0f} s"
+                        raise EngineError(what, engine=self.spec.name, log_tail=self.log_tail())
+                    time.sleep(POLL_S)
         except BaseException:
             self.stop()
             raise
-
-    def _check_deadline(self, deadline: float, limit: float) -> None:
-        if time.monotonic() > deadline:
-            raise EngineError(f"not ready after {limit:.0f} s", engine=self.spec.name, log_tail=self.log_tail())
 
     def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
         headers = {"Authorization": f"Bearer {self.admin_key}"}

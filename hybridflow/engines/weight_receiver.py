@@ -20,11 +20,11 @@ from hybridflow.device.platform import Platform
 from hybridflow.engines.control import DESCRIBE, RECEIVE, Control
 from hybridflow.engines.layout_tracer import trace_layout
 from hybridflow.errors import WeightSyncError
-from hybridflow.reshard.layout import DIMS, PADDING, Catalog, RankLayout
+from hybridflow.reshard.layout import PADDING, Catalog, RankLayout
 from hybridflow.sync import session
 from hybridflow.sync.schedule import RECEIVER, Schedule, layout_digest, post_layout, schedule_key
-from hybridflow.sync.session import ABORT, COMMIT, Board, Order, RankReport
-from hybridflow.sync.staging import ReceiveStaging
+from hybridflow.sync.session import ABORT, COMMIT, Board, Order, RankReport, problem_of
+from hybridflow.sync.staging import ReceiveStaging, rectangle
 from hybridflow.sync.stream import receive_stream
 from hybridflow.sync.transports import open_receiver
 from hybridflow.sync.transports.base import ReceiveChannel
@@ -178,10 +178,8 @@ class WeightReceiver:
         """The session's channel; that of an earlier session is given up."""
         if self._channel is None or self._session != order.endpoint.session:
             self._give_up()
-            self._channel, self._session = (
-                open_receiver(order.endpoint, rank, _device(self.model)),
-                order.endpoint.session,
-            )
+            self._channel = open_receiver(order.endpoint, rank, _device(self.model))
+            self._session = order.endpoint.session
             self._staging = ReceiveStaging(rank, order.endpoint.slots)
         return self._channel
 
@@ -198,20 +196,8 @@ class WeightReceiver:
         if layout is None:
             return
         for row in np.flatnonzero(layout.tensor == PADDING).tolist():
-            _rectangle(buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]).zero_()
-
-
-def problem_of(error: BaseException) -> str:
-    """One of our messages as it is; of others the type as well."""
-    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+            rectangle(buffers[layout.names[int(layout.buffer[row])]], layout.local[row], layout.size[row]).zero_()
 
 
 def _device(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _rectangle(buffer: torch.Tensor, start: np.ndarray, size: np.ndarray) -> torch.Tensor:
-    view = buffer[(None,) * (DIMS - buffer.dim())]
-    for axis in range(DIMS):
-        view = view.narrow(axis, int(start[axis]), int(size[axis]))
-    return view

@@ -120,9 +120,8 @@ def _compare(board: Board, plan: str) -> None:
 
 def _transact(client: EngineClient, board: Board, report_s: float) -> dict[int, RankReport]:
     """Pause, have the ranks receive, resume. `report_s`: how long after the server's answer reports may come."""
-    order, refusal = board.order, ""
-    ranks = order.endpoint.receivers
-    endpoint = order.endpoint
+    order, endpoint, refusal = board.order, board.order.endpoint, ""
+    ranks = endpoint.receivers
     control = Control(
         RECEIVE, endpoint.host, endpoint.port, endpoint.timeout_s, board.report_prefix, ranks[0], len(ranks), order
     )

@@ -26,15 +26,12 @@ class Sharded(Holder, Protocol):
     @property
     def optimizer(self) -> Optimizer | None:
         """None before `set_optimizer`."""
-        ...
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's rows of every tensor, by Hugging Face name."""
-        ...
 
     def reference_state(self) -> Mapping[str, torch.Tensor]:
         """The reference's rows by the same names."""
-        ...
 
 
 class ShardedState:

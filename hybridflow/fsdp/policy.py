@@ -87,7 +87,6 @@ class FsdpPolicy(HoldsReference):
         self._forward(build_micro_batches(nothing, [np.zeros(0, np.int64)], (), device), self._scoring(1.0, False))
 
     # ---- passes
-    # --------------------------------------------------------------------------------------------------------
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
@@ -111,15 +110,7 @@ class FsdpPolicy(HoldsReference):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on `batch` (this rank's share of the mini-batch).
-
-        Returns:
-            Metric (sum, count) pairs, and {grad_norm, lr, applied}.
-
-        Raises:
-            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
-            was changed.
-        """
+        """One optimizer update on `batch`, this rank's share of the mini-batch."""
         if self.optimizer is None:
             raise RuntimeError("an update before set_optimizer")
         micro_batches = self._micro_batches(batch, max_tokens, columns)
@@ -199,7 +190,6 @@ class FsdpPolicy(HoldsReference):
         return int(tensor)
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, Any]:
         """The sharded parameters by Hugging Face name."""
@@ -242,11 +232,7 @@ class FsdpPolicy(HoldsReference):
                 *self.model.buffers(),
             ],
             "gradients": lambda: self.optimizer.gradients() if self.optimizer else (),
-            "optimizer": lambda: (
-                [rows for moment in self.optimizer.moments().values() for rows in moment.values()]
-                if self.optimizer
-                else ()
-            ),
+            "optimizer": self._moments,
             "reference": lambda: self.reference_state().values() if self.has_reference else (),
         }
 
@@ -255,7 +241,6 @@ class FsdpPolicy(HoldsReference):
         return [rows for kind in moments.values() for rows in kind.values()]
 
     # ---- process and disk
-    # --------------------------------------------------------------------------------------------------------
 
     def mesh_position(self) -> tuple[int, int, bool]:
         """Every rank is a data-parallel rank of its own."""

@@ -56,14 +56,4 @@ def gather_tokens(values: torch.Tensor, places: torch.Tensor | None, total: int)
     if places is None:
         return values
     group = parallel_state.get_context_parallel_group()
-    whole: torch.Tensor = SumOverGroup.apply(
-        values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group
-    )
-    return whole
-
-
-def counts_tokens() -> bool:
-    """Whether this rank reports the loss's count: every context-parallel rank computes the same loss, and Megatron adds
-    up their counts (finalize_model_grads.py:493).
-    """
-    return bool(parallel_state.get_context_parallel_rank() == 0)
+    return SumOverGroup.apply(values.new_zeros((*values.shape[:-1], total)).index_copy(-1, places, values), group)

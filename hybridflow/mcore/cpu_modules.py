@@ -92,7 +92,7 @@ class DuplicatedLinear(nn.Module):
 
 class GroupedLinear(nn.Module):
     """One weight per local expert, applied to consecutive runs of rows (TEGroupedLinear's names: weight0, weight1,
-    ...)."""
+    ...). The experts' first linear: output rows are cut."""
 
     split_dim = 0  # the weight's dimension that expert tensor parallelism cuts
 
@@ -149,12 +149,6 @@ class GroupedLinear(nn.Module):
         return sharded
 
 
-class ColumnGroupedLinear(GroupedLinear):
-    """Experts' first linear: output rows are cut."""
-
-    split_dim = 0
-
-
 class RowGroupedLinear(GroupedLinear):
     """Experts' second linear: input columns are cut."""
 
@@ -196,7 +190,7 @@ class TorchSpecProvider(BackendSpecProvider):
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
     ) -> tuple[type, MLPSubmodules]:
         """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
 
     def activation_func(self) -> None:
         """The config's activation."""

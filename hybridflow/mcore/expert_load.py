@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue, routers_of
+from hybridflow.mcore.parallel import tensor_share
 
 
 class ExpertLoad:
@@ -25,12 +25,7 @@ class ExpertLoad:
 
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages`: the rank's model chunks, not yet wrapped."""
-        found = [
-            module
-            for stage in stages
-            for module in stage.modules()
-            if isinstance(module, TopKRouter) and module.enable_expert_bias
-        ]
+        found = [router for _, router in routers_of(stages) if router.enable_expert_bias]
         tracker = MicroBatchTracker(stages if found else (), "real")
         self._routers = [_Corrected(tracker, router) for router in found]
 
@@ -52,10 +47,6 @@ class _Corrected:
         if real is None or not torch.is_grad_enabled():  # without gradient nothing was counted (router.py:539)
             return
         if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens
-            size, rank = (
-                parallel_state.get_tensor_model_parallel_world_size(),
-                parallel_state.get_tensor_model_parallel_rank(),
-            )
-            real = real.view(size, -1)[rank]
+            real = tensor_share(real)
         # no index by a mask: its size would have to be known on the host, which would wait for the device
         router.local_tokens_per_expert -= (output[1] & ~real.unsqueeze(1)).sum(dim=0)

@@ -7,6 +7,7 @@ parallelism with expert parallelism needs it (tensor_parallel/mappings.py:150).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,15 +17,11 @@ from torch.distributed import distributed_c10d
 
 def install() -> None:
     """Wrap the collectives named above. Only called where gloo is the backend."""
-    for name, make in (
-        ("all_gather", _all_gather),
-        ("scatter", _scatter),
-        ("all_reduce", _all_reduce),
-        ("broadcast", _broadcast),
-    ):
-        guarded = make(getattr(dist, name))
-        setattr(dist, name, guarded)
-        setattr(distributed_c10d, name, guarded)
+    guarded = {"all_gather": _all_gather(dist.all_gather), "scatter": _scatter(dist.scatter)}
+    guarded |= {name: _contiguous_only(getattr(dist, name)) for name in ("all_reduce", "broadcast")}
+    for name, collective in guarded.items():
+        setattr(dist, name, collective)
+        setattr(distributed_c10d, name, collective)
 
 
 def _all_gather(original: Any) -> Any:
@@ -54,20 +51,13 @@ def _scatter(original: Any) -> Any:
     return scatter
 
 
-def _all_reduce(original: Any) -> Any:
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _require_contiguous(tensor, "all_reduce")
+def _contiguous_only(original: Any) -> Any:
+    @functools.wraps(original)
+    def guarded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _require_contiguous(tensor, original.__name__)
         return original(tensor, *args, **kwargs)
 
-    return all_reduce
-
-
-def _broadcast(original: Any) -> Any:
-    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _require_contiguous(tensor, "broadcast")
-        return original(tensor, *args, **kwargs)
-
-    return broadcast
+    return guarded
 
 
 def _require_contiguous(tensor: Any, collective: str) -> None:

@@ -140,10 +140,6 @@ class Adapters:
         """Bytes that merged copies take on this rank, from `merged` to `release`."""
         return sum(linear.weight.nbytes for linear, _ in self._linears)
 
-    def holds_copies(self) -> bool:
-        """Whether merged copies take memory now."""
-        return any(tensor.untyped_storage().nbytes() for tensor in self._merged.values())
-
     def release(self) -> None:
         """Free the merged copies' memory. Senders keep views of the tensors, which stay empty until `merged`."""
         for tensor in self._merged.values():

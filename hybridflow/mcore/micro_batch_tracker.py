@@ -14,6 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+
+
+def routers_of(stages: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
+    """The routers of this rank's model chunks, with their names in the chunk."""
+    modules = [pair for stage in stages for pair in stage.named_modules()]
+    return [(name, module) for name, module in modules if isinstance(module, TopKRouter)]
 
 
 class MicroBatchTracker:

@@ -226,12 +226,9 @@ def _hidden_states(
 
 def output_weight(model: GPTModel) -> torch.Tensor:
     """[v, h] this rank's rows of the output layer of a last stage, whether or not it is tied to the embedding."""
-    weight: torch.Tensor = (
-        model.shared_embedding_or_output_weight()
-        if model.share_embeddings_and_output_weights
-        else model.output_layer.weight
-    )
-    return weight
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
 
 
 def wrap_for_training(models: Sequence[GPTModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -90,6 +92,12 @@ def data_parallel_position() -> tuple[int, int, bool]:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0,
     )
+
+
+def tensor_share(tokens: Any) -> Any:
+    """This tensor-parallel rank's part of the tokens [t], a tensor or an array, under sequence parallelism."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return tokens.reshape(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def is_last_stage() -> bool:

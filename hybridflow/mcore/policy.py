@@ -96,7 +96,6 @@ class Policy(HoldsReference):
         self.optimizer: Optimizer | None = None
 
     # ---- passes
-    # --------------------------------------------------------------------------------------------------------
 
     def log_probs(
         self, batch: DataProto, *, max_tokens: int, temperature: float, with_entropy: bool
@@ -147,10 +146,8 @@ class Policy(HoldsReference):
             NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
             was changed.
         """
-        micro_batches, scoring = (
-            self._micro_batches(batch, max_tokens, columns),
-            self._scoring(temperature, with_entropy),
-        )
+        micro_batches = self._micro_batches(batch, max_tokens, columns)
+        scoring = self._scoring(temperature, with_entropy)
         self.router_losses.begin(micro_batches, sum((counted(loss, micro) for micro in micro_batches), torch.zeros(())))
         metrics, facts = self._update(
             len(micro_batches), lambda watch: backward(self.chunks, micro_batches, loss, scoring, watch)
@@ -223,7 +220,6 @@ class Policy(HoldsReference):
         return Cut(segment, multiple, parallel.context_rank(), config.context)
 
     # ---- weights
-    # --------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Local parameters by Megatron name (`chunk0.`... in front with virtual stages), checked against the family's

@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
-from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue, routers_of
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.parallel import device, is_last_stage
+from hybridflow.mcore.parallel import device, is_last_stage, tensor_share
 
 AUX, Z = "actor/router_aux_loss", "actor/router_z_loss"
 
@@ -39,9 +38,7 @@ class RouterLosses:
     def __init__(self, stages: Sequence[torch.nn.Module], aux_coef: float, z_coef: float) -> None:
         """`stages`: the rank's model chunks, not yet wrapped. With both coefficients 0 nothing is changed."""
         self.coefs = {AUX: aux_coef, Z: z_coef}
-        found = [module for stage in stages for module in stage.modules() if isinstance(module, TopKRouter)]
-        if not any(self.coefs.values()):
-            found = []
+        found = [router for _, router in routers_of(stages)] if any(self.coefs.values()) else []
         tracker = MicroBatchTracker(stages if found else (), "real")
         self._queues = [RecomputationQueue(tracker) for _ in found]
         for router, queue in zip(found, self._queues, strict=True):
@@ -75,13 +72,11 @@ class RouterLosses:
         if real is None or not (router.training and torch.is_grad_enabled()):
             return logits
         if router.config.sequence_parallel:  # this tensor-parallel rank routes its part of the tokens
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            real = real.view(size, -1)[parallel_state.get_tensor_model_parallel_rank()]
+            real = tensor_share(real)
         sums = torch.stack([self._balancing(router, logits, real), (logits.logsumexp(-1) ** 2 * real).sum()])
         self._sums += sums.detach()
         coefs = torch.tensor(list(self.coefs.values()), device=logits.device, dtype=sums.dtype)
-        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, (coefs * sums).sum() * self._weight)
-        return attached
+        return MoEAuxLossAutoScaler.apply(logits, (coefs * sums).sum() * self._weight)
 
     def _balancing(self, router: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """This rank's part of T_m * E * sum_i f_i P_i."""

@@ -22,6 +22,7 @@ token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,10 +39,12 @@ from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
 from hybridflow.data.micro_batches import sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
-from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue
+from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue, routers_of
 from hybridflow.mcore.packed import MicroBatch
+from hybridflow.mcore.parallel import tensor_share
 
 Action = Literal["replay", "record", "compare"]
+_COUNTS = ("sent", "used", "mismatched", "differing", "drifted")
 
 
 @dataclass
@@ -65,23 +68,16 @@ class RouterReplay:
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         """`stages`: the rank's model chunks, not yet wrapped. A dense model has no routers; `during` then refuses."""
         self.config: Any = stages[0].config
-        found = [
-            (name, module)
-            for stage in stages
-            for name, module in stage.named_modules()
-            if isinstance(module, TopKRouter)
-        ]
         # a multi-token-prediction head sees other tokens than the decoder and has no place in an engine's routes
-        routers = [router for name, router in found if "mtp." not in name]
+        routers = [router for name, router in routers_of(stages) if "mtp." not in name]
         self.tracker = MicroBatchTracker(stages if routers else (), "routes")
         self._routers = [_RouterHook(self, router) for router in routers]
         self._action: Action | None = None
         self._micro_batches: Sequence[MicroBatch] = ()
-        self.tally = _Tally()
-        self._taken = dict.fromkeys(_Tally.NAMES, 0)
+        self._tally: Counter[str] = Counter()  # of one pass; sums stay on the device until they are read once
+        self._taken = dict.fromkeys(_COUNTS, 0)
 
     # ---- one pass
-    # --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
@@ -97,7 +93,8 @@ class RouterReplay:
             yield
             self._check()
         finally:
-            self._action, self.tally = None, _Tally()
+            self._action = None
+            self._tally.clear()
             for router in self._routers:
                 router.queue.clear()
 
@@ -116,7 +113,7 @@ class RouterReplay:
             given = None if routes is None else self._given(routes, micro)
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
-                self.tally.sent += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
+                self._tally["sent"] += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
         self._micro_batches, self._lengths = micro_batches, lengths
         return micro_batches
 
@@ -132,6 +129,11 @@ class RouterReplay:
             for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
                 rows[sample] = whole[start : start + self._lengths[sample]]
         return Jagged.from_rows(rows, np.int16)
+
+    def count(self, **masks: torch.Tensor) -> None:
+        """Add the number of true entries under each name."""
+        for name, mask in masks.items():
+            self._tally[name] += mask.sum()  # type: ignore[assignment]
 
     def take_counts(self) -> Mapping[str, int]:
         """Token-layers since the last call: sent to this rank's routers, used by them, mismatched (0, or an error was
@@ -150,7 +152,6 @@ class RouterReplay:
         return taken | {"routers": len(self._routers) if first else 0}
 
     # ---- checks
-    # --------------------------------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
         if not self.config.num_moe_experts:
@@ -186,7 +187,7 @@ class RouterReplay:
         return routes
 
     def _check(self) -> None:
-        found = self.tally.numbers()
+        found = {name: int(self._tally[name]) for name in _COUNTS}
         sent, used, mismatched = found["sent"], found["used"], found["mismatched"]
         waiting = sum(router.queue.pending() for router in self._routers)
         if mismatched or used != sent or waiting:
@@ -199,7 +200,6 @@ class RouterReplay:
         self._taken = {name: count + found[name] for name, count in self._taken.items()}
 
     # ---- which tokens are this rank's
-    # -------------------------------------------------------------------------------------------------
 
     def _rows(self, micro: MicroBatch) -> np.ndarray:
         """Packed rows whose tokens this rank routes, in its order: its context rank's, cut evenly by sequence
@@ -207,13 +207,7 @@ class RouterReplay:
         rows = ZigZag.of(_segment_bounds(micro), parallel_state.get_context_parallel_world_size()).rows_of(
             parallel_state.get_context_parallel_rank()
         )
-        if not self.config.sequence_parallel:
-            return rows
-        size, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        return rows.reshape(size, -1)[rank]
+        return tensor_share(rows) if self.config.sequence_parallel else rows
 
     def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
         """[t, layers, k] of this rank's tokens; padding is free."""
@@ -265,8 +259,7 @@ class _RouterHook:
         """(scores [t, k] with gradient, expert ids [t, k]) for scores [t, experts], as moe_utils.py:705 asks."""
         routes = self._active
         if routes is None or routes.action != "replay":
-            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            return values, chosen
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         given = self._given(routes)
         chosen = torch.where(given == FREE, live, given)
@@ -293,17 +286,16 @@ class _RouterHook:
         given = self._given(routes)
         wanted = given[:, 0] != FREE
         same = routing_map.gather(1, given.clamp(min=0)).all(1) & (routing_map.sum(1) == self.topk)
-        tally = self.replay.tally
         if routes.action == "compare":
-            tally.add(used=wanted, differing=wanted & ~same)
+            self.replay.count(used=wanted, differing=wanted & ~same)
         elif not self._recomputed:
             other = (
                 (live.sort(1).values != given.sort(1).values).any(1) if live is not None else torch.ones_like(wanted)
             )
-            tally.add(used=wanted, mismatched=wanted & ~same)
-            tally.add(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
+            self.replay.count(used=wanted, mismatched=wanted & ~same)
+            self.replay.count(**{"drifted" if self.replay.tracker.with_gradient else "differing": wanted & other})
         else:  # a recomputation: counted before, but it must not differ either
-            tally.add(mismatched=wanted & ~same)
+            self.replay.count(mismatched=wanted & ~same)
 
 
 def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
@@ -312,28 +304,6 @@ def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
     return routing_map.to(torch.int8).topk(topk, dim=1).indices.sort(dim=1).values
 
 
-class _Tally:
-    """Counts of one pass; sums stay on the device until they are read once."""
-
-    NAMES = ("sent", "used", "mismatched", "differing", "drifted")
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self._sums: dict[str, torch.Tensor] = {}
-
-    def add(self, **masks: torch.Tensor) -> None:
-        """Add the number of true entries under each name."""
-        for name, mask in masks.items():
-            self._sums[name] = self._sums[name] + mask.sum() if name in self._sums else mask.sum()
-
-    def numbers(self) -> dict[str, int]:
-        """Every count by name."""
-        return {
-            name: self.sent if name == "sent" else int(self._sums.get(name, torch.zeros(()))) for name in self.NAMES
-        }
-
-
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
     """[segments + 1] packed rows where the samples, in order, and the padding tail begin; the last is the length."""
-    bounds: np.ndarray = micro.packed.cu_seqlens_q.cpu().numpy()
-    return bounds
+    return micro.packed.cu_seqlens_q.cpu().numpy()

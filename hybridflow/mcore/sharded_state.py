@@ -117,7 +117,6 @@ class ShardedState:
 
 
 # ---- model and reference
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _model_shards(policy: Policy) -> dict[str, list[ShardedTensor]]:
@@ -201,7 +200,6 @@ def _rows_of(shard: ShardedTensor, parameter: torch.Tensor) -> tuple[int, int]:
 
 
 # ---- optimizer
-# ------------------------------------------------------------------------------------------------------------
 
 
 def _cut(
@@ -237,12 +235,8 @@ def _states(inner: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torc
     if isinstance(inner, DistributedOptimizer):
         for parameter in inner.model_param_gbuf_map:
             held = inner._get_model_param_range_map(parameter)["param"]
-            yield (
-                parameter,
-                held.start,
-                held.end,
-                _flat(parameter, inner._get_main_param_and_optimizer_states(parameter)),
-            )
+            state = inner._get_main_param_and_optimizer_states(parameter)
+            yield parameter, held.start, held.end, _flat(parameter, state)
         return
     main_of = _main_parameters(inner)
     for group in inner.optimizer.param_groups:

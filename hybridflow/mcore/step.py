@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.algorithms.losses import OF_TEACHER, TEACHER_IDS
 from hybridflow.algorithms.vocab_parallel import Scoring, log_probs_and_entropy, log_probs_of_tokens, top_log_probs
-from hybridflow.mcore.context_parallel import counts_tokens, gather_tokens
+from hybridflow.mcore.context_parallel import gather_tokens
 from hybridflow.mcore.model import output_weight
 from hybridflow.mcore.nonfinite import Watch
 from hybridflow.mcore.packed import MicroBatch
-from hybridflow.mcore.parallel import device, is_last_stage
+from hybridflow.mcore.parallel import context_rank, device, is_last_stage
 
 Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 # (log_probs [n], entropy [n] or None, micro-batch) -> (loss sum, count, metric sums with counts)
@@ -35,12 +35,11 @@ def forward(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Log-probs (and entropies) of every response token, without gradient. On the last stage; empty lists elsewhere."""
 
-    def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         log_probs, entropy, _ = response_log_probs(chunks, hidden, micro, scoring)
         return log_probs.cpu().numpy(), entropy.cpu().numpy() if entropy is not None else np.zeros(0, np.float32)
 
-    with torch.no_grad():
-        results = run(chunks, micro_batches, collect)
+    results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
 
 
@@ -50,14 +49,13 @@ def forward_top(
     """[n, k] log-probs and token ids of the k most likely tokens at every response token. On the last stage; empty
     lists elsewhere."""
 
-    def collect(number: int, micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def collect(micro: MicroBatch, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, weight, group = _predicting(chunks, hidden, micro)
         found = top_log_probs(rows, weight, k, scoring, group)
         values, tokens = (gather_tokens(part.t(), micro.places, micro.num_targets).t() for part in found)
         return values.cpu().numpy(), tokens.cpu().numpy()
 
-    with torch.no_grad():
-        results = run(chunks, micro_batches, collect)
+    results = forward_outputs(chunks, micro_batches, collect)
     return [item[0] for item in results], [item[1] for item in results]
 
 
@@ -101,7 +99,9 @@ def backward_outputs(
         watch.loss(number, total.detach())
         # a clone: the schedule scales the loss it is given in place
         metrics = {"loss": (total.detach().clone(), count), **metrics}
-        divisor = count if counts_tokens() else torch.zeros_like(count)
+        # every context-parallel rank computes the same loss, and Megatron adds up their counts
+        # (finalize_model_grads.py:493)
+        divisor = count if context_rank() == 0 else torch.zeros_like(count)
         return total, divisor.to(total.device, torch.int), metrics
 
     results = run(chunks, micro_batches, loss, watch)
@@ -165,7 +165,7 @@ def run(
         return output, lambda output, non_loss_data=False: on_output(number, micro, output)
 
     iterators = [iter(list(enumerate(micro_batches))) for _ in chunks]
-    found: list[Any] = get_forward_backward_func()(
+    return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -175,7 +175,6 @@ def run(
         forward_only=watch is None,
         collect_non_loss_data=watch is None,
     )
-    return found
 
 
 def all_ranks_max(value: int) -> int:

@@ -26,19 +26,15 @@ class Block(Protocol):
 
     def tensors(self, source: str) -> Shapes:
         """HF names and shapes below the layer's prefix `source` ("model.layers.3.")."""
-        ...
 
     def local(self, source: str, target: str, at: Coordinates) -> list[LocalTensor]:
         """What the rank at `at` holds; `target` is Megatron's prefix ("decoder.layers.0.")."""
-        ...
 
     def divisions(self, at: Coordinates) -> list[Division]:
         """What must divide for this cut."""
-        ...
 
     def __hash__(self) -> int:
         """Blocks are values: equal ones are counted once."""
-        ...
 
 
 @dataclass(frozen=True)

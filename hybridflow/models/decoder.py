@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.blocks import TENSOR, Block, Division, Shapes
+from hybridflow.models.blocks import TENSOR, Block, DenseMlp, Division, GroupedAttention, Shapes
 from hybridflow.models.fields import Fields
 from hybridflow.models.layout import Coordinates, LocalTensor, split, vocabulary, whole
 from hybridflow.models.rotary import Rotary
@@ -16,7 +16,8 @@ PIPELINE = "actor.parallel.pipeline"
 
 
 class Decoder:
-    """Base of the families: subclasses declare their fields and say which block stands in which layer.
+    """Base of the families: subclasses declare their fields, and say where a layer has other blocks than grouped-query
+    attention and a gated MLP.
 
     Args:
         hf: the contents of config.json.
@@ -31,6 +32,8 @@ class Decoder:
         positions, theta, partial: transformers' defaults of max_position_embeddings, rope_theta and
             partial_rotary_factor; None: the family always rotates heads whole.
         latent_norm_eps: eps of the norms of latent attention, where it is not rms_norm_eps.
+        qkv_bias, qk_norm: whether queries, keys and values have biases, and heads of queries and keys norms.
+        router: keyword arguments of Megatron's TransformerConfig for the experts; empty where there are none.
     """
 
     fields: Fields
@@ -39,9 +42,12 @@ class Decoder:
     theta = 10000.0
     partial: float | None = None
     latent_norm_eps: float | None = None
+    qkv_bias = False
+    qk_norm = False
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         self.hf = hf
+        self.router: dict[str, Any] = {}
         self.values = values = self.fields.read(hf)
         self.num_layers = int(values["num_hidden_layers"])
         self.hidden = int(values["hidden_size"])
@@ -72,11 +78,11 @@ class Decoder:
 
     def attention(self, layer: int) -> Block:
         """The attention of a layer, with the norm in front of it."""
-        raise NotImplementedError
+        return GroupedAttention(self.hidden, self.heads, self.groups, self.head_dim, self.qkv_bias, self.qk_norm)
 
     def mlp(self, layer: int) -> Block:
         """The MLP or the experts of a layer, with the norm in front."""
-        raise NotImplementedError
+        return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
 
     def megatron_config(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's TransformerConfig (MLATransformerConfig where `multi_latent_attention` is
@@ -93,8 +99,10 @@ class Decoder:
             "layernorm_epsilon": float(self.values["rms_norm_eps"]),
             "gated_linear_unit": True,
             "add_bias_linear": False,
-            "qk_layernorm": False,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
             **({"mtp_num_layers": self.num_mtp} if self.num_mtp else {}),
+            **self.router,
         }
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
@@ -173,10 +181,9 @@ class Decoder:
 
     def check(self, at: Coordinates) -> None:
         """Raise ModelError where a size does not divide."""
-        layers = [0, self.num_layers - 1]
         rules: list[Division] = [
             rule
-            for layer in layers
+            for layer in (0, self.num_layers - 1)
             for block in (self.attention(layer), self.mlp(layer))
             for rule in block.divisions(at)
         ]

@@ -27,27 +27,21 @@ class Family(Protocol):
     @property
     def latent_norm_eps(self) -> float | None:
         """Eps of the norms of latent attention, where it is not that of the other norms."""
-        ...
 
     def megatron_config(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's TransformerConfig that follow from the HF config."""
-        ...
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of Megatron's GPTModel: rotary base, tied embeddings, vocabulary."""
-        ...
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the HF checkpoint with its shape, in checkpoint order."""
-        ...
 
     def check(self, at: Coordinates) -> None:
         """Raise ModelError where a size does not divide."""
-        ...
 
     def local_tensors(self, at: Coordinates) -> list[LocalTensor]:
         """The parameters that the rank at these coordinates holds."""
-        ...
 
 
 FAMILIES: Registry[Callable[[Mapping[str, Any], bool], Family]] = Registry(

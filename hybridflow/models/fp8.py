@@ -122,13 +122,7 @@ class BlockQuantisation:
     def config(self) -> dict[str, Any]:
         """The `quantization_config` of a config.json by which an engine makes such buffers."""
         skipped = {"modules_to_not_convert": list(self.skipped)} if self.skipped else {}
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(self.block),
-            **skipped,
-        }
+        return {**_BLOCK_WISE, "weight_block_size": list(self.block), **skipped}
 
 
 def _refuse_others(said: Mapping[str, Any], accepted: Mapping[str, str], what: str) -> None:

@@ -150,10 +150,12 @@ def split(name: str, source: str, shape: Sequence[int], dim: int, rank: int, siz
     return LocalTensor(name, tuple(local), (Piece(source, tuple(start), (0,) * len(shape), tuple(local)),))
 
 
-def vocabulary(name: str, source: str, vocab: int, hidden: int, rank: int, size: int) -> LocalTensor:
-    """A split of `[vocab, hidden]` over ranks, the vocabulary padded to a multiple of `size`; padding rows have no
-    source."""
-    rows = padded_vocab_size(vocab, size) // size
+def vocabulary(
+    name: str, source: str, vocab: int, hidden: int, rank: int, size: int, padded: int | None = None
+) -> LocalTensor:
+    """A split of `[vocab, hidden]` over ranks, the vocabulary `padded` (None: to a multiple of `size`); padding rows
+    have no source."""
+    rows = (padded or padded_vocab_size(vocab, size)) // size
     start = min(rank * rows, vocab)
     real = min(rows, vocab - start)
     pieces = (Piece(source, (start, 0), (0, 0), (real, hidden)),) if real > 0 else ()

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from hybridflow.errors import ModelError
 from hybridflow.models.family import Family
 
-_KEY = "actor.recompute_modules"
-
 
 def check_recompute(family: Family, recompute: str, modules: Sequence[str]) -> None:
     """Raise ModelError where `actor.recompute_modules` says nothing that this model can follow."""
-    named = f"{_KEY}={list(modules)}"
+    named = f"actor.recompute_modules={list(modules)}"
     if recompute != "selective":
         if tuple(modules) != ("core_attn",):
             raise ModelError(f"{named} needs actor.recompute=selective, which is {recompute}; set one of them")

@@ -1,5 +1,5 @@
-"""What Megatron must be told for the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, groups, expert bias, shared
-experts."""
+"""The layers of DeepSeek-V3 and GLM-4.5, and what Megatron must be told for their router: sigmoid scores, groups,
+expert bias, shared experts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.blocks import Experts
+from hybridflow.models.blocks import Block, Experts
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.fields import REQUIRED
 
+LAYER_SIZES: Mapping[str, Any] = dict.fromkeys(
+    ("intermediate_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"), REQUIRED
+)
 # Megatron's sigmoid router renormalises the chosen scores always
 ROUTER_FIXED: Mapping[str, tuple[Any, ...]] = {"norm_topk_prob": (True,)}
 ROUTER_UNUSED = frozenset({"output_router_logits", "num_mtp_layers", "num_nextn_predict_layers"})
+EXPERT_ALIASES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 
 
-def sigmoid_experts(values: Mapping[str, Any]) -> Experts:
-    """The block of a sparse layer; `values` are the family's (`Fields.read`)."""
-    keys = ("moe_intermediate_size", "n_routed_experts")
-    ffn, experts = (int(values[key]) for key in keys)
-    shared_ffn = int(values["n_shared_experts"]) * ffn
-    return Experts(int(values["hidden_size"]), ffn, experts, shared_ffn=shared_ffn, expert_bias=True, keys=keys)
+class SigmoidDecoder(Decoder):
+    """Base of these families: a gated MLP in the first `first_k_dense_replace` layers, then experts."""
+
+    def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
+        super().__init__(hf, mtp)
+        self.router = sigmoid_router_config(self.values)
+
+    def mlp(self, layer: int) -> Block:
+        """A gated MLP or experts, some of them shared."""
+        if layer < int(self.values["first_k_dense_replace"]):
+            return super().mlp(layer)
+        keys = ("moe_intermediate_size", "n_routed_experts")
+        ffn, experts = (int(self.values[key]) for key in keys)
+        shared_ffn = int(self.values["n_shared_experts"]) * ffn
+        return Experts(self.hidden, ffn, experts, shared_ffn=shared_ffn, expert_bias=True, keys=keys)
 
 
 def sigmoid_router_config(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ class WeightSource(Protocol):
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """The region `[start, start + shape)` of tensor `name`."""
-        ...
 
 
 class RandomWeights:
@@ -125,8 +124,7 @@ class SafetensorsFolder:
                     f"{self.folder}: {name} has shape {full}, too small for the region {start}+{shape} that "
                     "config.json implies"
                 )
-            region: torch.Tensor = view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-            return region
+            return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}, tensor {name}: {error}") from error
 

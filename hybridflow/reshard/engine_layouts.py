@@ -18,7 +18,7 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.models.blocks import DenseMlp, Experts, GroupedAttention, MlpNames
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.fp8 import FP8, SCALE_SUFFIX, BlockQuantisation
-from hybridflow.models.layout import LocalTensor, Piece, split, stacked, vocabulary, whole
+from hybridflow.models.layout import LocalTensor, Piece, padded_vocab_size, split, stacked, vocabulary, whole
 from hybridflow.models.mla import LatentAttention
 from hybridflow.reshard.layout import Catalog, Layout, RankLayout
 
@@ -60,13 +60,11 @@ class EngineShape:
         for layer in (0, decoder.num_layers - 1):
             mlp = decoder.mlp(layer)
             if isinstance(mlp, Experts):
-                rules.append(("num_experts", mlp.num_experts, "the engine's expert size", self.expert))
-                rules.append(
-                    ("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert)
-                )
-                rules.append(
-                    ("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.dense or self.tensor)
-                )
+                rules += [
+                    ("num_experts", mlp.num_experts, "the engine's expert size", self.expert),
+                    ("moe_intermediate_size", mlp.ffn, "the engine's tensors per expert", self.tensor // self.expert),
+                    ("the shared experts' size", mlp.shared_ffn, "the engine's tensor size", self.dense or self.tensor),
+                ]
             elif isinstance(mlp, DenseMlp):
                 rules.append(("intermediate_size", mlp.ffn, "the engine's tensor size", self.dense or self.tensor))
         for field, value, key, size in rules:
@@ -143,9 +141,19 @@ def _scale_piece(piece: Piece, buffer: str, quantisation: BlockQuantisation, ful
                 f"the engine's {buffer} has [{start}:{start + size}] of {piece.source} (of {whole_size}) from {at} on, "
                 f"which is not in whole fp8 blocks of {step}; choose a smaller tensor size, dense=1, or bfloat16"
             )
-    first = tuple(begin // step for begin, step in zip(piece.source_start, block, strict=True))
+    first, shape = quantisation.blocks_of(piece.source_start, piece.shape)
     local = (*piece.local_start[:-2], *(begin // step for begin, step in zip(place, block, strict=True)))
-    return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, quantisation.scale_shape(piece.shape))
+    return Piece(f"{piece.source}{SCALE_SUFFIX}", first, local, shape)
+
+
+def _whole(name: str, shape: Sequence[int]) -> LocalTensor:
+    """A buffer with the name and all of the HF tensor."""
+    return whole(name, name, shape)
+
+
+def _split(name: str, shape: Sequence[int], dim: int, rank: int, size: int) -> LocalTensor:
+    """A buffer with the name and an even part of the HF tensor."""
+    return split(name, name, shape, dim, rank, size)
 
 
 class EngineRank:
@@ -180,25 +188,20 @@ class EngineRank:
         decoder, embedding, head = self.decoder, "model.embed_tokens.weight", "lm_head.weight"
         if self.stage != self.shape.pipeline - 1:
             return []
-        tensors = [whole("model.norm.weight", "model.norm.weight", (decoder.hidden,))]
+        tensors = [_whole("model.norm.weight", (decoder.hidden,))]
         if not decoder.tied or self.stage > 0:
             # data-parallel attention leaves the output head cut over all tensor ranks (unless --enable-dp-lm-head)
             tensors.append(self._vocab(head, embedding if decoder.tied else head, self.rank, self.shape.tensor))
         return tensors
 
     def _vocab(self, name: str, source: str, rank: int, size: int) -> LocalTensor:
-        rows = -(-self.decoder.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        share = -(-rows // size)
-        real = max(0, min(share, self.decoder.vocab_size - rank * share))
-        if rows % size:
-            return vocabulary(name, source, self.decoder.vocab_size, self.decoder.hidden, rank, size)
-        start = (min(rank * share, self.decoder.vocab_size), 0)
-        pieces = (Piece(source, start, (0, 0), (real, self.decoder.hidden)),) if real else ()
-        return LocalTensor(name, (share, self.decoder.hidden), pieces, padding_rows=share - real)
+        vocab, hidden = self.decoder.vocab_size, self.decoder.hidden
+        padded = padded_vocab_size(vocab, VOCAB_MULTIPLE)
+        return vocabulary(name, source, vocab, hidden, rank, size, None if padded % size else padded)
 
     def _attention(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.attention(layer)
-        norm = whole(f"{prefix}input_layernorm.weight", f"{prefix}input_layernorm.weight", (block.hidden,))  # type: ignore[attr-defined]
+        norm = _whole(f"{prefix}input_layernorm.weight", (block.hidden,))  # type: ignore[attr-defined]
         if isinstance(block, LatentAttention):
             return [norm, *self._latent(block, f"{prefix}self_attn.", block.tensors(prefix))]
         if isinstance(block, GroupedAttention):
@@ -220,21 +223,17 @@ class EngineRank:
             )
             for kind, tail in kinds
         ]
-        tensors.append(
-            split(
-                f"{hf}o_proj.weight", f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size
-            )
-        )
+        tensors.append(_split(f"{hf}o_proj.weight", (block.hidden, block.heads * block.head_dim), 1, rank, size))
         norms = ("q_norm", "k_norm") if block.qk_norm else ()
-        return tensors + [whole(f"{hf}{name}.weight", f"{hf}{name}.weight", (block.head_dim,)) for name in norms]
+        return tensors + [_whole(f"{hf}{name}.weight", (block.head_dim,)) for name in norms]
 
     def _latent(self, block: LatentAttention, hf: str, shapes: dict[str, tuple[int, ...]]) -> list[LocalTensor]:
         def cut(name: str, dim: int) -> LocalTensor:
-            full = f"{hf}{name}.weight"
-            return split(full, full, shapes[full], dim, self.attention_rank, self.attention_size)
+            tensor = f"{hf}{name}.weight"
+            return _split(tensor, shapes[tensor], dim, self.attention_rank, self.attention_size)
 
         def full(name: str) -> LocalTensor:
-            return whole(f"{hf}{name}.weight", f"{hf}{name}.weight", shapes[f"{hf}{name}.weight"])
+            return _whole(f"{hf}{name}.weight", shapes[f"{hf}{name}.weight"])
 
         kv = (f"{hf}kv_a_proj_with_mqa.weight", 0, block.kv_rank + block.rope_dim)
         if block.q_rank is None:
@@ -250,11 +249,7 @@ class EngineRank:
 
     def _mlp(self, prefix: str, layer: int) -> list[LocalTensor]:
         block = self.decoder.mlp(layer)
-        norm = whole(
-            f"{prefix}post_attention_layernorm.weight",
-            f"{prefix}post_attention_layernorm.weight",
-            (self.decoder.hidden,),
-        )
+        norm = _whole(f"{prefix}post_attention_layernorm.weight", (self.decoder.hidden,))
         if isinstance(block, DenseMlp):
             return [norm, *self._gated(f"{prefix}{block.prefix}", block.hidden, block.ffn, block.names)]
         if isinstance(block, Experts):
@@ -265,8 +260,8 @@ class EngineRank:
         size = self.shape.dense or self.shape.tensor
         rows, rank = ffn // size, self.rank % size
         parts = [(f"{hf}{name}.weight", rank * rows, rows) for name in (names.gate, names.up)]
-        down = f"{hf}{names.down}.weight"
-        return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), split(down, down, (hidden, ffn), 1, rank, size)]
+        down = _split(f"{hf}{names.down}.weight", (hidden, ffn), 1, rank, size)
+        return [stacked(f"{hf}gate_up_proj.weight", parts, (hidden,)), down]
 
     def _experts(self, block: Experts, hf: str) -> list[LocalTensor]:
         share, cols = block.num_experts // self.shape.expert, block.ffn // self.expert_size
@@ -278,11 +273,10 @@ class EngineRank:
             w13.append(Piece(f"{expert}{block.names.gate}.weight", (offset, 0), (local, 0, 0), (cols, hidden)))
             w13.append(Piece(f"{expert}{block.names.up}.weight", (offset, 0), (local, cols, 0), (cols, hidden)))
             w2.append(Piece(f"{expert}{block.names.down}.weight", (0, offset), (local, 0, 0), (hidden, cols)))
-        tensors = [whole(f"{hf}gate.weight", f"{hf}gate.weight", (block.num_experts, hidden))]
+        tensors = [_whole(f"{hf}gate.weight", (block.num_experts, hidden))]
         if block.expert_bias:
-            bias = f"{hf}gate.e_score_correction_bias"
-            piece = Piece(bias, (0,), (0,), (block.num_experts,))
-            tensors.append(LocalTensor(bias, (block.num_experts,), (piece,), dtype="float32"))
+            bias = _whole(f"{hf}gate.e_score_correction_bias", (block.num_experts,))
+            tensors.append(replace(bias, dtype="float32"))
         tensors.append(LocalTensor(f"{hf}experts.w13_weight", (share, 2 * cols, hidden), tuple(w13)))
         tensors.append(LocalTensor(f"{hf}experts.w2_weight", (share, hidden, cols), tuple(w2)))
         if block.shared_ffn:

@@ -8,7 +8,7 @@ rectangle of an HF matrix and its place in a stack of experts `[expert, row, col
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,14 @@ def padded(values: Sequence[int], fill: int) -> tuple[int, ...]:
             f"a tensor of shape {tuple(values)} has more than {DIMS} dimensions, which the slice plan does not handle"
         )
     return (*((fill,) * (DIMS - len(values))), *values)
+
+
+def columns_of(table: Any) -> dict[str, Any]:
+    """The arrays and tuples of a dataclass as lists: JSON-able."""
+    return {
+        name: column.tolist() if isinstance(column, np.ndarray) else list(column)
+        for name, column in vars(table).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -130,9 +138,7 @@ class RankLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able columns."""
-        return {
-            key: value.tolist() if isinstance(value, np.ndarray) else list(value) for key, value in vars(self).items()
-        }
+        return columns_of(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankLayout:
@@ -161,12 +167,6 @@ class Layout:
         """JSON-able."""
         classes = [rank.to_dict() for rank in self.classes]
         return {"classes": classes, "rank_class": self.rank_class.tolist(), "replica": self.replica.tolist()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
-        """The inverse of `to_dict`."""
-        classes = tuple(RankLayout.from_dict(rank) for rank in data["classes"])
-        return cls(classes, np.array(data["rank_class"], dtype=np.int64), np.array(data["replica"], dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,9 @@ def rank_tensors(family: Family, at: Coordinates) -> list[LocalTensor]:
         return family.local_tensors(at)
     chunks = enumerate(at.virtual_stages())
     return [
-        LocalTensor(f"chunk{number}.{t.name}", t.shape, t.pieces, t.dtype, t.is_buffer, t.padding_rows)
+        replace(local, name=f"chunk{number}.{local.name}")
         for number, chunk in chunks
-        for t in family.local_tensors(chunk)
+        for local in family.local_tensors(chunk)
     ]
 
 

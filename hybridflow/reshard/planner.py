@@ -12,7 +12,7 @@ from hybridflow.models.fp8 import FP8
 from hybridflow.reshard import regions as boxes
 from hybridflow.reshard.balance import assign_sources
 from hybridflow.reshard.fp8_blocks import SCALE_DTYPE, Quantised, with_scales
-from hybridflow.reshard.layout import Catalog, Layout
+from hybridflow.reshard.layout import PADDING, Catalog, Layout
 from hybridflow.reshard.regions import group_rows
 from hybridflow.reshard.slices import Deliveries, Regions, SlicePlan, buffer_item_bytes, piece_columns
 
@@ -46,12 +46,8 @@ def make_plan(catalog: Catalog, source: Layout, target: Layout, staging_bytes: i
     bucket_bytes = staging_bytes // 2
     rows = _fill_buckets(_order(_chop(catalog, deliveries, need, bucket_bytes), need), need, target, bucket_bytes)
     table = _table(rows, need)
-    holders = Regions(
-        have["tensor"][regions["first"]],
-        have["start"][regions["first"]],
-        have["size"][regions["first"]],
-        *_holders(have, of_piece),
-    )
+    tensor, start, size = (have[name][regions["first"]] for name in ("tensor", "start", "size"))
+    holders = Regions(tensor, start, size, *_holders(have, of_piece))
     counts = np.bincount(target.rank_class, minlength=len(target.classes))
     sends = assign_sources(table, holders, source, counts)
     return SlicePlan(catalog, source, target, holders, table, sends, _phases(table, target), bucket_bytes, conversions)
@@ -131,21 +127,11 @@ def _order(rows: Table, need: Table) -> Table:
     atom, fused = _atoms(need)
     lead = np.full(len(fused), np.iinfo(np.int64).max)
     np.minimum.at(lead, atom, need["tensor"])
-    mine = atom[rows["need"]]
+    mine, tensor = atom[rows["need"]], need["tensor"][rows["need"]]
     # slices of an atom with one tensor are units of their own
-    position = np.where(fused[mine], lead[mine], need["tensor"][rows["need"]])
-    start = rows["start"]
-    order = np.lexsort(
-        (
-            start[:, 2],
-            start[:, 1],
-            start[:, 0],
-            need["tensor"][rows["need"]],
-            mine,
-            position,
-            need["class"][rows["need"]],
-        )
-    )
+    position = np.where(fused[mine], lead[mine], tensor)
+    # the last key is the first to be sorted by
+    order = np.lexsort((*rows["start"].T[::-1], tensor, mine, position, need["class"][rows["need"]]))
     ordered = {name: values[order] for name, values in rows.items()}
     mine = mine[order]
     joined = np.zeros(len(mine), dtype=bool)
@@ -223,22 +209,16 @@ def _conversions(catalog: Catalog, source: Layout, target: Layout) -> tuple[tupl
 def _fp8_faults(catalog: Catalog, target: Layout) -> Iterator[str]:
     """Pieces of engine buffers in fp8 whose tensor has no scales, and of scales in other than float32."""
     table = Quantised.of(catalog)
+    without_scales, are_scales = table.scale_of < 0, table.weight_of >= 0
+    rules = (
+        (without_scales, CASTS, f"is to be filled in {FP8}, for which the catalog has no scales"),
+        (are_scales, (SCALE_DTYPE,), f"takes scales, which are {SCALE_DTYPE}, in another dtype"),
+    )
     for rank in target.classes:
-        real = rank.tensor >= 0
-        for rows, wanted, problem in (
-            (
-                table.scale_of[rank.tensor] < 0,
-                (*CASTS,),
-                f"is to be filled in {FP8}, for which the catalog has no scales",
-            ),
-            (
-                table.weight_of[rank.tensor] >= 0,
-                (SCALE_DTYPE,),
-                f"takes scales, which are {SCALE_DTYPE}, in another dtype",
-            ),
-        ):
+        for tensors, wanted, problem in rules:
             allowed = np.array([dtype in wanted for dtype in rank.dtypes], dtype=bool)
-            for row in np.flatnonzero(real & rows & ~allowed[rank.buffer])[:1].tolist():
+            wrong = (rank.tensor != PADDING) & tensors[rank.tensor] & ~allowed[rank.buffer]
+            for row in np.flatnonzero(wrong)[:1].tolist():
                 yield (
                     f"the engine's {rank.names[int(rank.buffer[row])]} {problem} "
                     f"({catalog.names[int(rank.tensor[row])]})"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.reshard.layout import DIMS, ITEM_BYTES, PADDING, Catalog, Layout, RankLayout
+from hybridflow.reshard.layout import ITEM_BYTES, PADDING, Catalog, Layout, columns_of
 
 VERSION = 2
 Array = np.ndarray
@@ -89,20 +89,12 @@ class SlicePlan:
         return np.flatnonzero(self.target.rank_class == receiver_class)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `from_dict` gives an equal plan back."""
-        tables = {
-            name: {k: v.tolist() for k, v in vars(getattr(self, name)).items()}
-            for name in ("regions", "deliveries", "sends")
-        }
-        catalog = {
-            "names": list(self.catalog.names),
-            "shapes": self.catalog.shapes.tolist(),
-            "scales": self.catalog.scales.tolist(),
-        }
+        """JSON-able, with the plan's hash."""
+        tables = {name: columns_of(getattr(self, name)) for name in ("regions", "deliveries", "sends")}
         return {
             "version": VERSION,
             "hash": self.digest(),
-            "catalog": catalog,
+            "catalog": columns_of(self.catalog),
             "source": self.source.to_dict(),
             "target": self.target.to_dict(),
             **tables,
@@ -110,46 +102,6 @@ class SlicePlan:
             "bucket_bytes": self.bucket_bytes,
             "conversions": [list(pair) for pair in self.conversions],
         }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SlicePlan:
-        """The inverse of `to_dict`.
-
-        Raises:
-            WeightSyncError: the plan is of another version, or its hash is not that of its contents.
-        """
-        if data.get("version") != VERSION:
-            raise WeightSyncError(
-                f"the plan is of version {data.get('version')}, this program reads {VERSION}; make the plan again"
-            )
-
-        def matrix(rows: Any, width: int) -> Array:
-            return np.array(rows, dtype=np.int64).reshape(-1, width)
-
-        def table(kind: type, name: str) -> Any:
-            columns = {k: np.array(v, dtype=np.int64) for k, v in data[name].items()}
-            return kind(**{k: v.reshape(-1, DIMS) if k in ("start", "size") else v for k, v in columns.items()})
-
-        plan = cls(
-            Catalog(
-                tuple(data["catalog"]["names"]),
-                matrix(data["catalog"]["shapes"], DIMS),
-                matrix(data["catalog"]["scales"], 4),
-            ),
-            Layout.from_dict(data["source"]),
-            Layout.from_dict(data["target"]),
-            table(Regions, "regions"),
-            table(Deliveries, "deliveries"),
-            table(Sends, "sends"),
-            np.array(data["phase"], dtype=np.int64),
-            int(data["bucket_bytes"]),
-            tuple((str(a), str(b)) for a, b in data["conversions"]),
-        )
-        if plan.digest() != data.get("hash"):
-            raise WeightSyncError(
-                "the plan's hash is not that of its contents: it was changed or damaged; make the plan again"
-            )
-        return plan
 
     def digest(self) -> str:
         """sha256 over all columns, the same on every machine: both ends compare it before a byte moves."""
@@ -171,20 +123,10 @@ class SlicePlan:
 def piece_columns(layout: Layout) -> dict[str, Array]:
     """All real pieces of all classes in one table: class, row, tensor, start, size, buffer, local; padding left out."""
 
-    def column(pick: Any) -> Array:
-        return np.concatenate([pick(number, rank) for number, rank in enumerate(layout.classes)])
-
-    def numbered(number: int, rank: RankLayout) -> Array:
-        return np.full(len(rank.tensor), number, dtype=np.int64)
-
-    table = {
-        "class": column(numbered),
-        "row": column(lambda _, rank: np.arange(len(rank.tensor), dtype=np.int64)),
-        **{
-            name: column(lambda _, rank, name=name: getattr(rank, name))
-            for name in ("tensor", "start", "size", "buffer", "local")
-        },
-    }
+    counts = [len(rank.tensor) for rank in layout.classes]
+    table = {"class": np.repeat(np.arange(len(counts)), counts), "row": np.concatenate([*map(np.arange, counts)])}
+    for name in ("tensor", "start", "size", "buffer", "local"):
+        table[name] = np.concatenate([getattr(rank, name) for rank in layout.classes])
     real = table["tensor"] != PADDING
     return {name: values[real] for name, values in table.items()}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 
-from hybridflow.reshard.layout import DIMS, Catalog, RankLayout
+from hybridflow.reshard.layout import Catalog, RankLayout
+from hybridflow.sync.staging import rectangle
 
 
 @torch.no_grad()
@@ -25,17 +25,8 @@ def copy_weights(
         index = int(layout.tensor[number])
         if index < 0:  # rows that fill a tensor up
             continue
-        source = _in_three(held[layout.names[int(layout.buffer[number])]])
-        size = layout.size[number]
-        there = _in_three(target[catalog.names[index]])[_region(layout.start[number], size)]
-        there.copy_(source[_region(layout.local[number], size)])
+        source, size = held[layout.names[int(layout.buffer[number])]], layout.size[number]
+        there = rectangle(target[catalog.names[index]], layout.start[number], size)
+        there.copy_(rectangle(source, layout.local[number], size))
         written += there.nbytes
     return written
-
-
-def _in_three(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[(None,) * (DIMS - tensor.dim())]
-
-
-def _region(start: np.ndarray, size: np.ndarray) -> tuple[slice, ...]:
-    return tuple(slice(int(first), int(first + count)) for first, count in zip(start, size, strict=True))

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.process.store import StoreError, StoreLate
 from hybridflow.sync.meeting import Meeting, Member, PeerWatch, meet
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import DONE, Endpoint, Work
@@ -45,19 +46,15 @@ class Slots(Protocol):
 
     def at(self, slot: int, nbytes: int) -> Payload:
         """So much of a slot; the same object as long as the slot's memory is the same."""
-        ...
 
     def hand_over(self, slot: int) -> None:
         """What this side has started on the slot comes before what the other side does with it."""
-        ...
 
     def is_ready(self, slot: int) -> bool:
         """Whether what the other side had started, before it handed the slot over last, is done."""
-        ...
 
     def close(self) -> None:
         """Let go of the memory; twice is safe."""
-        ...
 
 
 class SlotMemory(Protocol):
@@ -65,11 +62,9 @@ class SlotMemory(Protocol):
 
     def file_bytes(self, endpoint: Endpoint) -> int:
         """Bytes of a pair's file behind its counters."""
-        ...
 
     def offer(self, member: Member, peer: int) -> Any:
         """What the other side needs for the slots shared with it (JSON-able)."""
-        ...
 
     def open(self, member: Member, peer: int, offered: Any, file: torch.Tensor) -> Slots:
         """The slots shared with a peer, from what it has offered.
@@ -77,7 +72,6 @@ class SlotMemory(Protocol):
         Args:
             file: uint8, what both sides see of the pair's file behind its counters.
         """
-        ...
 
 
 def make_pipes() -> list[int]:
@@ -120,10 +114,7 @@ class Notifier:
     def notify(self) -> None:
         """Wake the other side, now or when it next waits."""
         # full: it will wake anyway; broken: nobody is there
-        with (
-            self._lock,
-            suppress(BlockingIOError, BrokenPipeError),
-        ):
+        with self._lock, suppress(BlockingIOError, BrokenPipeError):
             if self._fds:
                 os.write(self._fds[1], b"\0")
 
@@ -273,19 +264,24 @@ class _Segment:
 class _End:
     """What both ends do with their segments."""
 
+    member: Member
     _segments: dict[int, _Segment]
 
+    def _segment(self, peer: int, tag: int) -> _Segment:
+        segment = self._segments.get(peer)
+        if segment is None:
+            raise self.member.failure(peer, tag, "the session was given up before, or has no such rank")
+        return segment
+
     def rewind(self) -> None:
-        """Begin with the first slot again."""
         for segment in self._segments.values():
             segment.rewind()
 
     def close(self) -> None:
-        """End the session in good order: what was sent can still be received."""
+        """What was sent can still be received."""
         self.abort()
 
     def abort(self) -> None:
-        """Give the session up at once."""
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.leave()
@@ -320,11 +316,11 @@ class Sender(_End):
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """Return memory for the next message, once it is free."""
-        return _segment(self._segments, self.member, peer, tag).free_slot(tag, nbytes)
+        return self._segment(peer, tag).free_slot(tag, nbytes)
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
         """Returns when the payload lies in a slot."""
-        segment = _segment(self._segments, self.member, peer, tag)
+        segment = self._segment(peer, tag)
         slot = segment.free_slot(tag, payload.nbytes)
         if slot is not payload:
             slot.tensor.copy_(payload.tensor)
@@ -358,7 +354,7 @@ class Receiver(_End):
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """The copy is made by `wait`."""
-        arrival = _Arrival(self, _segment(self._segments, self.member, peer, tag), peer, tag, into)
+        arrival = _Arrival(self, self._segment(peer, tag), peer, tag, into)
         self._pending[peer].append(arrival)
         return arrival
 
@@ -369,7 +365,7 @@ class Receiver(_End):
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> SlotLoan:
         """Return the next message of a peer, once it is there."""
-        segment = _segment(self._segments, self.member, peer, tag)
+        segment = self._segment(peer, tag)
         return SlotLoan(segment.message(tag, nbytes), segment)
 
     def take_up_to(self, arrival: _Arrival) -> None:
@@ -378,6 +374,11 @@ class Receiver(_End):
         while not arrival.is_done:
             pending[0].copy()
             pending.pop(0)
+
+
+def end_of(member: Member) -> type[Sender] | type[Receiver]:
+    """The class of a rank's end."""
+    return Sender if member.side == "trainer" else Receiver
 
 
 class SlotLoan:
@@ -420,12 +421,6 @@ def _offers(member: Member, memory: SlotMemory) -> dict[int, Any]:
     return {peer: memory.offer(member, peer) for peer in member.peers}
 
 
-def _segment(segments: dict[int, _Segment], member: Member, peer: int, tag: int) -> _Segment:
-    if peer not in segments:
-        raise member.failure(peer, tag, "the session was given up before, or has no such rank")
-    return segments[peer]
-
-
 def _watches(member: Member, meeting: Meeting) -> dict[int, PeerWatch]:
     watches = {peer: PeerWatch(said) for peer, said in meeting.peers.items()}
     for peer, watch in watches.items():
@@ -440,10 +435,8 @@ def _wait_for_maps(member: Member, meeting: Meeting) -> None:
     keys = [f"mapped/{peer}" for peer in member.peers]
     try:
         meeting.store.wait(keys, timedelta(seconds=member.endpoint.timeout_s))
-    except RuntimeError as error:
-        missing: list[int] = []
-        with suppress(RuntimeError):
-            missing = [peer for peer in member.peers if not meeting.store.check([f"mapped/{peer}"])]
+    except StoreError as error:
+        missing = [int(key.rpartition("/")[2]) for key in error.missing] if isinstance(error, StoreLate) else []
         raise WeightSyncError(
             f"session {member.endpoint.session}: engine ranks {missing} did not map the memory of trainer rank "
             f"{member.rank} within {member.endpoint.timeout_s:g} s; look at their logs"

@@ -10,6 +10,7 @@ import json
 import os
 import select
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +24,8 @@ from hybridflow.sync.transports.base import Endpoint
 if TYPE_CHECKING:
     import torch
 
+OpenEnd = Callable[[Endpoint, int, "torch.device"], Any]
 _SETTLE_S = 0.5
-_SIDES = {"trainer": "engine", "engine": "trainer"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Member:
     @property
     def peer_side(self) -> str:
         """The other side."""
-        return _SIDES[self.side]
+        return "engine" if self.side == "trainer" else "trainer"
 
     def failure(self, peer: int, tag: int, what: str) -> WeightSyncError:
         """An error that names session, both ranks, message and deadline."""
@@ -60,6 +61,15 @@ class Member:
     def lost(self, peer: int, tag: int, why: str = "its process has ended") -> WeightSyncError:
         """The error for a peer that died."""
         return self.failure(peer, tag, f"the peer is gone: {why}")
+
+
+def both_ends(open_end: Callable[[Member, torch.device], Any]) -> tuple[OpenEnd, OpenEnd]:
+    """`open_sender` and `open_receiver` of a `Transport` whose ends are opened alike."""
+
+    def opened_as(side: str) -> OpenEnd:
+        return lambda endpoint, rank, device: open_end(Member(endpoint, side, rank), device)
+
+    return opened_as("trainer"), opened_as("engine")
 
 
 def refuse_device(member: Member, device: torch.device, instead: str) -> None:
@@ -130,28 +140,23 @@ class PeerWatch:
 
     def __init__(self, peer: dict[str, Any]) -> None:
         self.is_local = peer["kernel"] == _kernel()
-        self._fd, self._ended = -1, False
+        self.fd, self._ended = -1, False  # readable when the process has ended; -1 if it is not watched
         if self.is_local:
             try:
-                self._fd = os.pidfd_open(peer["process"])
+                self.fd = os.pidfd_open(peer["process"])
             except ProcessLookupError:
                 self._ended = True
 
-    @property
-    def fd(self) -> int:
-        """Readable when the process has ended; -1 if it is not watched."""
-        return self._fd
-
     def has_ended(self) -> bool:
         """Whether the process is known to have ended. Any thread may ask, also while another closes this."""
-        poll, fd = select.poll(), self._fd  # an object of this call's: two threads cannot wait with one
+        poll, fd = select.poll(), self.fd  # an object of this call's: two threads cannot wait with one
         if fd >= 0:
             poll.register(fd, select.POLLIN)
         return self._ended or any(event & select.POLLIN for _, event in poll.poll(0))
 
     def close(self) -> None:
         """Let go of the process."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -156,10 +156,8 @@ class Messages:
         is_new[1:] = (step[1:] != step[:-1]) | (peer[1:] != peer[:-1])
         bounds = [*np.flatnonzero(is_new).tolist(), len(row)]
         dtypes = [dtypes[n] for n in order.tolist()]
-        sends = side is self.plan.source
-        made = (
-            made_by_sender(self.plan.catalog, layout, piece, table.start[row], table.size[row], dtypes) if sends else {}
-        )
+        delivered = (piece, table.start[row], table.size[row], dtypes)
+        made = made_by_sender(self.plan.catalog, layout, *delivered) if side is self.plan.source else {}
 
         def item(i: int) -> Item:
             read, start, blocks = made.get(i, (int(piece[i]), tuple(local[i].tolist()), None))

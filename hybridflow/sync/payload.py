@@ -8,7 +8,6 @@ This guards against faults, not against attackers.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 
@@ -16,11 +15,8 @@ import numpy as np
 import torch
 import xxhash
 
+from hybridflow.device.residency import memory_of
 from hybridflow_kernels.digest import digest as device_digest
-
-_WRITABLE = 0x200  # PyBUF_WRITE
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class Payload:
@@ -37,18 +33,8 @@ class Payload:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.nbytes, self.on_host = tensor, tensor.numel(), tensor.is_cpu
-        self.memory = _memory_of(tensor) if tensor.is_cpu else memoryview(b"")
-
-
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor (uint8 `[n]`, contiguous, on the CPU), writable; valid as long as the tensor.
-
-    Not by way of `Tensor.numpy()`: torch never resizes a storage again that numpy has seen, and a payload may be a
-    parameter that is offloaded by just that between two syncs. Nor by a ctypes array: there is a type for each length,
-    and they are made again and again.
-    """
-    view: memoryview = _view(tensor.data_ptr(), tensor.numel(), _WRITABLE)
-    return view
+        # a payload may be a parameter that is offloaded between two syncs
+        self.memory = memory_of(tensor) if tensor.is_cpu else memoryview(b"")
 
 
 DIGEST_BYTES = 8

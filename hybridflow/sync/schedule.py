@@ -118,10 +118,8 @@ def schedule_key(plan: str, side: str, rank: int) -> str:
 def post_layout(store: StoreClient, layout: RankLayout, parameters: Mapping[str, Sequence[int]]) -> str:
     """Post an engine rank's layout with the shapes of all its parameters; returns the digest."""
     digest = layout_digest(layout)
-    store.set(
-        layout_key(digest),
-        json.dumps({"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}),
-    )
+    posted = {"layout": layout.to_dict(), "parameters": {k: list(v) for k, v in parameters.items()}}
+    store.set(layout_key(digest), json.dumps(posted))
     return digest
 
 
@@ -174,18 +172,20 @@ def post_schedules(store: StoreClient, plan: SlicePlan, proof: Proof, part_bytes
     ]
     nbytes, largest, most = ([0] * len(engines) for _ in range(3))
     senders: list[set[int]] = [set() for _ in engines]
+
+    def post(side: str, rank: int, layout: Layout, found: list[Message]) -> None:
+        schedule = Schedule(digest, layout.classes[int(layout.rank_class[rank])], tuple(found))
+        store.set(schedule_key(digest, side, rank), json.dumps(schedule.to_dict()))
+
     for rank in range(plan.source.num_ranks):
-        layout = plan.source.classes[int(plan.source.rank_class[rank])]
-        schedule = Schedule(digest, layout, tuple(messages.outgoing(rank)))
-        store.set(schedule_key(digest, SENDER, rank), json.dumps(schedule.to_dict()))
+        post(SENDER, rank, plan.source, messages.outgoing(rank))
     for number, ranks in enumerate(engines):
         for rank in ranks:
-            layout = plan.target.classes[int(plan.target.rank_class[rank])]
-            schedule = Schedule(digest, layout, tuple(messages.incoming(rank)))
-            store.set(schedule_key(digest, RECEIVER, rank), json.dumps(schedule.to_dict()))
-            nbytes[number] += sum(message.nbytes for message in schedule.messages)
-            largest[number] = max(largest[number], largest_message(schedule.messages))
-            counts = Counter(message.peer for message in schedule.messages)
+            incoming = messages.incoming(rank)
+            post(RECEIVER, rank, plan.target, incoming)
+            nbytes[number] += sum(message.nbytes for message in incoming)
+            largest[number] = max(largest[number], largest_message(incoming))
+            counts = Counter(message.peer for message in incoming)
             most[number] = max([most[number], *(count + 1 for count in counts.values())])
             senders[number] |= counts.keys()
     return PlanFacts(
@@ -207,12 +207,8 @@ def post_catalog(
     """Post the HF tensors {name: shape} that the engines' loaders will be traced with; with a quantisation their scales
     as well."""
     shapes, dtypes = quantisation.checkpoint(tensors) if quantisation is not None else (tensors, {})
-    store.set(
-        CATALOG_KEY,
-        json.dumps(
-            {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
-        ),
-    )
+    catalog = {"dtype": dtype, "dtypes": dtypes, "tensors": {name: list(shape) for name, shape in shapes.items()}}
+    store.set(CATALOG_KEY, json.dumps(catalog))
 
 
 def make_weight_plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,12 +136,9 @@ class _Sending:
             board.wait_for_go(self.go_timeout_s)
             nbytes = self.link.stream(self.parameters)
         except Exception as problem:  # a thread's exception would be lost
-            kind = "" if isinstance(problem, WeightSyncError) else f"{type(problem).__name__}: "
-            error = f"{self.order.describe()}: trainer rank {self.link.rank}: {kind}{problem}"
-        status = "stale" if error else "served"
-        self.outcome = Outcome(
-            self.order.engine, self.order.number, status, error, nbytes, time.perf_counter() - started, self.link.rank
-        )
+            error = f"{self.order.describe()}: trainer rank {self.link.rank}: {session.problem_of(problem)}"
+        status, seconds = "stale" if error else "served", time.perf_counter() - started
+        self.outcome = replace(self.outcome, status=status, error=error, nbytes=nbytes, seconds=seconds)
 
     def stop_if_called_off(self, store: Any) -> None:
         """Wake a thread that streams to an engine which has given the order up."""

@@ -54,13 +54,9 @@ class Order:
     staged: bool = True
     pause: str = "retract"
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {**asdict(self), "endpoint": self.endpoint.to_dict()}
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Order:
-        """The inverse of `to_dict`."""
+        """From what `dataclasses.asdict` and JSON have made of one."""
         return cls(**{**data, "endpoint": Endpoint.from_dict(data["endpoint"])})
 
     def describe(self) -> str:
@@ -132,7 +128,6 @@ class Board:
         return cls(store or connect(order.endpoint.host, order.endpoint.port, order.endpoint.timeout_s), order)
 
     # ---- senders
-    # --------------------------------------------------------------------------------------------------------
 
     def announce(self, sender: int, announcement: Announcement) -> None:
         """Say what this trainer rank will send."""
@@ -144,23 +139,18 @@ class Board:
         Raises:
             WeightSyncError: the engine worker called the order off, or the deadline has passed.
         """
-        self._wait([self._key("go")], timeout_s, "the engine worker has not said go")
+        self._wait({self._key("go"): ""}, timeout_s, "the engine worker has not said go")
         answer = self.store.get(self._key("go")).decode()
         if answer != _GO:
             raise WeightSyncError(f"{self.order.describe()} was called off: {answer}")
 
     # ---- the engine worker
-    # --------------------------------------------------------------------------------------------------------
 
     def announcements(self, timeout_s: float) -> dict[int, Announcement]:
         """The announcements of all senders. WeightSyncError names those that are silent at the deadline."""
         keys = {sender: self._key(f"announced/{sender}") for sender in self.order.endpoint.senders}
-        self._wait(
-            list(keys.values()),
-            timeout_s,
-            "no announcement from",
-            names={v: f"trainer rank {k}" for k, v in keys.items()},
-        )
+        names = {key: f"trainer rank {sender}" for sender, key in keys.items()}
+        self._wait(names, timeout_s, "no announcement from")
         return {sender: Announcement(**json.loads(self.store.get(key))) for sender, key in keys.items()}
 
     def go(self) -> None:
@@ -185,7 +175,6 @@ class Board:
             self.store.delete_key(self._key(name))
 
     # ---- engine ranks
-    # --------------------------------------------------------------------------------------------------------
 
     @property
     def report_prefix(self) -> str:
@@ -198,8 +187,8 @@ class Board:
 
     def wait_all_staged(self, timeout_s: float) -> None:
         """Until every rank of the engine is staged. Raises WeightSyncError naming those that are not."""
-        keys = {self._key(f"staged/{rank}"): f"rank {rank}" for rank in self.order.endpoint.receivers}
-        self._wait(list(keys), timeout_s, "not everything has arrived at", names=keys)
+        names = {self._key(f"staged/{rank}"): f"rank {rank}" for rank in self.order.endpoint.receivers}
+        self._wait(names, timeout_s, "not everything has arrived at")
 
     def decide(self, wish: str) -> str:
         """COMMIT or ABORT, whichever was asked first by anybody; the same answer for all."""
@@ -213,15 +202,15 @@ class Board:
         return "" if answer == _NOTHING else answer
 
     # ---- inside
-    # --------------------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self.order.endpoint.session}/{self.order.attempt}/{name}"
 
-    def _wait(self, keys: Sequence[str], timeout_s: float, what: str, names: Mapping[str, str] | None = None) -> None:
-        if wait_for(self.store, keys, timeout_s):
+    def _wait(self, names: Mapping[str, str], timeout_s: float, what: str) -> None:
+        """Wait for the keys of `names`; the error says `what`, and the names of those that are missing."""
+        if wait_for(self.store, [*names], timeout_s):
             return
-        silent = [name for key, name in (names or {}).items() if not self.store.check([key])]
+        silent = [name for key, name in names.items() if name and not self.store.check([key])]
         who = f" {', '.join(silent[:8])}" if silent else ""
         raise WeightSyncError(f"{self.order.describe()}: {what}{who} after {timeout_s:g} s")
 
@@ -264,6 +253,11 @@ def read_reports(store: StoreClient, prefix: str, ranks: Collection[int], timeou
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     wait_for(store, list(keys.values()), timeout_s)
     return {rank: RankReport(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+
+def problem_of(error: BaseException) -> str:
+    """One of our messages as it is; of others the type as well."""
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def answer_deadline(timeout_s: float) -> float:

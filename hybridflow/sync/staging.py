@@ -13,7 +13,7 @@ import torch
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.models.fp8 import FP8
-from hybridflow.reshard.fp8_blocks import SCALES, Blocks
+from hybridflow.reshard.fp8_blocks import SCALES
 from hybridflow.reshard.layout import DIMS, ITEM_BYTES
 from hybridflow.sync.messages import Item, Message
 from hybridflow.sync.payload import DIGEST_BYTES, Digest, Payload, digest, message_key, seeds_of
@@ -42,12 +42,7 @@ class Copies:
         self._slices = [_slices(message) for message in messages]
         self._local = [[_rectangle(buffers, piece.item) for piece in pieces] for pieces in self._slices]
         self._made = [
-            [
-                (index, piece.item, piece.item.blocks)
-                for index, piece in enumerate(pieces)
-                if piece.item.blocks is not None
-            ]
-            for pieces in self._slices
+            {index for index, piece in enumerate(pieces) if piece.item.blocks is not None} for pieces in self._slices
         ]
         self._whole = [_payload_of(pieces, local) for pieces, local in zip(self._slices, self._local, strict=True)]
         self._packed: dict[tuple[int, Payload], list[torch.Tensor]] = {}
@@ -65,12 +60,9 @@ class Copies:
             return self._in_one_read(number).pack(payload.tensor, seed)
         views, local = self._views(number, payload), self._local[number]
         if made := self._made[number]:
-            for index, item, blocks in made:
-                _make(item, blocks, local[index], views[index])
-            computed = {index for index, _, _ in made}
-            views, local = (
-                [view for index, view in enumerate(some) if index not in computed] for some in (views, local)
-            )
+            for index in made:
+                _make(self._slices[number][index].item, local[index], views[index])
+            views, local = ([view for index, view in enumerate(some) if index not in made] for some in (views, local))
         if views:
             torch._foreach_copy_(views, local)
         return digest(payload, seed)
@@ -88,7 +80,7 @@ class Copies:
         torch._foreach_copy_(self._local[number], self._views(number, payload))
 
     def forget_payloads(self) -> None:
-        """Forget the places of slices in payloads."""
+        """Forget the places of slices in payloads, which keep the payloads' memory alive."""
         self._packed = {}
 
     def _in_one_read(self, number: int) -> Slices:
@@ -109,36 +101,6 @@ class Copies:
                 for piece in self._slices[number]
             ]
         return self._packed[key]
-
-
-class MessageViews:
-    """Keeps the `Copies` of the last messages and buffers for as long as they stay where they are."""
-
-    def __init__(self) -> None:
-        self._copies: Copies | None = None
-        self._messages: Sequence[Message] | None = None
-        self._where: list[tuple[str, int]] = []
-
-    def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
-        """The copies for these messages.
-
-        Raises:
-            WeightSyncError: a buffer is missing, or too small for a slice.
-        """
-        where = [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
-        if self._copies is None or self._messages is not messages or self._where != where:
-            self.clear()
-            self._copies, self._messages, self._where = Copies(messages, buffers), messages, where
-        return self._copies
-
-    def forget_payloads(self) -> None:
-        """Forget the views of messages, which keep the memory they lie in alive."""
-        if self._copies is not None:
-            self._copies.forget_payloads()
-
-    def clear(self) -> None:
-        """Forget all views."""
-        self._copies, self._messages, self._where = None, None, []
 
 
 def _slices(message: Message) -> list[_Slice]:
@@ -191,12 +153,13 @@ def _kernel_slice(piece: _Slice, view: torch.Tensor) -> Slice:
     return Slice(view, piece.begin, item.size, dtype, item.blocks.block, item.start[1], item.start[2])
 
 
-def _make(item: Item, blocks: Blocks, weights: torch.Tensor, view: torch.Tensor) -> None:
+def _make(item: Item, weights: torch.Tensor, view: torch.Tensor) -> None:
     """Write the block-wise fp8 weights, or their scales, that the item names."""
-    if blocks.makes == SCALES:
-        write_scales(weights, blocks.block, view)
+    assert item.blocks is not None
+    if item.blocks.makes == SCALES:
+        write_scales(weights, item.blocks.block, view)
     else:
-        write_weights(weights, blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
+        write_weights(weights, item.blocks.block, item.start[1], item.start[2], view.view(torch.float8_e4m3fn))
 
 
 def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
@@ -208,16 +171,22 @@ def _rectangle(buffers: Mapping[str, torch.Tensor], item: Item) -> torch.Tensor:
             f"the plan names a buffer {item.buffer}, which this rank does not have; make the plan from this rank's "
             "layout"
         )
-    view = whole.detach()
-    view = view[(None,) * (DIMS - view.dim())]
-    if any(start + size > full for start, size, full in zip(starts, sizes, view.shape, strict=True)):
+    shape = (*(1,) * (DIMS - whole.dim()), *whole.shape)
+    if any(start + size > full for start, size, full in zip(starts, sizes, shape, strict=True)):
         raise WeightSyncError(
             f"{item.buffer} has shape {tuple(whole.shape)}, the plan takes {sizes} from {starts} on; make the plan "
             "from this rank's layout"
         )
-    for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        view = view.narrow(axis, start, size)
+    view = rectangle(whole.detach(), starts, sizes)
     return view.view(torch.uint8) if item.dtype == FP8 and item.blocks is None else view
+
+
+def rectangle(buffer: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """`buffer[start : +size]`, the buffer seen in as many dimensions as layouts and plans have."""
+    view = buffer[(None,) * (DIMS - buffer.dim())]
+    for axis, (first, length) in enumerate(zip(start, size, strict=True)):
+        view = view.narrow(axis, int(first), int(length))
+    return view
 
 
 _ALIGN = 64  # bytes; of each message among others in a slab
@@ -232,7 +201,8 @@ class _Staging:
 
     def __init__(self, rank: int, slots: int = 2) -> None:
         self.rank, self.slots = rank, slots
-        self.views = MessageViews()
+        self._copies: Copies | None = None  # of the last messages and buffers, for as long as these stay where they are
+        self._prepared: tuple[Sequence[Message], list[tuple[str, int]]] = ((), [])  # these messages, and where they are
         self.slabs: list[torch.Tensor] = []
         self._placed: tuple[Copies, bool, list[Payload]] | None = None
         self._channel: object = None
@@ -252,6 +222,19 @@ class _Staging:
 
     def _key(self, message: Message) -> int:
         raise NotImplementedError
+
+    def prepare(self, messages: Sequence[Message], buffers: Mapping[str, torch.Tensor]) -> Copies:
+        """The copies between these messages and buffers.
+
+        Raises:
+            WeightSyncError: a buffer is missing, or too small for a slice.
+        """
+        where = [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
+        known, known_where = self._prepared
+        if self._copies is None or known is not messages or known_where != where:
+            self._copies = None
+            self._copies, self._prepared = Copies(messages, buffers), (messages, where)
+        return self._copies
 
     def places(self, messages: Sequence[Message], copies: Copies, keep: bool) -> list[Payload]:
         """Where each message lies, from sync to sync the same objects.
@@ -289,12 +272,12 @@ class _Staging:
     def release(self) -> None:
         """Give all memory back; the next sync makes it anew. Views of the rank's buffers stay."""
         self.slabs, self._placed = [], None
-        self.views.forget_payloads()
+        if self._copies is not None:
+            self._copies.forget_payloads()
 
     def forget(self) -> None:
         """Forget all views; the next sync makes them anew."""
-        self.views.clear()
-        self._placed = None
+        self._copies = self._placed = None
 
     @property
     def nbytes(self) -> int:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -59,8 +59,7 @@ class StreamStats:
 class _RankSync:
     """One sync of a rank: what it needs for every message, and its checksums.
 
-    As a context it adds to an error of the transport, which knows numbers alone, what the message `at` hand carries. A
-    peer's number there stands for the checksums behind all messages to or from it.
+    `at` is the message at hand; a peer's number there stands for the checksums behind all messages to or from it.
     """
 
     def __init__(
@@ -73,22 +72,20 @@ class _RankSync:
         self._start = time.perf_counter()
         self.messages, self.staging = messages, staging
         self._seeds = staging.begin(channel, messages)
-        self.copies = staging.views.prepare(messages, buffers)
+        self.copies = staging.prepare(messages, buffers)
         self._digests: list[Digest] = [0] * len(messages)
         self.at: Message | int = -1
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, WeightSyncError):
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Add to an error of the transport, which knows numbers alone, what the message at hand carries."""
+        try:
+            yield
+        except WeightSyncError as error:
             first, where = self.at, ""
             if isinstance(first, int):
-                first, where = (
-                    next(message for message in self.messages if message.peer == self.at),
-                    " while checksums were exchanged",
-                )
+                where = " while checksums were exchanged"
+                first = next(message for message in self.messages if message.peer == self.at)
             raise WeightSyncError(
                 f"{error}{where} (bucket {first.bucket}, {first.items[0].buffer} and what follows it)"
             ) from error
@@ -140,7 +137,7 @@ def send_stream(
         aborted.
     """
     sync = _RankSync(messages, buffers, channel, staging)
-    with sync:
+    with sync.named():
         used = _send_lent(sync, channel) if isinstance(channel, LendingSendChannel) else _send_from_slabs(sync, channel)
         for peer in sync.peers():
             sync.at = peer
@@ -170,14 +167,14 @@ def _send_from_slabs(sync: _RankSync, channel: SendChannel) -> int:
 def _send_lent(sync: _RankSync, channel: LendingSendChannel) -> int:
     """Pack straight into the transport's memory; returns the bytes of it that were used."""
     channel.rewind()
-    used = _Used()
+    used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
         sync.at = message
         payload = channel.lend(message.peer, message.tag, message.nbytes)
         sync.pack(number, payload)
         channel.send(message.peer, message.tag, payload).wait()
-        used.note(payload)
-    return used.nbytes
+        _note(used, payload)
+    return sum(used.values())
 
 
 class Received:
@@ -219,7 +216,7 @@ def receive_stream(
     """
     sync = _RankSync(messages, buffers, channel, staging)
     commit: Commit | None = None
-    with sync:
+    with sync.named():
         if isinstance(channel, LendingReceiveChannel):
             channel.rewind()
         if isinstance(channel, LendingReceiveChannel) and not staged:
@@ -271,7 +268,7 @@ def _receive_all(sync: _RankSync, channel: ReceiveChannel) -> tuple[int, Commit]
         sync.take(number, places[number])
 
     def commit(target: Buffers) -> None:
-        copies = staging.views.prepare(messages, target)
+        copies = staging.prepare(messages, target)
         for number, payload in enumerate(places):
             copies.scatter(number, payload)
         places.clear()
@@ -295,7 +292,7 @@ def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[
         sync.take(number, loans[-1].payload)
 
     def commit(target: Buffers) -> None:
-        copies = staging.views.prepare(messages, target)
+        copies = staging.prepare(messages, target)
         for number, loan in enumerate(loans):
             copies.scatter(number, loan.payload)
             loan.release()
@@ -305,32 +302,20 @@ def _receive_and_keep(sync: _RankSync, channel: LendingReceiveChannel) -> tuple[
 
 def _receive_lent(sync: _RankSync, channel: LendingReceiveChannel) -> int:
     """Write straight from the transport's memory; returns the bytes of it that were used."""
-    used = _Used()
+    used: dict[int, int] = {}
     for number, message in enumerate(sync.messages):
         sync.at = message
         loan = channel.borrow(message.peer, message.tag, message.nbytes)
-        payload = loan.payload
-        sync.unpack(number, payload)
-        used.note(payload)
+        sync.unpack(number, loan.payload)
+        _note(used, loan.payload)
         loan.release()
-    return used.nbytes
+    return sum(used.values())
 
 
-class _Used:
-    """Counts the transport's memory that messages lay in."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}
-
-    def note(self, payload: Payload) -> None:
-        """A message lies there."""
-        where = payload.tensor.data_ptr()
-        self._ends[where] = max(self._ends.get(where, 0), payload.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """The largest that each place has held, together."""
-        return sum(self._ends.values())
+def _note(used: dict[int, int], payload: Payload) -> None:
+    """Note in {place in the transport's memory: bytes of it that messages lay in} where a message lies."""
+    where = payload.tensor.data_ptr()
+    used[where] = max(used.get(where, 0), payload.nbytes)
 
 
 def _checksums(sync: _RankSync, channel: ReceiveChannel, peer: int) -> torch.Tensor:

@@ -86,7 +86,12 @@ class Backend(Model, Protocol):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}."""
+        """One optimizer update on this rank's rows; metric (sum, count) pairs and {grad_norm, lr, applied}.
+
+        Raises:
+            NonFiniteError: a loss or gradient is NaN or infinite, and the policy stops on that. On all ranks; no weight
+            was changed.
+        """
 
     def freeze_reference(self) -> None:
         """The present weights become the reference."""

@@ -104,7 +104,7 @@ class ModelWorker(RoleWorker):
         One report an update."""
         config, reports = self.config, []
         loss = ValueLoss(config)
-        for mini_batch in batch.mini_batches(rows_per_update):
+        for mini_batch in batch.split(rows_per_update):
             sums, info = self.model.train_values(
                 mini_batch, loss, columns=loss.columns, max_tokens=config.max_tokens_per_micro_batch
             )

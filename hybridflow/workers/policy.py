@@ -88,7 +88,7 @@ class PolicyWorker(RoleWorker):
         config, reports = self.spec.config, list[Report]()
         old = derived.old_log_probs_column(config)
         loss = PolicyLoss(self.config, None if notes and old == "old_log_probs" else old)
-        for mini_batch in batch.mini_batches(rows_per_update):
+        for mini_batch in batch.split(rows_per_update):
             noted = Noted(loss) if notes and not reports else None
             sums, info = self.model.train_mini_batch(
                 mini_batch,

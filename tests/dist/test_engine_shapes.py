@@ -24,7 +24,7 @@ from hybridflow.config.schema import SamplingConfig
 from hybridflow.engines import guard
 from hybridflow.engines.base import Completion
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.ranks import free_port
@@ -74,7 +74,7 @@ def worst_difference(
     return worst
 
 
-def check(server: EngineServer, model: Path) -> None:
+def check(server: SglangEngine, model: Path) -> None:
     """Prompt and generated log-probs are transformers', with an empty and with a filled prefix cache."""
     client = EngineClient(server.url, server.admin_key, 60.0)
     for _ in range(2):
@@ -83,7 +83,7 @@ def check(server: EngineServer, model: Path) -> None:
         assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= 1e-5
 
 
-def prompt_log_probs(server: EngineServer, prompt: list[int]) -> list[float]:
+def prompt_log_probs(server: SglangEngine, prompt: list[int]) -> list[float]:
     """The log-probs of all tokens but the first."""
     body = {
         "input_ids": prompt,
@@ -95,7 +95,7 @@ def prompt_log_probs(server: EngineServer, prompt: list[int]) -> list[float]:
     return [row[0] for row in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
-def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
+def post(server: SglangEngine, path: str, body: dict[str, Any]) -> Any:
     answer = requests.post(
         f"{server.url}/{path}", json=body, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60
     )
@@ -122,7 +122,7 @@ def post(server: EngineServer, path: str, body: dict[str, Any]) -> Any:
 )
 def test_log_probs_equal_transformers(tmp_path: Path, model: dict[str, Any], shape: dict[str, int]) -> None:
     first, second = (save(tmp_path / name, model, seed) for seed, name in enumerate(("first", "second")))
-    with EngineServer(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
+    with SglangEngine(EngineSpec(name="engine", model_path=str(first), **shape), tmp_path / "engine.log") as server:
         server.start()
         server.wait_ready(400.0)
         check(server, first)
@@ -173,7 +173,7 @@ def test_weights_of_latent_attention_written_in_place(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     loader = "tests.dist.harness.engine_loaders.load_in_place"
     spec = EngineSpec(name="engine", model_path=str(first), extra_args={"custom-weight-loader": [loader]})
-    with EngineServer(spec, tmp_path / "engine.log") as server:
+    with SglangEngine(spec, tmp_path / "engine.log") as server:
         server.start()
         server.wait_ready(400.0)
         check(server, first)
@@ -231,7 +231,7 @@ def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
     spec = EngineSpec(
         name="first", model_path=str(model), tensor=2, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}"
     )
-    servers = [EngineServer(replace(spec, name=f"node{i}", node_rank=i), tmp_path / f"node{i}.log") for i in range(2)]
+    servers = [SglangEngine(replace(spec, name=f"node{i}", node_rank=i), tmp_path / f"node{i}.log") for i in range(2)]
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(server).start()
@@ -244,6 +244,6 @@ def test_an_engine_over_two_nodes(tmp_path: Path) -> None:
 
 
 def test_several_nodes_need_an_address(tmp_path: Path) -> None:
-    server = EngineServer(EngineSpec(name="lost", model_path=str(tmp_path), tensor=2, nnodes=2), tmp_path / "log")
+    server = SglangEngine(EngineSpec(name="lost", model_path=str(tmp_path), tensor=2, nnodes=2), tmp_path / "log")
     with pytest.raises(EngineError, match=r"nnodes=2 needs dist_init_addr=HOST:PORT"):
         server.start()

@@ -26,7 +26,7 @@ from hybridflow.engines import guard
 from hybridflow.engines.base import Completion
 from hybridflow.engines.control import Control
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.asking import generating
@@ -71,7 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 class Pair:
     """Both engines and their clients."""
 
-    def __init__(self, servers: Sequence[EngineServer]) -> None:
+    def __init__(self, servers: Sequence[SglangEngine]) -> None:
         self.servers = servers
         self.clients = [EngineClient(s.url, s.admin_key, 60.0, name=s.spec.name) for s in servers]
         self.pool = ThreadPoolExecutor(8)
@@ -84,7 +84,7 @@ class Pair:
 def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("logs")
     specs = [EngineSpec(name=f"engine-{i}", model_path=str(models[0]), return_routed_experts=True) for i in range(2)]
-    servers = [EngineServer(spec, logs / f"{spec.name}.log") for spec in specs]
+    servers = [SglangEngine(spec, logs / f"{spec.name}.log") for spec in specs]
     try:
         for server in servers:
             server.start()
@@ -216,7 +216,7 @@ def test_the_key_is_in_no_command_line_and_the_log_is_private(pair: Pair) -> Non
 
 def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ')
-    server = EngineServer(EngineSpec(name="broken", model_path=str(tmp_path)), tmp_path / "engine.log")
+    server = SglangEngine(EngineSpec(name="broken", model_path=str(tmp_path)), tmp_path / "engine.log")
     server.start()
     with pytest.raises(EngineError, match=r"engine broken: ended with status \d+(.|\n)*config.json"):
         server.wait_ready(300.0)
@@ -225,9 +225,9 @@ def test_a_broken_model_is_an_error_with_the_log_and_leaves_nothing(tmp_path: Pa
 
 START_AND_WAIT = """
 import sys, time
-from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.spec import EngineSpec
-server = EngineServer(EngineSpec(name="orphan", model_path=sys.argv[1]), sys.argv[2])
+server = SglangEngine(EngineSpec(name="orphan", model_path=sys.argv[1]), sys.argv[2])
 server.start()
 print(server.pid, flush=True)
 server.wait_ready()

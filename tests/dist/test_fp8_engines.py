@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from hybridflow.models.fp8 import BlockQuantisation
 from tests.dist.harness.sync_senders import tensors_of
 from tests.dist.harness.sync_world import SyncWorld
+from tests.engine_weights import load_weights_from_disk, weights_checksum
 from tests.models import FP8_MOE
 from tests.unit.reshard.fp8_cases import forms_of
 
@@ -42,11 +43,11 @@ def test_engines_in_fp8_hold_what_a_cold_start_from_a_quantised_checkpoint_loads
         assert "no tensor unused" in world.plan_line
         for seed in (1, 2):
             assert world.sync.sync(world.train(seed)).stale == {}
-            streamed = [world.client(number).weights_checksum() for number in range(2)]
+            streamed = [weights_checksum(world.client(number)) for number in range(2)]
             folder = quantised_folder(world, seed, tmp_path / f"fp8-{seed}")
             for number in range(2):
                 client = world.client(number, 60.0)
-                client.load_weights_from_disk(str(folder))
-                assert client.weights_checksum() == streamed[number], (seed, number)
+                load_weights_from_disk(client, str(folder))
+                assert weights_checksum(client) == streamed[number], (seed, number)
     finally:
         world.close()

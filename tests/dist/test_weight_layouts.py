@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.dist.harness.sync_world import SyncWorld
+from tests.engine_weights import load_weights_from_disk, weights_checksum
 from tests.models import FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -100,9 +101,9 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         assert max(differences.values()) <= 1e-5, (name, differences)
     for number in numbers:
         client = world.client(number)
-        streamed = client.weights_checksum()
-        client.load_weights_from_disk(str(world.exported(seed)))
-        assert client.weights_checksum() == streamed, number
+        streamed = weights_checksum(client)
+        load_weights_from_disk(client, str(world.exported(seed)))
+        assert weights_checksum(client) == streamed, number
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3_moe", "moonlight")])

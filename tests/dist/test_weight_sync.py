@@ -28,6 +28,7 @@ from hybridflow.workers import rollout
 from hybridflow.workers.requests import CUT_SHORT
 from tests.dist.harness.asking import generating
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
+from tests.engine_weights import load_weights_from_disk, weights_checksum
 from tests.gpu.weights import after_sleep, cold_start, through_empty_updates
 from tests.models import SYNC_MOE
 
@@ -115,9 +116,9 @@ def test_checksums_are_those_of_a_cold_start(world: SyncWorld) -> None:
     synced(world, 4)
     for number in range(len(TENSORS)):
         client = world.client(number)
-        streamed = client.weights_checksum()
-        client.load_weights_from_disk(str(world.exported(4)))
-        assert client.weights_checksum() == streamed
+        streamed = weights_checksum(client)
+        load_weights_from_disk(client, str(world.exported(4)))
+        assert weights_checksum(client) == streamed
 
 
 def test_what_is_checked_on_a_gpu_holds_on_a_cpu(world: SyncWorld) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.dist.harness.sync_world import SyncWorld
+from tests.engine_weights import load_weights_from_disk, weights_checksum
 
 
 def through_empty_updates(world: SyncWorld, number: int) -> list[Any]:
@@ -14,12 +15,12 @@ def through_empty_updates(world: SyncWorld, number: int) -> list[Any]:
     update without weights would change them.
     """
     client = world.client(number)
-    found = [client.weights_checksum()]
+    found = [weights_checksum(client)]
     client.begin_weight_update()
     client.end_weight_update()
-    found.append(client.weights_checksum())
+    found.append(weights_checksum(client))
     world.configure()
-    return [*found, client.weights_checksum()]
+    return [*found, weights_checksum(client)]
 
 
 def after_sleep(world: SyncWorld, seed: int) -> None:
@@ -35,5 +36,5 @@ def after_sleep(world: SyncWorld, seed: int) -> None:
 def cold_start(world: SyncWorld, number: int, seed: int) -> Any:
     """An engine's checksum after it has loaded a folder with the weights of a seed."""
     client = world.client(number)
-    client.load_weights_from_disk(str(world.exported(seed)))
-    return client.weights_checksum()
+    load_weights_from_disk(client, str(world.exported(seed)))
+    return weights_checksum(client)

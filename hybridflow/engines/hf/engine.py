@@ -17,7 +17,7 @@ import torch
 
 from hybridflow.config.schema import SamplingConfig
 from hybridflow.device.platform import Platform
-from hybridflow.engines.base import Completion, WeightSpan
+from hybridflow.engines.base import ENGINES, Completion, WeightSpan
 from hybridflow.engines.spec import EngineSpec, check_tokens
 from hybridflow.errors import EngineError, ModelError
 from hybridflow.models import family_of
@@ -228,3 +228,6 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             parts = {down: one} if found["part"] == "down" else dict(zip((gate, up), one.chunk(2), strict=True))
             for part, view in parts.items():
                 yield f"{experts}.{number}.{part}.weight", view
+
+
+ENGINES.register("hf", HfEngine)

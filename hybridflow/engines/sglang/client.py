@@ -87,11 +87,6 @@ class EngineClient(ServerClient):
         body = {"serialized_named_tensors": payload(control), "load_format": LOADER, "flush_cache": flush_cache}
         self._post("/update_weights_from_tensor", body)
 
-    def load_weights_from_disk(self, folder: str) -> None:
-        """Load a Hugging Face folder, as a cold start would."""
-        # not the server's, which may be dummy
-        self._post("/update_weights_from_disk", {"model_path": folder, "load_format": "auto"})
-
     def set_weight_version(self, version: int | str) -> None:
         """Name the weights now loaded; later tokens carry it in `Completion.weight_versions`."""
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -100,15 +95,6 @@ class EngineClient(ServerClient):
         """Forget cached prefixes. Refused while requests are running; the last batch of those that have been answered
         may take a moment."""
         self._request(f"/flush_cache?timeout={_SETTLE_S}", {})
-
-    def weights_checksum(self) -> str:
-        """One checksum over all parameters of all ranks: equal exactly when the loaded weights are equal bit for
-        bit."""
-        answer = self._post("/weights_checker", {"action": "checksum"})
-        try:
-            return str(answer["per_engine_checksum"])
-        except KeyError as error:
-            raise EngineError("/weights_checker answered without a checksum", engine=self.name) from error
 
     # ---- control calls
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from hybridflow.engines.base import ENGINES
 from hybridflow.engines.served_engine import ServedEngine
+from hybridflow.engines.server import command_line
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.sglang.server import KEYS, environment, meeting_address, server_arguments
+from hybridflow.process.rendezvous import master_store
 
 
-class SglangEngine(ServedEngine, EngineServer):
-    """An `EngineServer` with its `EngineClient`."""
+class SglangEngine(ServedEngine):
+    """One server of SGLang."""
 
-    @cached_property
-    def client(self) -> EngineClient:
-        """Speaks with the server; may be used after `start`."""
-        return EngineClient(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
+    client_class = EngineClient
 
     def sleep(self) -> None:
         """On CPU the server agrees and frees nothing."""
@@ -30,3 +33,34 @@ class SglangEngine(ServedEngine, EngineServer):
     @property
     def _graphs(self) -> tuple[str, ...]:
         return ("cuda_graph",) if self.spec.memory_saver and self.spec.device == "cuda" else ()
+
+    # ---- the server
+
+    def _prepare(self) -> None:
+        if self.spec.nnodes > 1 and self.spec.node_rank == 0:
+            host, port = meeting_address(self.spec)
+            self._store = master_store(host, port, self.spec.start_timeout_s)
+            self.spec = replace(self.spec, dist_init_addr=f"{host}:{self._store.port}")
+
+    def _command(self) -> list[str]:
+        command = ["-m", "sglang.launch_server", "--config", os.path.join(self._folder, KEYS)]
+        return command + command_line(server_arguments(self.spec, self.port))
+
+    def _environment(self) -> dict[str, str]:
+        return environment(self.spec, self._folder)
+
+    def _fill(self, folder: Path) -> None:
+        """The keys travel in a private file: a command line is readable by every user of the machine.
+
+        `admin-api-key` protects weights and control, `api-key` generation (sglang/srt/utils/auth.py:74): one key for
+        both.
+        """
+        path = folder / KEYS
+        path.touch(mode=0o600)
+        path.write_text(f"api-key: {self.admin_key}\nadmin-api-key: {self.admin_key}\n", encoding="utf-8")
+
+    def _one_token(self) -> tuple[str, dict[str, Any]]:
+        return "/generate", {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+
+
+ENGINES.register("sglang", SglangEngine)

@@ -1,20 +1,18 @@
-"""One SGLang server as a child of this process: its command line, its environment and its keys."""
+"""The command line and the environment of one SGLang server."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.engines.server import HOST, ServerProcess, command_line, common_environment, has_weights
+from hybridflow.engines.server import HOST, common_environment, has_weights
 from hybridflow.engines.sglang.closed_sockets import SCHEME
 from hybridflow.engines.sglang.weight_control import LOADER
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
-from hybridflow.process.rendezvous import master_store
 
 KEYS = "keys.yaml"
 # the file of srt/models that has the class of an architecture; of others SGLang looks through all files
@@ -136,54 +134,18 @@ def environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         ranks_here = spec.ranks // spec.nnodes
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", core_binding(ranks_here, sorted(os.sched_getaffinity(0))))
     if spec.nnodes > 1:
-        env |= _rendezvous_of_nodes(spec)
+        # the ranks of all nodes meet in the job's store that the first node's server keeps (`SglangEngine._prepare`).
+        # Left to SGLang, rank 0 would serve torch's store, which listens on every interface and answers anybody
+        host, port = meeting_address(spec)
+        env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{SCHEME}://{host}:{port}"
     return env
 
 
-def _rendezvous_of_nodes(spec: EngineSpec) -> dict[str, str]:
-    """The ranks of all nodes meet in the job's store that the first node's `EngineServer` serves (see
-    `EngineServer._prepare`).
-
-    Left to SGLang, rank 0 would serve torch's store, which listens on every interface and answers anybody.
-    """
-    host, port = _address(spec)
-    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{SCHEME}://{host}:{port}"}
-
-
-def _address(spec: EngineSpec) -> tuple[str, int]:
+def meeting_address(spec: EngineSpec) -> tuple[str, int]:
+    """Where the ranks of an engine over several nodes meet. EngineError: the spec does not say."""
     host, _, port = spec.dist_init_addr.rpartition(":")
     if not host or not port.isdigit():
         raise EngineError(
             f"nnodes={spec.nnodes} needs dist_init_addr=HOST:PORT, not {spec.dist_init_addr!r}", engine=spec.name
         )
     return host, int(port)
-
-
-class EngineServer(ServerProcess):
-    """One server of SGLang."""
-
-    def _prepare(self) -> None:
-        if self.spec.nnodes > 1 and self.spec.node_rank == 0:
-            host, port = _address(self.spec)
-            self._store = master_store(host, port, self.spec.start_timeout_s)
-            self.spec = replace(self.spec, dist_init_addr=f"{host}:{self._store.port}")
-
-    def _command(self) -> list[str]:
-        command = ["-m", "sglang.launch_server", "--config", os.path.join(self._folder, KEYS)]
-        return command + command_line(server_arguments(self.spec, self.port))
-
-    def _environment(self) -> dict[str, str]:
-        return environment(self.spec, self._folder)
-
-    def _fill(self, folder: Path) -> None:
-        """The keys travel in a private file: a command line is readable by every user of the machine.
-
-        `admin-api-key` protects weights and control, `api-key` generation (sglang/srt/utils/auth.py:74): one key for
-        both.
-        """
-        path = folder / KEYS
-        path.touch(mode=0o600)
-        path.write_text(f"api-key: {self.admin_key}\nadmin-api-key: {self.admin_key}\n", encoding="utf-8")
-
-    def _one_token(self) -> tuple[str, dict[str, Any]]:
-        return "/generate", {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}

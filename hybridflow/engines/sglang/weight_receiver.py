@@ -32,9 +32,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         if _receiver is None or _receiver.model is not model:
             _receiver = receiver_of(model)
         _receiver.take(Control.from_json(named_tensors[0][0]), in_background=_stages() > 1)
-    except (
-        BaseException
-    ):  # a report that cannot be posted is a report that is missed: the engine worker takes it for a failure
+    except BaseException:  # a report that cannot be posted is missed: the engine's worker takes it for a failure
         _log.exception("a weight-sync message could not be answered")
 
 

@@ -54,18 +54,10 @@ class VllmStreams(TokenStreams):
 
 
 class VllmClient(ServerClient):
-    """Speaks to one vLLM server.
-
-    Args: those of `ServerClient`; vLLM takes one prompt in an HTTP request.
-    """
+    """Speaks to one vLLM server, which takes one prompt in an HTTP request."""
 
     streams = VllmStreams
-    tokens: VllmStreams
-
-    def __init__(
-        self, url: str, admin_key: str, request_timeout_s: float = 300.0, *, name: str = "", batch_size: int = 1
-    ) -> None:
-        super().__init__(url, admin_key, request_timeout_s, name=name, batch_size=1)
+    together = 1
 
     def _parameters(self, requests: TokenRequests, limit: int) -> dict[str, Any]:
         sampling = requests.sampling

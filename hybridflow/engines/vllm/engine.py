@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import hybridflow
+from hybridflow.engines.base import ENGINES
 from hybridflow.engines.served_engine import ServedEngine
+from hybridflow.engines.server import command_line
 from hybridflow.engines.vllm.client import VllmClient
-from hybridflow.engines.vllm.server import VllmServer
+from hybridflow.engines.vllm.server import IMPORTS, check_python, check_spec, environment, server_arguments
 from hybridflow.sync.session import Order, Outcome
 
 
-class VllmEngine(ServedEngine, VllmServer):
-    """A `VllmServer` with its `VllmClient`."""
+class VllmEngine(ServedEngine):
+    """One server of vLLM, in the interpreter `EngineSpec.python`."""
 
-    @cached_property
-    def client(self) -> VllmClient:
-        """Speaks with the server; may be used after `start`."""
-        return VllmClient(self.url, self.admin_key, self.spec.request_timeout_s, name=self.spec.name)
+    client_class = VllmClient
 
     def receive(self, order: Order, plan: str) -> Outcome:
         """`ServedEngine.receive`; later tokens are of the order's version."""
@@ -33,3 +34,27 @@ class VllmEngine(ServedEngine, VllmServer):
     def wake(self, tags: Sequence[str]) -> None:
         """Weights are empty until the next sync."""
         self.client.resume_memory(tags)
+
+    # ---- the server
+
+    def _prepare(self) -> None:
+        check_spec(self.spec)
+        check_python(self.spec)
+
+    def _command(self) -> list[str]:
+        return ["-m", "vllm.entrypoints.openai.api_server", *command_line(server_arguments(self.spec, self.port))]
+
+    def _environment(self) -> dict[str, str]:
+        return environment(self.spec, self._folder, self.admin_key)
+
+    def _fill(self, folder: Path) -> None:
+        imports = folder / IMPORTS
+        imports.mkdir()
+        (imports / "hybridflow").symlink_to(Path(hybridflow.__file__).parent, target_is_directory=True)
+
+    def _one_token(self) -> tuple[str, dict[str, Any]]:
+        parameters = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+        return "/inference/v1/generate", {"token_ids": [0], "sampling_params": parameters}
+
+
+ENGINES.register("vllm", VllmEngine)

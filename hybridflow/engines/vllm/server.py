@@ -1,22 +1,20 @@
-"""One vLLM server as a child of this process: what it refuses, its command line and its environment."""
+"""What this kind of engine refuses, and the command line and the environment of one vLLM server."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import hybridflow
-from hybridflow.engines.server import HOST, ServerProcess, command_line, common_environment, has_weights
+from hybridflow.engines.server import HOST, common_environment, has_weights
 from hybridflow.engines.spec import EngineSpec, model_config
 from hybridflow.engines.vllm.door import KEY
 from hybridflow.errors import EngineError
 
 BLOCK_TOKENS = 32  # of the KV cache; the smallest that vLLM's attention on CPUs takes
 NEEDED = ("vllm", "torch", "numpy", "xxhash")  # modules; the last three are what our code in the ranks imports
-_IMPORTS = "imports"  # folder with a link to this package
+IMPORTS = "imports"  # folder with a link to this package
 _LOOK = f"import importlib.util as u; print(*(n for n in {NEEDED} if u.find_spec(n) is None))"
 _LOOK_S = 60.0
 
@@ -106,7 +104,7 @@ def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
     env |= {
         KEY: key,  # not in the command line, which every user of the machine can read
         # nothing of this process's environment but the package: vLLM's has a torch of its own
-        "PYTHONPATH": os.path.join(folder, _IMPORTS),
+        "PYTHONPATH": os.path.join(folder, IMPORTS),
         "VLLM_SERVER_DEV_MODE": "1",  # pause, sleep and collective_rpc; `door` guards them
         "VLLM_HOST_IP": HOST,
         "VLLM_NO_USAGE_STATS": "1",
@@ -118,26 +116,3 @@ def environment(spec: EngineSpec, folder: str, key: str) -> dict[str, str]:
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; how much is taken is said by the number of blocks
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # engines of one machine would share the first cores
     return env
-
-
-class VllmServer(ServerProcess):
-    """One server of vLLM, in the interpreter `EngineSpec.python`."""
-
-    def _prepare(self) -> None:
-        check_spec(self.spec)
-        check_python(self.spec)
-
-    def _command(self) -> list[str]:
-        return ["-m", "vllm.entrypoints.openai.api_server", *command_line(server_arguments(self.spec, self.port))]
-
-    def _environment(self) -> dict[str, str]:
-        return environment(self.spec, self._folder, self.admin_key)
-
-    def _fill(self, folder: Path) -> None:
-        imports = folder / _IMPORTS
-        imports.mkdir()
-        (imports / "hybridflow").symlink_to(Path(hybridflow.__file__).parent, target_is_directory=True)
-
-    def _one_token(self) -> tuple[str, dict[str, Any]]:
-        parameters = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-        return "/inference/v1/generate", {"token_ids": [0], "sampling_params": parameters}

@@ -10,13 +10,14 @@ them out anew.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hybridflow.engines.control import Control
-from hybridflow.engines.layout_tracer import TracedLayout, TracedPiece
 from hybridflow.engines.weight_receiver import WeightReceiver
+from hybridflow.models.layout import whole
 from hybridflow.reshard.layout import Catalog, RankLayout
 from hybridflow.sync import session
 from hybridflow.sync.schedule import layout_digest, post_layout
@@ -84,13 +85,9 @@ class WholeTensors(WeightReceiver):
             catalog = session.read(store, session.CATALOG_KEY, timeout_s)
             shapes = {name: tuple(shape) for name, shape in catalog["tensors"].items()}
             kinds = {name: catalog["dtypes"].get(name, catalog["dtype"]) for name in shapes}
-            pieces = [
-                TracedPiece(name, (0,) * len(shape), shape, name, (0,) * len(shape), shape)
-                for name, shape in shapes.items()
-            ]
-            buffers = {name: (shape, kinds[name]) for name, shape in shapes.items()}
             self._tensors = {name: (shape, getattr(torch, kinds[name])) for name, shape in shapes.items()}
-            self._layout = TracedLayout(buffers, tuple(pieces), ()).rank_layout(Catalog.of(shapes))
+            buffers = [replace(whole(name, name, shape), dtype=kinds[name]) for name, shape in shapes.items()]
+            self._layout = RankLayout.of(buffers, Catalog.of(shapes).index(), catalog["dtype"])
             self._digest = layout_digest(self._layout)
         return self._layout
 
@@ -100,9 +97,9 @@ class WholeTensors(WeightReceiver):
     def _receive(self, board: Board, rank: int) -> int:
         order, device = board.order, next(self.model.parameters()).device
         schedule, channel = self._scheduled(board, rank), self._opened(order, rank)
-        whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._tensors.items()}
+        given = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self._tensors.items()}
         # these tensors are nobody's yet: nothing need be staged before it is written to them
-        received = receive_stream(schedule.messages, channel, self._staging, False, whole)
+        received = receive_stream(schedule.messages, channel, self._staging, False, given)
         self._agree_to_commit(board, rank)
-        self._worker.reload_weights(weights_iterator=iter(whole.items()), is_checkpoint_format=True)
+        self._worker.reload_weights(weights_iterator=iter(given.items()), is_checkpoint_format=True)
         return received.stats.payload_bytes

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import ModelError
-from hybridflow.models.blocks import Block, DenseMlp
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.blocks import Block
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
 from hybridflow.models.mla import LatentAttention
-from hybridflow.models.sigmoid_router import ROUTER_FIXED, ROUTER_UNUSED, sigmoid_experts, sigmoid_router_config
+from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER_FIXED, ROUTER_UNUSED, SigmoidDecoder
 
 
-class DeepseekV3(Decoder):
-    """The map for a `deepseek_v3` config. The first `first_k_dense_replace` layers have a dense MLP."""
+class DeepseekV3(SigmoidDecoder):
+    """The map for a `deepseek_v3` config."""
 
     architecture = "DeepseekV3ForCausalLM"
     positions = 4096
@@ -24,10 +23,7 @@ class DeepseekV3(Decoder):
     latent_norm_eps: float | None = 1e-6
     fields = Fields(
         used={
-            "intermediate_size": REQUIRED,
-            "moe_intermediate_size": REQUIRED,
-            "n_routed_experts": REQUIRED,
-            "num_experts_per_tok": REQUIRED,
+            **LAYER_SIZES,
             "kv_lora_rank": REQUIRED,
             "qk_nope_head_dim": REQUIRED,
             "qk_rope_head_dim": REQUIRED,
@@ -50,7 +46,7 @@ class DeepseekV3(Decoder):
         },
         unused=ROUTER_UNUSED | {"pretraining_tp"},
         nullable=frozenset({"q_lora_rank"}),
-        aliases={"num_local_experts": "n_routed_experts"},
+        aliases=EXPERT_ALIASES,
     )
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
@@ -60,7 +56,7 @@ class DeepseekV3(Decoder):
                 f"latent attention has a key and a value for each head: num_key_value_heads={self.groups} must be "
                 f"num_attention_heads={self.heads}"
             )
-        self.router, rank = sigmoid_router_config(self.values), self.values["q_lora_rank"]
+        rank = self.values["q_lora_rank"]
         self.q_rank = None if rank is None else int(rank)
 
     @property
@@ -80,17 +76,10 @@ class DeepseekV3(Decoder):
             v_dim=int(self.values["v_head_dim"]),
         )
 
-    def mlp(self, layer: int) -> Block:
-        """A gated MLP in the first layers, then experts."""
-        if layer < int(self.values["first_k_dense_replace"]):
-            return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
-        return sigmoid_experts(self.values)
-
     def megatron_config(self) -> dict[str, Any]:
         """Keyword arguments of MLATransformerConfig."""
         values, rotary = self.values, self.rotary
-        config = super().megatron_config() | self.router
-        config |= {
+        config = super().megatron_config() | {
             "multi_latent_attention": True,
             "num_query_groups": self.heads,
             "kv_channels": int(values["v_head_dim"]),

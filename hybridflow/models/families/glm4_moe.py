@@ -6,24 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.models.blocks import Block, DenseMlp, GroupedAttention
-from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import FAMILIES
-from hybridflow.models.fields import REQUIRED, Fields
-from hybridflow.models.sigmoid_router import ROUTER_FIXED, ROUTER_UNUSED, sigmoid_experts, sigmoid_router_config
+from hybridflow.models.fields import Fields
+from hybridflow.models.sigmoid_router import EXPERT_ALIASES, LAYER_SIZES, ROUTER_FIXED, ROUTER_UNUSED, SigmoidDecoder
 
 
-class Glm4Moe(Decoder):
+class Glm4Moe(SigmoidDecoder):
     """The map for a `glm4_moe` config. GLM-4.5 has norms on queries and keys, GLM-4.5-Air has none (`use_qk_norm`)."""
 
     architecture = "Glm4MoeForCausalLM"
     positions, partial = 131072, 0.5
     fields = Fields(
         used={
-            "intermediate_size": REQUIRED,
-            "moe_intermediate_size": REQUIRED,
-            "n_routed_experts": REQUIRED,
-            "num_experts_per_tok": REQUIRED,
+            **LAYER_SIZES,
             "num_key_value_heads": 8,
             "head_dim": None,
             "rms_norm_eps": 1e-5,
@@ -37,29 +32,12 @@ class Glm4Moe(Decoder):
         },
         fixed=ROUTER_FIXED,
         unused=ROUTER_UNUSED | {"partial_rotary_factor"},  # read by `Rotary`
-        aliases={"num_local_experts": "n_routed_experts"},
+        aliases=EXPERT_ALIASES,
     )
 
     def __init__(self, hf: Mapping[str, Any], mtp: bool = False) -> None:
         super().__init__(hf, mtp)
         self.qkv_bias, self.qk_norm = bool(self.values["attention_bias"]), bool(self.values["use_qk_norm"])
-        self.router = sigmoid_router_config(self.values)
-
-    def attention(self, layer: int) -> Block:
-        """Grouped queries; biases and head norms as the config says."""
-        sizes = (self.hidden, self.heads, self.groups, self.head_dim)
-        return GroupedAttention(*sizes, qkv_bias=self.qkv_bias, qk_norm=self.qk_norm)
-
-    def mlp(self, layer: int) -> Block:
-        """A gated MLP in the first layers, then experts."""
-        if layer < int(self.values["first_k_dense_replace"]):
-            return DenseMlp(self.hidden, int(self.values["intermediate_size"]))
-        return sigmoid_experts(self.values)
-
-    def megatron_config(self) -> dict[str, Any]:
-        """The decoder's arguments and the sigmoid router's."""
-        config = super().megatron_config() | self.router
-        return config | {"add_qkv_bias": self.qkv_bias, "qk_layernorm": self.qk_norm}
 
     def gpt_model_kwargs(self) -> dict[str, Any]:
         """With the rotated share of each head."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.models.blocks import Block, Experts, GroupedAttention, MlpNames
+from hybridflow.models.blocks import Block, Experts, MlpNames
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.family import FAMILIES
 from hybridflow.models.fields import REQUIRED, Fields
@@ -38,19 +38,11 @@ class Mixtral(Decoder):
         self.num_experts, topk, self.ffn = (int(self.values[name]) for name in names)
         self.router = softmax_router_config(self.num_experts, topk, self.ffn, renormalised=True)
 
-    def attention(self, layer: int) -> Block:
-        """Grouped queries without biases."""
-        return GroupedAttention(self.hidden, self.heads, self.groups, self.head_dim)
-
     def mlp(self, layer: int) -> Block:
         """Experts in every layer."""
         names = MlpNames(gate="w1", up="w3", down="w2")
         keys = ("intermediate_size", "num_local_experts")
         return Experts(self.hidden, self.ffn, self.num_experts, prefix="block_sparse_moe.", names=names, keys=keys)
-
-    def megatron_config(self) -> dict[str, Any]:
-        """With the softmax router, renormalised."""
-        return super().megatron_config() | self.router
 
 
 FAMILIES.register("mixtral", Mixtral)

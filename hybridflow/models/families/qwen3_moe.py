@@ -45,9 +45,5 @@ class Qwen3Moe(Qwen3):
         """Experts in every layer."""
         return Experts(self.hidden, self.ffn, int(self.values["num_experts"]))
 
-    def megatron_config(self) -> dict[str, Any]:
-        """The arguments of Qwen3 and the softmax router's."""
-        return super().megatron_config() | self.router
-
 
 FAMILIES.register("qwen3_moe", Qwen3Moe)

@@ -8,7 +8,7 @@ payload is opaque bytes here; what is in it, its checksum and its place in a buf
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybridflow.config.keys import TRANSPORT
@@ -49,13 +49,9 @@ class Endpoint:
     folder: str = ""
     slots: int = 2
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Endpoint:
-        """The inverse of `to_dict`."""
+        """From what `dataclasses.asdict` and JSON have made of one."""
         return cls(**{**data, "senders": tuple(data["senders"]), "receivers": tuple(data["receivers"])})
 
 
@@ -69,7 +65,6 @@ class Work(Protocol):
             WeightSyncError: the peer is gone, or the endpoint's `timeout_s` has passed; names session, peer, message
             and deadline.
         """
-        ...
 
 
 class _Done:
@@ -88,15 +83,12 @@ class SendChannel(Protocol):
 
         `wait` of a message with `LAST_TAG` returns when the peer has it, of others perhaps before.
         """
-        ...
 
     def close(self) -> None:
         """End the session in good order."""
-        ...
 
     def abort(self) -> None:
         """Give the session up at once: no wait, pending work fails. Safe after any error, and twice."""
-        ...
 
 
 class ReceiveChannel(Protocol):
@@ -104,15 +96,12 @@ class ReceiveChannel(Protocol):
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
         """Start receiving from trainer rank `peer` into `into`, which belongs to the transport until `wait`."""
-        ...
 
     def close(self) -> None:
         """End the session in good order."""
-        ...
 
     def abort(self) -> None:
         """Give the session up at once. Safe after any error, and twice."""
-        ...
 
 
 @runtime_checkable
@@ -123,7 +112,6 @@ class LendingSendChannel(SendChannel, Protocol):
     def rewind(self) -> None:
         """Begin with the first slot. Both ends call it before a sync, so that a message comes to lie in the same place
         in all of them."""
-        ...
 
     def lend(self, peer: int, tag: int, nbytes: int) -> Payload:
         """Memory for the next message to `peer`, to be filled and handed to `send`; waits until it is free.
@@ -133,7 +121,6 @@ class LendingSendChannel(SendChannel, Protocol):
         Raises:
             WeightSyncError: as `Work.wait`.
         """
-        ...
 
 
 class Loan(Protocol):
@@ -142,11 +129,9 @@ class Loan(Protocol):
     @property
     def payload(self) -> Payload:
         """Valid until `release`; the same object in every sync, as far as `rewind` is called."""
-        ...
 
     def release(self) -> None:
         """Let the sender use the memory again."""
-        ...
 
 
 @runtime_checkable
@@ -156,11 +141,9 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
     @property
     def slots(self) -> int:
         """Messages of one peer that can be on loan at a time."""
-        ...
 
     def rewind(self) -> None:
         """Begin with the first slot, as the sender does."""
-        ...
 
     def borrow(self, peer: int, tag: int, nbytes: int) -> Loan:
         """Wait for the next message of `peer`.
@@ -168,7 +151,6 @@ class LendingReceiveChannel(ReceiveChannel, Protocol):
         Raises:
             WeightSyncError: as `Work.wait`.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -22,35 +22,26 @@ import torch
 
 from hybridflow.device import peer_memory
 from hybridflow.errors import WeightSyncError
-from hybridflow.sync.lending import Receiver, Sender, slot_bytes
-from hybridflow.sync.meeting import Meeting, Member, meet
+from hybridflow.sync.lending import end_of, slot_bytes
+from hybridflow.sync.meeting import Meeting, Member, both_ends, meet
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports import p2p
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, ReceiveChannel, SendChannel, Transport, Work
+from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
 
 _NOTE_BYTES = 4096  # of a slot, in the pair's file: how its memory is opened
 _LEAST = 1 << 16
 
 
-def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> SendChannel:
-    """Open trainer rank `rank`'s end of the session."""
-    member = Member(endpoint, "trainer", rank)
-    _refuse_host(member, device)
+def _open(member: Member, device: torch.device) -> Any:
+    if device.type != "cuda":
+        raise WeightSyncError(
+            f"the transport {member.endpoint.transport} carries buffers of GPUs, {member.side} rank {member.rank} has "
+            f"them on {device}; use shared_memory"
+        )
     return join_nodes(
         member,
-        lambda near: Sender(near, DeviceMemory(device, peer_memory)),
-        lambda: p2p.open_sender(endpoint, rank, device),
-    )
-
-
-def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> ReceiveChannel:
-    """Open engine rank `rank`'s end of the session."""
-    member = Member(endpoint, "engine", rank)
-    _refuse_host(member, device)
-    return join_nodes(
-        member,
-        lambda near: Receiver(near, DeviceMemory(device, peer_memory)),
-        lambda: p2p.open_receiver(endpoint, rank, device),
+        lambda near: end_of(near)(near, DeviceMemory(device, peer_memory)),
+        lambda: p2p.open_end(member, device),
     )
 
 
@@ -58,13 +49,13 @@ def join_nodes(member: Member, near: Callable[[Member], Any], far: Callable[[], 
     """The channel of a rank: what `near` opens among the ranks of its node, what `far` opens among all, or both."""
     endpoint = member.endpoint
     meeting = meet(member)
-    kernels = {side: _kernels(meeting, side, ranks) for side, ranks in _sides(endpoint).items()}
+    sides = {"trainer": endpoint.senders, "engine": endpoint.receivers}
+    kernels = {side: _kernels(meeting, side, ranks) for side, ranks in sides.items()}
     if len({kernel for side in kernels.values() for kernel in side.values()}) == 1:
-        return near(Member(_part(endpoint, kernels, ""), member.side, member.rank))
-    mine = kernels[member.side][member.rank]
-    part = _part(endpoint, kernels, mine)
-    close = frozenset(part.receivers if member.side == "trainer" else part.senders)
-    channel = near(Member(part, member.side, member.rank)) if close else None
+        return near(replace(member, endpoint=_part(endpoint, kernels, "")))
+    neighbour = replace(member, endpoint=_part(endpoint, kernels, kernels[member.side][member.rank]))
+    close = frozenset(neighbour.peers)
+    channel = near(neighbour) if close else None
     try:
         return _Joined(channel, far(), close)
     except BaseException:
@@ -80,20 +71,16 @@ class _Joined:
         self._near, self._far, self._close = near, far, close
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending; the payload stays untouched until `wait`."""
         return (self._near if peer in self._close else self._far).send(peer, tag, payload)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Start receiving into `into`."""
         return (self._near if peer in self._close else self._far).receive(peer, tag, into)
 
     def close(self) -> None:
-        """End the session in good order."""
         for channel in filter(None, (self._near, self._far)):
             channel.close()
 
     def abort(self) -> None:
-        """Give the session up at once."""
         for channel in filter(None, (self._near, self._far)):
             channel.abort()
 
@@ -172,18 +159,6 @@ class _DeviceSlots:
             self._mine.release()
 
 
-def _refuse_host(member: Member, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise WeightSyncError(
-            f"the transport {member.endpoint.transport} carries buffers of GPUs, {member.side} rank {member.rank} has "
-            f"them on {device}; use shared_memory"
-        )
-
-
-def _sides(endpoint: Endpoint) -> dict[str, tuple[int, ...]]:
-    return {"trainer": endpoint.senders, "engine": endpoint.receivers}
-
-
 def _kernels(meeting: Meeting, side: str, ranks: tuple[int, ...]) -> dict[int, str]:
     """What each rank of a side said of its machine; all have come."""
     return {rank: json.loads(meeting.store.get(f"{side}/{rank}"))["kernel"] for rank in ranks}
@@ -198,4 +173,5 @@ def _part(endpoint: Endpoint, kernels: dict[str, dict[int, str]], kernel: str) -
     return replace(endpoint, session=f"{endpoint.session}/{name}", senders=senders, receivers=receivers)
 
 
+open_sender, open_receiver = both_ends(_open)
 TRANSPORTS.register("cuda_ipc", Transport(open_sender, open_receiver, devices=("cuda",), shares_devices=True))

@@ -14,21 +14,11 @@ from pathlib import Path
 import torch
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.sync.meeting import Member, PeerWatch, meet, refuse_device
+from hybridflow.sync.meeting import Member, PeerWatch, both_ends, meet, refuse_device
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
+from hybridflow.sync.transports.base import TRANSPORTS, Transport, Work
 
 _POLL_S, _LOOK_S = 0.002, 0.1
-
-
-def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
-    """Open trainer rank `rank`'s end of the session."""
-    return Files(Member(endpoint, "trainer", rank), device)
-
-
-def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Files:
-    """Open engine rank `rank`'s end of the session."""
-    return Files(Member(endpoint, "engine", rank), device)
 
 
 class Files:
@@ -50,8 +40,7 @@ class Files:
         self._is_open = True
 
     def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Done when the receiver has removed the file: the folder holds what is under way, no
-        more."""
+        """Done when the receiver has removed the file: the folder holds what is under way, no more."""
         path = self._next(peer, tag)
         part = path.with_suffix(".part")
         try:
@@ -60,9 +49,8 @@ class Files:
             part.replace(path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self.member.failure(
-                peer, tag, f"{path} cannot be written ({error}); make room or choose another folder"
-            ) from error
+            what = f"{path} cannot be written ({error}); make room or choose another folder"
+            raise self.member.failure(peer, tag, what) from error
         return _Sent(self, peer, tag, path)
 
     def receive(self, peer: int, tag: int, into: Payload) -> Work:
@@ -137,4 +125,4 @@ class _Reading(_Sent):
             self._path.unlink()
 
 
-TRANSPORTS.register("disk", Transport(open_sender, open_receiver, needs_folder=True))
+TRANSPORTS.register("disk", Transport(*both_ends(Files), needs_folder=True))

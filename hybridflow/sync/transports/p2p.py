@@ -29,9 +29,9 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.process.rendezvous import client_store
 from hybridflow.process.store import Keys, StoreError, StoreLate
 from hybridflow.process.torch_store import TorchStore
-from hybridflow.sync.meeting import Member, Peers, meet
+from hybridflow.sync.meeting import Member, Peers, both_ends, meet
 from hybridflow.sync.payload import Payload
-from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport, Work
+from hybridflow.sync.transports.base import TRANSPORTS, Transport, Work
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # Sessions with several engines are opened by a thread each, and what a constructor reads belongs to the process.
@@ -42,17 +42,8 @@ _LOOK_S = 0.2  # between two looks at the peers' processes, while the store is w
 _MOST_CTAS = 8  # of a communicator on its device, which has one for every engine
 
 
-def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
-    """Open trainer rank `rank`'s end of the session."""
-    return _open(Member(endpoint, "trainer", rank), device)
-
-
-def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> PeerToPeer:
-    """Open engine rank `rank`'s end of the session."""
-    return _open(Member(endpoint, "engine", rank), device)
-
-
-def _open(member: Member, device: torch.device) -> PeerToPeer:
+def open_end(member: Member, device: torch.device) -> PeerToPeer:
+    """Open a rank's end of the session."""
     return OverNccl(member, device) if _is_nccl(device) else OverGloo(member, device)
 
 
@@ -63,18 +54,13 @@ class PeerToPeer:
         self.member, self.device = member, device
         meeting = meet(member)
         endpoint = member.endpoint
-        self._place = {rank: number for number, rank in enumerate(endpoint.receivers, start=len(endpoint.senders))}
-        if member.side == "engine":
-            self._place = {rank: number for number, rank in enumerate(endpoint.senders)}
-        mine = (
-            endpoint.senders.index(member.rank)
-            if member.side == "trainer"
-            else len(endpoint.senders) + endpoint.receivers.index(member.rank)
-        )
+        senders = {rank: number for number, rank in enumerate(endpoint.senders)}
+        receivers = {rank: number for number, rank in enumerate(endpoint.receivers, start=len(senders))}
+        own, self._place = (senders, receivers) if member.side == "trainer" else (receivers, senders)
         self.peers = Peers(member, meeting)
         self._store = TorchStore(meeting.store, f"group/{endpoint.session}/")
         try:
-            self._group = self._join(mine, len(endpoint.senders) + len(endpoint.receivers))
+            self._group = self._join(own[member.rank], len(senders) + len(receivers))
         except RuntimeError as error:
             raise self._unopened(error) from error
 
@@ -86,14 +72,6 @@ class PeerToPeer:
     def is_open(self) -> bool:
         """Whether the session was neither ended nor given up."""
         return self._group is not None
-
-    def send(self, peer: int, tag: int, payload: Payload) -> Work:
-        """Start sending; the payload stays untouched until `wait`."""
-        raise NotImplementedError
-
-    def receive(self, peer: int, tag: int, into: Payload) -> Work:
-        """Start receiving into `into`."""
-        raise NotImplementedError
 
     def _unopened(self, error: Exception) -> WeightSyncError:
         """The error for a group that did not come about."""
@@ -119,8 +97,7 @@ class PeerToPeer:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-        self._store.release()
-        self.peers.forget()
+        self.close()
 
 
 class OverGloo(PeerToPeer):
@@ -153,11 +130,10 @@ class OverGloo(PeerToPeer):
         if self._group is None:
             raise self.member.failure(peer, tag, "the session was given up before")
         try:
-            return _GlooTransfer(
-                self, peer, tag, getattr(self._group, method)([payload.tensor], self._place[peer], tag)
-            )
+            work = getattr(self._group, method)([payload.tensor], self._place[peer], tag)
         except RuntimeError as error:
             raise self.peers.lost(peer, tag, _first_line(error)) from error
+        return _GlooTransfer(self, peer, tag, work)
 
 
 class _GlooTransfer:
@@ -320,11 +296,6 @@ class OverNccl(PeerToPeer):
         super().close()
         self._notes.close()
 
-    def abort(self) -> None:
-        """Give the session up at once."""
-        super().abort()
-        self._notes.close()
-
 
 class _Batch:
     """Messages that one kernel of NCCL's carries out: method, payload, peer and tag of each."""
@@ -370,5 +341,6 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0].strip()
 
 
+open_sender, open_receiver = both_ends(open_end)
 # over gloo larger messages: it hands each to a thread of its own and asks the receiver before it
 TRANSPORTS.register("p2p", Transport(open_sender, open_receiver, devices=("cpu", "cuda"), parts=4))

@@ -5,26 +5,15 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.sync.lending import Receiver, Sender, slot_bytes
-from hybridflow.sync.meeting import Member, refuse_device
+from hybridflow.sync.lending import Receiver, Sender, end_of, slot_bytes
+from hybridflow.sync.meeting import Member, both_ends, refuse_device
 from hybridflow.sync.payload import Payload
 from hybridflow.sync.transports.base import TRANSPORTS, Endpoint, Transport
 
-_INSTEAD = "use cuda_ipc on one host, or p2p"
 
-
-def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Sender:
-    """Open trainer rank `rank`'s end of the session."""
-    member = Member(endpoint, "trainer", rank)
-    refuse_device(member, device, _INSTEAD)
-    return Sender(member, HostMemory())
-
-
-def open_receiver(endpoint: Endpoint, rank: int, device: torch.device) -> Receiver:
-    """Open engine rank `rank`'s end of the session."""
-    member = Member(endpoint, "engine", rank)
-    refuse_device(member, device, _INSTEAD)
-    return Receiver(member, HostMemory())
+def _open(member: Member, device: torch.device) -> Sender | Receiver:
+    refuse_device(member, device, "use cuda_ipc on one host, or p2p")
+    return end_of(member)(member, HostMemory())
 
 
 class HostMemory:
@@ -64,4 +53,4 @@ class _HostSlots:
         """The mapping goes with the last view."""
 
 
-TRANSPORTS.register("shared_memory", Transport(open_sender, open_receiver, one_host=True, keeps_messages=True))
+TRANSPORTS.register("shared_memory", Transport(*both_ends(_open), one_host=True, keeps_messages=True))

@@ -43,17 +43,15 @@ def open_sender(endpoint: Endpoint, rank: int, device: torch.device) -> Connecti
         links = {}
         for peer, said in meeting.peers.items():
             try:
-                link = socket.create_connection(
-                    (said["host"], said["port"]), timeout=max(deadline - time.monotonic(), 0.001)
-                )
+                where = (said["host"], said["port"])
+                link = socket.create_connection(where, timeout=max(deadline - time.monotonic(), 0.001))
                 on_error.callback(link.close)
                 link.sendall(_RANK.pack(rank))
                 if greet(link, _purpose(member, rank, peer), is_client=True) is None:
                     raise ConnectionRefusedError("who listens there does not know the job's secret")
             except OSError as error:
-                raise member.failure(
-                    peer, 0, f"it cannot be reached at {said['host']}:{said['port']} ({error})"
-                ) from error
+                what = f"it cannot be reached at {said['host']}:{said['port']} ({error})"
+                raise member.failure(peer, 0, what) from error
             links[peer] = link
         on_error.pop_all()
     return Connections(member, meeting, links)

@@ -311,7 +311,7 @@ def drawn(backend: str, hf: dict[str, Any]) -> list[float]:
     costs = batch.lengths("prompt_ids") + batch.lengths("response_ids")
     for epoch in range(2):
         rows = share(policy, batch.reorder(update_order(costs, size, 4, (7, epoch))))
-        for mini_batch in rows.mini_batches(4 // size):
+        for mini_batch in rows.split(4 // size):
             arguments = {"columns": loss.columns, "max_tokens": 40, "temperature": 1.0, "with_entropy": False}
             found.append(policy.train_mini_batch(mini_batch, loss, **arguments)[1]["grad_norm"])
     return [*found, *(value for pair in digest(whole(policy)).values() for value in pair)]

@@ -215,7 +215,8 @@ def export_save_and_go_on(parallel: dict[str, Any], hf: dict[str, Any], folder: 
     checkpoint.save(policy, Path(folder) / "checkpoint", phase="rl", step=2)
     export(policy, Path(folder) / "hf", hf, None)
     result = {"log_probs": log_probs.tolist(), "reference_off_by": float((reference - at_reference).abs().max())}
-    result |= {"moved": float((log_probs - reference).abs().max()), "copies_left": policy.adapters.holds_copies()}
+    result["moved"] = float((log_probs - reference).abs().max())
+    result["copies_left"] = any(copy.untyped_storage().nbytes() for copy in policy.adapters._merged.values())
     result["reference_elements"] = sum(tensor.numel() for tensor in policy.reference_state().values())
     return result | {"history": steps(policy, range(2, 5)), **_state(policy)}
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, Sampl
 from hybridflow.device.platform import Platform
 from hybridflow.dispatch import WorkerContext
 from hybridflow.engines.sglang.client import EngineClient
-from hybridflow.engines.sglang.server import EngineServer
+from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.errors import WorkerError
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
@@ -142,7 +142,7 @@ class Senders:
         return [self.facts]
 
     def send_weights(self, orders: Sequence[Order], go_timeout_s: float) -> list[list[Outcome]]:
-        answers = self.command("send", orders=[order.to_dict() for order in orders], go_timeout_s=go_timeout_s)
+        answers = self.command("send", orders=[asdict(order) for order in orders], go_timeout_s=go_timeout_s)
         return [[Outcome(**outcome) for outcome in rank] for rank in answers]
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Senders:
             process.wait()
 
 
-def _wait_loaded(server: EngineServer, wait_s: float = 300.0) -> None:
+def _wait_loaded(server: SglangEngine, wait_s: float = 300.0) -> None:
     deadline = time.monotonic() + wait_s
     while not server._answers("/health", None, 5.0):
         server.check_alive()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,22 +110,6 @@ def test_rows_agree_with_numpy_for_every_kind_of_index(batch: DataProto, data: s
         assert got["uid"].tolist() == expected.tolist()
         assert rows_of(got, "wide") == [rows_of(batch, "wide")[i] for i in expected]
         assert got["texts"].tolist() == [batch["texts"][i] for i in expected]
-
-
-@given(batches(min_rows=1), st.integers(1, 5), st.integers(0, 9))
-def test_mini_batches_visit_every_row_once_an_epoch(batch: DataProto, size: int, seed: int) -> None:
-    steps = -(-len(batch) // size)
-    seen = [part["uid"].tolist() for part in batch.mini_batches(size, epochs=2, seed=seed)]
-    assert sorted(chain(*seen[:steps])) == sorted(chain(*seen[steps:])) == list(range(len(batch)))
-    assert seen == [part["uid"].tolist() for part in batch.mini_batches(size, epochs=2, seed=seed)]
-    assert [uid for part in batch.mini_batches(size) for uid in part["uid"]] == list(range(len(batch)))
-    assert all(len(part) == size for part in batch.mini_batches(size, drop_last=True))
-
-
-def test_mini_batches_shuffle_differently_by_seed_and_epoch() -> None:
-    batch = DataProto.from_columns({"uid": np.arange(50)})
-    orders = [tuple(part["uid"]) for seed in (1, 2) for part in batch.mini_batches(50, epochs=2, seed=seed)]
-    assert len(set(orders)) == 4
 
 
 @given(batches(), st.sampled_from([1, 2]))

@@ -26,6 +26,7 @@ from hybridflow.engines.token_stream import Asked, TokenStreams
 from hybridflow.errors import EngineError, EngineSilent
 from hybridflow.sync.session import Outcome
 from hybridflow.workers.requests import CUT_SHORT, EngineRequests
+from tests.engine_weights import weights_checksum
 from tests.unit.engines.stub import KEY, Stub, answer_of, streamed
 
 
@@ -329,7 +330,7 @@ def test_weight_calls_say_what_sglang_expects(stub: Stub, client: EngineClient) 
     control = Control("describe", "127.0.0.1", 9, 2.5, "described", 0, 2)
     client.call_ranks(control, flush_cache=False)
     client.set_weight_version(4)
-    assert client.weights_checksum() == "abc"
+    assert weights_checksum(client) == "abc"
     bodies = {path: body for path, body, _ in stub.asked}
     update = bodies["/update_weights_from_tensor"]
     assert update.keys() == {"serialized_named_tensors", "load_format", "flush_cache"}  # above all no weight_version

@@ -15,9 +15,9 @@ import pytest
 
 from hybridflow.engines import guard
 from hybridflow.engines.server import command_line, reserve_port
+from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.sglang.server import (
     MODEL_FILES,
-    EngineServer,
     core_binding,
     environment,
     server_arguments,
@@ -142,7 +142,7 @@ def test_a_reserved_port_is_not_given_twice() -> None:
 
 
 def test_not_started_is_not_alive(tmp_path: Path) -> None:
-    server = EngineServer(EngineSpec(name="e", model_path=str(tmp_path)), tmp_path / "log")
+    server = SglangEngine(EngineSpec(name="e", model_path=str(tmp_path)), tmp_path / "log")
     with pytest.raises(EngineError, match="engine e: not started"):
         server.check_alive()
     server.stop()

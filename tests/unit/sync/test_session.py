@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def boards(store: Any, count: int, **order: int) -> list[Board]:
 
 def test_orders_and_control_messages_survive_json(store: Any) -> None:
     order = order_at(store)
-    assert Order.from_dict(json.loads(json.dumps(order.to_dict()))) == order
+    assert Order.from_dict(json.loads(json.dumps(asdict(order)))) == order
     control = Control(RECEIVE, HOST, 1, 2.0, "done", 4, 2, order)
     assert Control.from_json(control.to_json()) == control
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def test_an_unknown_transport_or_rank_is_refused_with_the_valid_ones() -> None:
 def test_a_store_that_nobody_serves_is_an_error_within_the_deadline() -> None:
     with pytest.raises(WeightSyncError, match=r"no store answers at 127.0.0.1:9 within 0.3 s"):
         open_sender(Endpoint("p2p", "s", "127.0.0.1", 9, (0,), (0,), 8, 0.3), 0)
-    assert Endpoint.from_dict(Endpoint("p2p", "s", "h", 9, (0,), (0,), 8, 0.3).to_dict()).senders == (0,)
+    assert Endpoint.from_dict(asdict(Endpoint("p2p", "s", "h", 9, (0,), (0,), 8, 0.3))).senders == (0,)
 
 
 def test_the_transport_and_the_messages_fit_the_device() -> None:

@@ -114,7 +114,7 @@ class Ranks:
             return [{"memory": {}, "reserved": 0, "offloaded": 0, "routes": {}, "trainable": 1, "copied": 0}]
         plan = plan_call(method_spec(method), len(self.mesh.positions), self.mesh, arguments, {})
         calls = [plan.calls[rank].args for rank in sorted(plan.calls)]
-        shares = [[part.jagged("response_ids").values.tolist() for part in batch.mini_batches(n)] for batch, n in calls]
+        shares = [[part.jagged("response_ids").values.tolist() for part in batch.split(n)] for batch, n in calls]
         for parts in zip(*shares, strict=True):
             self.updates.append({token for part in parts for token in part})
         return [[{"sums": {}, "info": {"grad_norm": 1.0, "lr": 1.0, "applied": 1.0}}] * len(s) for s in shares]

@@ -34,7 +34,7 @@ class Ranks:
         })  # fmt: skip
 
     def update_policy(self, rank: int, batch: DataProto, rows: int, notes: bool = False) -> list[Any]:
-        minis = list(batch.mini_batches(rows))
+        minis = batch.split(rows)
         numbers = [mini.jagged("prompt_ids").values.tolist() for mini in minis]  # one token, the row's number
         if notes:
             assert rank not in self.noted and "old_log_probs" not in batch

@@ -34,58 +34,24 @@ class BatchedAttention(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._blocks = None
 
+    # upstream gives tensors by position and options by name
+
     def _run_sdpa_forward_extend(
-        self,
-        query: Any,
-        output: Any,
-        k_cache: Any,
-        v_cache: Any,
-        req_to_token: Any,
-        req_pool_indices: Any,
-        seq_lens: Any,
-        extend_prefix_lens: Any,
-        extend_seq_lens: Any,
-        encoder_lens: Any = None,
-        *,
-        causal: bool = False,
-        **options: Any,
+        self, query: Any, output: Any, k_cache: Any, v_cache: Any, *batch: Any, causal: bool = False, **options: Any
     ) -> torch.Tensor:
-        if causal and self._covered(query, k_cache, v_cache, encoder_lens, longest=int(seq_lens.max()), **options):
-            batch = (req_to_token, req_pool_indices, extend_seq_lens, seq_lens)
-            return self._run_blocks(query, output, k_cache, v_cache, batch, **options)
-        return super()._run_sdpa_forward_extend(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            extend_prefix_lens,
-            extend_seq_lens,
-            encoder_lens,
-            causal=causal,
-            **options,
-        )
+        table, requests, lengths, _, queries, encoder_lens = batch
+        if causal and self._covered(query, k_cache, v_cache, encoder_lens, longest=int(lengths.max()), **options):
+            return self._run_blocks(query, output, k_cache, v_cache, (table, requests, queries, lengths), **options)
+        return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *batch, causal=causal, **options)
 
     def _run_sdpa_forward_decode(
-        self,
-        query: Any,
-        output: Any,
-        k_cache: Any,
-        v_cache: Any,
-        req_to_token: Any,
-        req_pool_indices: Any,
-        seq_lens: Any,
-        encoder_lens: Any = None,
-        **options: Any,
+        self, query: Any, output: Any, k_cache: Any, v_cache: Any, *batch: Any, **options: Any
     ) -> torch.Tensor:
+        table, requests, lengths, encoder_lens = batch
         if self._covered(query, k_cache, v_cache, encoder_lens, longest=1, **options):
-            batch = (req_to_token, req_pool_indices, torch.ones_like(seq_lens), seq_lens)
-            return self._run_blocks(query, output, k_cache, v_cache, batch, **options)
-        return super()._run_sdpa_forward_decode(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
-        )
+            ones = torch.ones_like(lengths)
+            return self._run_blocks(query, output, k_cache, v_cache, (table, requests, ones, lengths), **options)
+        return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *batch, **options)
 
     def _run_blocks(
         self,

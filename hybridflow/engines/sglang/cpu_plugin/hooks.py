@@ -77,14 +77,8 @@ def plain_rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
-    arguments = dict(
-        zip(
-            ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling", "dtype"),
-            args,
-            strict=False,
-        )
-    )
-    if (arguments | kwargs).get("rope_scaling") is not None:
+    scaling = args[5] if len(args) > 5 else kwargs.get("rope_scaling")
+    if scaling is not None:
         return original(*args, **kwargs)
     return get_rope(*args[:8], **{name: value for name, value in kwargs.items() if name != "device"})
 
