@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
+from hybridflow.mcore.torch_functions import rotate, swiglu
 
 
 class RMSNorm(nn.Module):
@@ -198,21 +200,23 @@ class TorchSpecProvider(BackendSpecProvider):
         """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
         return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
 
-    def activation_func(self) -> None:
-        """The config's activation."""
-        return None
+    def activation_func(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Every gated MLP of the families here is a SwiGLU."""
+        return swiglu
 
 
 def install() -> None:
     """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, transformer_block
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
     layer_specs.TENorm = RMSNorm
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotate
     transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
     # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without
     # TE
