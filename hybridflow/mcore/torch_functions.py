@@ -1,5 +1,5 @@
-"""Rotary embedding, RMS norm and SwiGLU without Transformer Engine: what the operators of Megatron and torch compute, to
-the bit, in fewer passes over memory and without a loop over the sequences of a micro-batch."""
+"""Rotary embedding, RMS norm and SwiGLU without Transformer Engine: what the operators of Megatron and torch compute,
+to the bit, in fewer passes over memory and without a loop over the sequences of a micro-batch."""
 
 from __future__ import annotations
 
