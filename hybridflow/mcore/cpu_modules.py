@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
+from hybridflow.mcore.torch_functions import rms_norm, rotate, swiglu
 
 
 class RMSNorm(nn.Module):
@@ -45,7 +47,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -60,7 +62,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers
         it."""
-        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.eps), *args, **kwargs)
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class DuplicatedLinear(nn.Module):
@@ -192,21 +194,23 @@ class TorchSpecProvider(BackendSpecProvider):
         """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
         return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
 
-    def activation_func(self) -> None:
-        """The config's activation."""
-        return None
+    def activation_func(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Every gated MLP of the families here is a SwiGLU."""
+        return swiglu
 
 
 def install() -> None:
     """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, transformer_block
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
     layer_specs.TENorm = RMSNorm
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotate
     transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
     # multi_latent_attention.py:382 and 424 ask whether the down projections are TELinear, which is None there without
     # TE

@@ -38,6 +38,8 @@ from hybridflow.reshard.layout import rank_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CORE_ATTENTION = ("core_attn",)
+# of Megatron's config: with one of them a gated MLP is no plain SwiGLU
+OTHER_ACTIVATIONS = {"activation_func", "activation_func_clamp_value", "glu_linear_offset"}
 TRANSFORMER_ENGINE = ("2.9", "2.12")  # from, and below: what Megatron-Core 0.16.1 asks for in its extra `dev`
 
 
@@ -122,17 +124,20 @@ def transformer_config(
 
 def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> dict[str, Any]:
     """What of Megatron's config depends on the device and on Transformer Engine. docs/platforms.md lists it."""
-    is_latent, is_mixture = (
-        bool(family.megatron_config().get(name)) for name in ("multi_latent_attention", "num_moe_experts")
-    )
-    # its kernel for packed samples knows no factor of cosines and sines (rope_utils.py:295), and of latent attention
-    # YaRN alone (transformer_config.py:2068); without it each layer waits for the lengths of the samples
-    fuses_rope = transformer_engine and not is_latent and family.rotary.attention_factor == 1.0
+    config = family.megatron_config()
+    is_latent, is_mixture = (bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts"))
+    is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
+    # its kernel for packed samples, and `torch_functions.rotate` in its place, are told no factor of cosines and sines
+    # (rope_utils.py:295), and of latent attention the kernel knows YaRN alone (transformer_config.py:2068); without
+    # either each layer waits for the lengths of the samples
+    has_kernel = transformer_engine or not is_cuda
+    fuses_rope = has_kernel and not is_latent and family.rotary.attention_factor == 1.0
     return {
         "use_cpu_initialization": not is_cuda,
         "persist_layer_norm": is_cuda,
         "deallocate_pipeline_outputs": is_cuda,  # a sent activation is kept by its graph alone
         "bias_activation_fusion": transformer_engine,  # SwiGLU, and its product with the routers' weights
+        "use_te_activation_func": is_swiglu and not transformer_engine,  # what the layer spec names: our `swiglu`
         "apply_rope_fusion": fuses_rope,
         "moe_permute_fusion": transformer_engine and is_mixture,
     }

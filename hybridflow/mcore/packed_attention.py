@@ -22,7 +22,7 @@ from hybridflow.mcore.context_parallel import ZigZag
 
 class SegmentClasses:
     """For each length class: `gather` [n, longest] row numbers (clamped inside the segment), `real` [n, longest] true
-    where not padding."""
+    where not padding. `places` [t]: where each packed row stands in the concatenation of the classes' padded rows."""
 
     def __init__(self, cu_seqlens: torch.Tensor) -> None:
         bounds = cu_seqlens.to(torch.int64)
@@ -35,10 +35,45 @@ class SegmentClasses:
             start, length = starts[chosen, None], lengths[chosen, None]
             step = torch.arange(int(length.max()), device=bounds.device)[None, :]
             self.groups.append((start + torch.minimum(step, length - 1), step < length))
-        # where each packed row stands in the concatenation of the classes' real rows
-        order = torch.cat([gather[real] for gather, real in self.groups]) if self.groups else bounds.new_zeros(0)
-        self.restore = torch.empty_like(order)
-        self.restore[order] = torch.arange(len(order), device=bounds.device)
+        nothing = bounds.new_zeros(0)
+        self.rows = torch.cat([nothing, *(gather.reshape(-1) for gather, _ in self.groups)])
+        self.real = torch.cat([nothing.bool(), *(real.reshape(-1) for _, real in self.groups)])
+        self.places = self.rows.new_empty(int(self.real.sum()))
+        self.places[self.rows[self.real]] = self.real.nonzero()[:, 0]
+
+
+class _Padded(torch.autograd.Function):
+    """The rows of all classes with their padding, which no gradient reaches: none attends to it, and what it attends
+    to is dropped. So the gradient of a packed row is that of its place alone, and nothing is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
+        """[t, ...] -> [rows of all classes, ...]."""
+        ctx.places = classes.places
+        return packed.index_select(0, classes.rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Back to the packed rows."""
+        return grad.index_select(0, ctx.places), None
+
+
+class _Packed(torch.autograd.Function):
+    """The packed rows out of those of all classes."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, classes: SegmentClasses) -> torch.Tensor:
+        """[rows of all classes, ...] -> [t, ...]."""
+        ctx.classes = classes
+        return padded.index_select(0, classes.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """0 at the padding."""
+        found = grad.index_select(0, ctx.classes.rows)
+        if len(ctx.classes.places) < len(ctx.classes.rows):
+            found[~ctx.classes.real] = 0.0
+        return found, None
 
 
 class ContextClasses:
@@ -102,11 +137,14 @@ class PackedAttention(MegatronModule):
         classes = getattr(params, "segment_classes", None)
         if classes is None:
             classes = params.segment_classes = SegmentClasses(params.cu_seqlens_q)
-        outs = []
-        for gather, real in classes.groups:
-            out = self._causal(*(t[gather].transpose(1, 2) for t in (query, key, value)))
-            outs.append(out.transpose(1, 2)[real])
-        packed = torch.cat(outs)[classes.restore]
+        padded = [_Padded.apply(t, classes) for t in (query, key, value)]
+        outs, start = [], 0
+        for gather, _ in classes.groups:
+            end = start + gather.numel()
+            parts = (t[start:end].view(*gather.shape, *t.shape[1:]).transpose(1, 2) for t in padded)
+            outs.append(self._causal(*parts).transpose(1, 2).flatten(0, 1))
+            start = end
+        packed = _Packed.apply(outs[0] if len(outs) == 1 else torch.cat(outs), classes)
         return packed.reshape(packed.shape[0], 1, -1)
 
     def _context_parallel(

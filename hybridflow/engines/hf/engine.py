@@ -25,6 +25,8 @@ from hybridflow.models.causal import allocate, causal_on_meta
 from hybridflow.sync.session import Order, Outcome, refuse
 
 if TYPE_CHECKING:
+    from transformers import DynamicCache
+
     from hybridflow.sync.schedule import EngineLayout
 
 _WHY = (
@@ -137,15 +139,40 @@ class HfEngine:
             **({} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}),
             **({} if greedy else {"top_k": max(0, sampling.top_k)}),
         )
-        scores = _LogProbs(1.0 if greedy else sampling.temperature)
+        scores, read = _LogProbs(1.0 if greedy else sampling.temperature), self._read_once(prompts, ids, mask)
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
             torch.manual_seed(self._seed(prompts))
             sequences = self._model.generate(
-                ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([scores])
+                ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([scores]),
+                **read,
             )
         log_probs = scores.of(sequences).tolist()
         rows = sequences[:, width:].tolist()
         return [self._completion(tokens, values, stops) for tokens, values in zip(rows, log_probs, strict=True)]
+
+    def _read_once(
+        self, prompts: Sequence[Sequence[int]], ids: torch.Tensor, mask: torch.Tensor
+    ) -> dict[str, DynamicCache]:
+        """What `generate` takes for prompts that are there several times (the samples of a group): keys and values of
+        all tokens but the last, computed once for each different prompt. Nothing where that saves nothing."""
+        from transformers import DynamicCache
+
+        numbers: dict[tuple[int, ...], int] = {}
+        which = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        if len(numbers) == len(prompts) or ids.shape[1] == 1:
+            return {}
+        first = torch.tensor([which.index(number) for number in range(len(numbers))], device=ids.device)
+        ids, mask = ids[first, :-1], mask[first, :-1]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        self._model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache.batch_select_indices(torch.tensor(which, device=ids.device))
+        return {"past_key_values": cache}
 
     def _completion(self, tokens: list[int], log_probs: list[float], stops: Sequence[int]) -> Completion:
         ends = [number for number, token in enumerate(tokens) if token in stops]

@@ -51,10 +51,12 @@ def fill(engine: Any, scale: float = 0.3, version: str = "7") -> None:
     assert engine.take(version, values) > 0
 
 
-def checked(engine: Any, sampling: SamplingConfig, most: int, stops: list[int]) -> list[Any]:
+def checked(
+    engine: Any, sampling: SamplingConfig, most: int, stops: list[int], prompts: list[list[int]] = PROMPTS
+) -> list[Any]:
     """Answers whose log-probs are those of one forward pass over each whole sequence."""
-    completions = engine.generate(PROMPTS, sampling, most, stops)
-    for prompt, done in zip(PROMPTS, completions, strict=True):
+    completions = engine.generate(prompts, sampling, most, stops)
+    for prompt, done in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt + done.token_ids])
         logits = engine._model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
         expected = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
@@ -74,6 +76,20 @@ def test_every_family_is_loaded_by_the_names_of_its_checkpoint(name: str, tmp_pa
     engine = engine_of(FAMILIES[name], tmp_path)
     fill(engine, 0.1)
     checked(engine, SamplingConfig(), 3, [])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_of_several_samples_is_read_once(name: str, tmp_path: Path) -> None:
+    """But for its last token, which each sample begins with."""
+    engine = engine_of(FAMILIES[name], tmp_path)
+    fill(engine, 0.1)
+    read: list[tuple[int, ...]] = []
+    engine._model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape))
+    engine.generate(PROMPTS * 4, SamplingConfig(), 3, [])
+    assert read == [(3, 4), (12, 1), (12, 1), (12, 1)]
+    sampled = checked(engine, SamplingConfig(), 3, [], PROMPTS * 4)
+    assert len({tuple(done.token_ids) for done in sampled[::3]}) > 1
+    assert checked(engine, SamplingConfig(), 3, [], [PROMPTS[1]] * 2)  # of one token: nothing is left to share
 
 
 def test_samples_stop_where_they_should(tmp_path: Path) -> None:

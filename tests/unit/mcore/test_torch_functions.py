@@ -1,0 +1,95 @@
+"""Rotation, SwiGLU and packed attention give the bits of the operators that they stand for, forward and backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.mcore.packed_attention import PackedAttention
+from hybridflow.mcore.torch_functions import rms_norm, rotate, swiglu
+
+LENGTHS = [8, 24, 8, 16, 0, 4]
+
+
+def bounds(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def both(function: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The result, and the gradients of its product with some numbers."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = function(*leaves)
+    torch.manual_seed(2)
+    out.backward(torch.randn(out.shape).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("turned", [8, 6])
+def test_the_rotation_is_megatrons(turned: int, size: int, rank: int, dtype: torch.dtype) -> None:
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+
+    torch.manual_seed(1)
+    half = torch.randn(max(LENGTHS), 1, 1, turned // 2)
+    freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(LENGTHS)
+    t = torch.randn(sum(LENGTHS) // size, 3, 8).to(dtype)
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    expected = both(lambda leaf: _apply_rotary_pos_emb_thd(leaf, cu_seqlens, freqs, cp_group=group), t)
+    for found, wanted in zip(both(lambda leaf: rotate(leaf, cu_seqlens, freqs, size, rank), t), expected, strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_other_angles_of_the_same_sequences_are_not_taken_for_the_first() -> None:
+    t, cu_seqlens = torch.randn(sum(LENGTHS), 1, 8), bounds(LENGTHS)
+    first, second = torch.randn(24, 1, 1, 8), torch.randn(24, 1, 1, 8)
+    rotate(t, cu_seqlens, first)
+    assert torch.equal(rotate(t, cu_seqlens, second), rotate(t, bounds(LENGTHS), second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_is_the_product_of_its_parts(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(40, 1, 96).to(dtype)
+
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    for found, wanted in zip(both(swiglu, x), both(parts, x), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(500, 1, 128), (77, 4, 32), (3, 1, 40)])
+def test_the_norm_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(shape).to(dtype), (1 + 0.1 * torch.randn(shape[-1:])).to(dtype)
+    expected = both(lambda *leaves: F.rms_norm(leaves[0], shape[-1:], leaves[1], 1e-6), x, weight)
+    for found, wanted in zip(both(lambda *leaves: rms_norm(*leaves, 1e-6), x, weight), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_each_packed_sequence_attends_to_itself_alone() -> None:
+    torch.manual_seed(1)
+    lengths = [5, 1, 8, 3, 7, 8]
+    query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
+    layer = PackedAttention(SimpleNamespace(context_parallel_size=1), 1)
+    params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=bounds(lengths))
+
+    def one_by_one(*whole: torch.Tensor) -> torch.Tensor:
+        outs = []
+        for parts in zip(*(tensor.split(lengths) for tensor in whole), strict=True):
+            one = (part.transpose(0, 1)[None] for part in parts)
+            out = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1).flatten(1)[:, None])
+        return torch.cat(outs)
+
+    found = both(lambda *whole: layer(*whole, packed_seq_params=params), query, key, value)
+    for one, wanted in zip(found, both(one_by_one, query, key, value), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-6)
