@@ -1,9 +1,11 @@
 """The placements that the HybridFlow paper compares (arXiv 2409.19256, section 8.3, figures 12 and 13), as the planner
 predicts them: which is fastest for which models on how many A100.
 
-`make bench NAME=hybridflow_placements` prints the table of docs/planning.md. Predictions, not times: the table is the
-same on any machine. The settings are the paper's: PPO, 1,024 prompts and as many responses of 1,024 tokens each, 8
-updates, nothing offloaded, the actor generating on its own devices with the memory that is left for the KV cache.
+`make bench NAME=hybridflow_placements` prints the tables of docs/planning.md. Predictions, not times: they are the same
+on any machine. The settings are the paper's: PPO, 1,024 prompts and as many responses of 1,024 tokens each, 8 updates,
+nothing offloaded, gradients reduced after the backward pass (the default of verl, its public code), the actor
+generating on its own devices with the memory that is left for the KV cache. The first table has the planner's network
+of A100 and its layouts, the second the paper's: 200 Gb/s between machines, and the parallel sizes of its figure 14.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ LLAMA = {
     "34B": (8192, 22016, 48, 64, 8),
     "70B": (8192, 28672, 80, 64, 8),
 }
+# figure 14: tensor and pipeline ranks in training, tensor ranks in generation
+SIZES = {"7B": (8, 1, 2), "13B": (8, 1, 4), "34B": (8, 4, 8), "70B": (8, 8, 8)}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ SETTINGS = (
     # on 128 everything but the critic is together
     *(Setting("13B", "70B", 96, "split"), Setting("13B", "70B", 128, "critic apart")),
 )
+STATED = tuple(setting for setting in SETTINGS if setting.paper is not None)
 
 
 class EnginesInWhatIsLeft(Search):
@@ -73,9 +78,30 @@ class EnginesInWhatIsLeft(Search):
             yield from Search(replace(self.job, engine=engine), self.memory, self.engine_ranks)._engine_options(size)
 
 
-def job_of(setting: Setting) -> Job:
-    """The paper's run of this size."""
+class PapersSizes(EnginesInWhatIsLeft):
+    """Layouts of the paper's figure 14, for training models only where the number of devices allows them; else their
+    tensor ranks with any pipeline."""
+
+    def __init__(self, setting: Setting, job: Job, memory: float, engine_ranks: int) -> None:
+        super().__init__(job, memory, engine_ranks)
+        self.setting = setting
+
+    def _engine_options(self, size: int) -> Iterator[Option]:
+        wanted = SIZES[self.setting.actor][2]
+        yield from (one for one in super()._engine_options(size) if one.layout.engine.shape.tensor == wanted)
+
+    def _role_options(self, role: RolePlan, size: int) -> Iterator[Option]:
+        model = self.setting.actor if role.name in ("actor", "reference") else self.setting.critic
+        tensor, pipeline, _ = SIZES[model]
+        found = [one for one in super()._role_options(role, size) if one.layout.tensor == tensor]
+        yield from [one for one in found if one.layout.pipeline == pipeline] or found
+
+
+def job_of(setting: Setting, is_papers: bool = False) -> Job:
+    """The paper's run of this size; `is_papers`: with the paper's network."""
     device, offload = DEVICES["A100"], OffloadConfig(weights=False, gradients=False, optimizer=False)
+    if is_papers:
+        device = replace(device, network_gbs=25 / device.devices_per_node)
 
     def role(name: str, size: str) -> RolePlan:
         training = Training(
@@ -98,6 +124,7 @@ def job_of(setting: Setting) -> Job:
         machines=Machines("A100", device, setting.devices // 8, 8),
         staging_bytes=1 << 30,
         is_staged=False,
+        sends_slices=False,
         save_every=0,
     )
 
@@ -113,12 +140,13 @@ def sizes_of(size: str) -> dict[str, object]:
 
 
 @functools.cache
-def mapped(setting: Setting) -> dict[str, Mapped | None]:
-    """The best mapping of each placement, and of all placements in which the actor generates."""
-    job = job_of(setting)
+def mapped(setting: Setting, is_papers: bool = False) -> dict[str, Mapped | None]:
+    """The best mapping of each placement, and of all placements in which the actor generates; `is_papers`: with the
+    paper's network and parallel sizes."""
+    job = job_of(setting, is_papers)
     reserve = (2 * FITTED.process_gb + 5 * FITTED.group_gb) * 1e9
     memory = (job.machines.device.memory_gb * 1e9 - reserve) / FITTED.fragmentation
-    found = EnginesInWhatIsLeft(job, memory, 8)
+    found = PapersSizes(setting, job, memory, 8) if is_papers else EnginesInWhatIsLeft(job, memory, 8)
     problem = Problem(MODELS, setting.devices, found.sizes, memory, lambda model, size: found.options(1.0, model, size))
     every = [
         [[*pool, *(["rollout"] if "actor" in pool else [])] for pool in partition]
@@ -132,12 +160,12 @@ def fastest(found: Mapping[str, Mapped | None]) -> str:
     return min((one.seconds, name) for name, one in found.items() if one is not None and name in PLACEMENTS)[1]
 
 
-def table(settings: Sequence[Setting] = SETTINGS) -> str:
+def table(settings: Sequence[Setting] = SETTINGS, is_papers: bool = False) -> str:
     """The settings as Markdown: seconds of a step, the fastest placement and the paper's."""
     head = ("actor, critic", "A100", *PLACEMENTS, "fastest of all", "fastest of three", "paper")
     rows = []
     for setting in settings:
-        found = mapped(setting)
+        found = mapped(setting, is_papers)
         seconds = ["does not fit" if one is None else f"{one.seconds:.0f} s" for one in found.values()]
         best = fastest(found)
         said = setting.paper or "-"
@@ -150,3 +178,5 @@ def table(settings: Sequence[Setting] = SETTINGS) -> str:
 
 if __name__ == "__main__":
     print(table())
+    print()
+    print(table(STATED, is_papers=True))

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from hybridflow.config.schema import OffloadConfig
 from hybridflow.models.published import published
-from hybridflow.planning.constants import FITTED
 from hybridflow.planning.devices import DEVICES, Machines
 from hybridflow.planning.generation import Engine, Lengths
 from hybridflow.planning.job import Job, RolePlan
-from hybridflow.planning.plan import Plan, make_plan
+from hybridflow.planning.plan import Plan, make_plan, sync_seconds
 from hybridflow.planning.published_points import POINTS, RL_POINTS, SYNC_POINTS, Point, RlPoint
 from hybridflow.planning.sizes import decoder_of
 from hybridflow.planning.table import markdown
@@ -50,8 +49,8 @@ def rows() -> list[Row]:
     """Every point."""
     found = [row for point in POINTS for row in _training_rows(point)]
     found += [row for rl in RL_POINTS for row in _rl_rows(rl)]
-    for name, nbytes, seconds, source in SYNC_POINTS:
-        planned = FITTED.sync_s + nbytes / (FITTED.sync_gbs * 1e9)
+    for name, device, nbytes, sends_slices, seconds, source in SYNC_POINTS:
+        planned = sync_seconds(nbytes, DEVICES[device], sends_slices)
         found.append(Row(name, "weight sync", TIME, "s", seconds, planned, source))
     return found
 
@@ -109,6 +108,7 @@ def rl_plan(point: RlPoint) -> Plan:
         machines=Machines(point.device, device, devices // 8, 8),
         staging_bytes=1 << 30,
         is_staged=False,
+        sends_slices=False,
         save_every=0,
     )
     return make_plan(job)

@@ -23,7 +23,7 @@ class Constants:
     traffic_backward: float = 4.7
     domain: float = 0.72  # of the fast link's bandwidth
     network: float = 0.88
-    exposed_data_parallel: float = 0.3  # of the data-parallel communication
+    exposed_data_parallel: float = 0.3  # of data-parallel communication, where it is overlapped
     exposed_tensor_overlap: float = 0.43  # of tensor-parallel communication, where it is overlapped
     exposed_expert_overlap: float = 0.6  # of expert-parallel communication, where it is overlapped
     expert_layer_s: float = 7.5e-4  # of a layer with experts, forward and backward: routing, waits for counts
@@ -33,8 +33,9 @@ class Constants:
     decode_hop_s: float = 6.0e-5  # of a layer more, where an engine's ranks are over several fast domains
     decode_memory: float = 0.65  # of the memory's bandwidth in decoding
     prefill: float = 0.5  # of the matrix share, in the engines' prefill
-    sync_s: float = 1.5  # of a weight sync: pause, sessions, commit, resume
-    sync_gbs: float = 100.0  # of model bytes, what published weight syncs reach beyond it
+    sync_s: float = 1.8  # of a weight sync: pause, sessions, commit, resume
+    sync_gbs: float = 85.0  # of model bytes, what published broadcasts reach beyond it
+    sync_p2p_gbs: float = 250.0  # the same, where each rank sends what the other lacks straight into its memory
     save_gbs: float = 1.0  # of a node's checkpoint bytes to disk
     process_gb: float = 2.5  # of a device: context, communication libraries, workspaces; not in torch's figures
     group_gb: float = 0.4  # of communication buffers, for each kind of parallelism in use

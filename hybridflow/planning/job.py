@@ -74,6 +74,7 @@ class Job:
     machines: Machines
     staging_bytes: int
     is_staged: bool
+    sends_slices: bool  # a weight sync goes from rank to rank, not through broadcasts or shared buffers
     save_every: int
     placed: str | None = None  # why the cluster cannot take the processes; None: it can
     constants: Constants = FITTED
@@ -147,8 +148,14 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
         machines=machines,
         staging_bytes=rollout.sync.staging_bytes,
         is_staged=derived.is_staged(config, "cuda" if machines.is_gpu else "cpu"),
+        sends_slices=_sends_slices(config, machines),
         save_every=config.trainer.save_every_steps,
     )
+
+
+def _sends_slices(config: RunConfig, machines: Machines) -> bool:
+    name = config.rollout.sync.transport
+    return name == "p2p" or (name == "auto" and machines.is_gpu and derived.pool_of(config, "rollout") != "actor")
 
 
 def _placement_problem(config: RunConfig, machines: Machines) -> str | None:
@@ -180,7 +187,8 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
     is_guest = name != "actor" and derived.is_colocated(config, name)
     trains = name in ("actor", "critic")
     updates = {"actor": derived.updates_per_step(config), "critic": derived.critic_updates_per_step(config)}
-    cut = cut_of(derived.role_layout(config, name), derived.role_world_size(config, name))
+    layout = derived.role_layout(config, name)
+    cut = cut_of(layout, derived.role_world_size(config, name))
     precision = Precision.of(config.model.dtype, section.optim if trains else None)
     if name == "actor" and config.actor.backend == "fsdp":
         cut, precision = replace(cut, fully_sharded=True), replace(precision, weight=4, main=0)
@@ -193,6 +201,9 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
             precision,
             Practice(
                 recomputed(config) if trains else frozenset(),
+                dispatch=layout.moe_dispatcher,
+                overlaps_gradients=layout.overlap_grad_reduce,
+                overlaps_weights=layout.overlap_param_gather,
                 logits_chunk=config.actor.logits_chunk_tokens,
             ),
             scalar_head=name in ("critic", "reward_model"),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hybridflow.planning.constants import FITTED, Constants
+from hybridflow.planning.devices import Device
 from hybridflow.planning.job import Job, RolePlan
 
 PACKED = 0.95  # tokens of a micro-batch beside its bound
@@ -202,16 +204,21 @@ def _update(job: Job, role: RolePlan) -> Phase:
 
 
 def _sync(job: Job) -> Phase:
-    engine, c = job.engine, job.constants
-    total = engine.weights * engine.ranks
-    rate = c.sync_gbs * min(job.machines.device.network_gbs / 50, 1.0) * 1e9
+    engine = job.engine
+    seconds = sync_seconds(engine.weights * engine.ranks, job.machines.device, job.sends_slices, job.constants)
     memory = {"engine weights": engine.weights, "staging": 2.0 * job.staging_bytes}
     if job.is_staged:
         memory["staged weights"] = engine.weights
     held = _held(job, job.actor, "weights") if job.shares else {}
     if job.shares and not job.sleeps:
         memory |= _engine_memory(job, with_cache=True)
-    return Phase(SYNC, c.sync_s + total / rate, memory | held | _process(job), "trainer" if job.shares else "engines")
+    return Phase(SYNC, seconds, memory | held | _process(job), "trainer" if job.shares else "engines")
+
+
+def sync_seconds(nbytes: float, device: Device, sends_slices: bool, constants: Constants = FITTED) -> float:
+    """A weight sync of a model of this size: the rates were published for a network of 50 GB/s a device."""
+    rate = constants.sync_p2p_gbs if sends_slices else constants.sync_gbs
+    return constants.sync_s + nbytes / (rate * min(device.network_gbs / 50, 1.0) * 1e9)
 
 
 def _other(job: Job) -> Iterator[Phase]:

@@ -98,6 +98,8 @@ class Practice:
     Attributes:
         recompute: `full`, or modules: core_attn, mlp, mla_up_proj, moe_act, layernorm, moe, shared_experts.
         dispatch: alltoall sends a token to every expert, deepep once to each node.
+        overlaps_gradients, overlaps_weights: data-parallel ranks reduce gradients beside the backward pass of the last
+            micro-batch, and gather updated weights beside the forward pass of the first.
         logits_chunk: tokens whose logits exist at a time; None: all.
         keeps_expert_outputs: without memory-efficient permutation.
         even_routing: benchmarks force it.
@@ -105,6 +107,8 @@ class Practice:
 
     recompute: frozenset[str] = frozenset()
     dispatch: str = "alltoall"
+    overlaps_gradients: bool = False
+    overlaps_weights: bool = False
     overlaps_tensor: bool = False
     overlaps_expert: bool = False
     logits_chunk: int | None = None
@@ -323,11 +327,13 @@ class Training:
         exposed = self.constants.exposed_expert_overlap if self.practice.overlaps_expert else 1.0
         return together * self._busiest * exposed
 
-    def link(self, ranks: int) -> float:
-        """Bytes a second and rank of a collective over adjacent ranks."""
-        if ranks <= self.device.domain:
-            return self.device.domain_gbs * 1e9 * self.constants.domain
-        return self.device.network_gbs * 1e9 * self.constants.network
+    def link(self, ranks: int, stride: int = 1) -> float:
+        """Bytes a second and rank of a collective over `ranks` ranks that are `stride` apart. A ring leaves a fast
+        domain once, through the network devices of all its members there."""
+        c, device = self.constants, self.device
+        fast = device.domain_gbs * 1e9 * c.domain
+        together = max(min(ranks, device.domain // stride), 1)
+        return fast if together == ranks else min(fast, together * device.network_gbs * 1e9 * c.network)
 
     def pass_seconds(self, micro_tokens: float, micro_batches: float, length: float, backward: bool = True) -> float:
         """A forward (and backward) pass over so many micro-batches of each data-parallel rank, with the pipeline's
@@ -345,19 +351,31 @@ class Training:
 
     def update_seconds(self, micro_tokens: float, micro_batches: float, length: float) -> float:
         """One optimizer update: forward and backward, gradients reduced, weights gathered, the optimizer's step."""
-        c, p, size = self.constants, self.precision, self.cut.data * self.cut.context
         most = max(range(self.cut.pipeline), key=lambda stage: self.numbers[stage].total)
-        numbers = self.numbers[most]
-        reduced = 0.0
-        for count, ranks in ((numbers.dense, size), (numbers.expert, self._expert_data())):
-            nbytes = count * (p.gradient + p.weight) * (ranks - 1) / max(ranks, 1)
-            reduced += nbytes / self.link(ranks * (self.cut.tensor if count == numbers.dense else self.cut.expert))
-        stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * c.memory)
+        stepped = 2 * self.optimizer(most) / (self.device.memory_gbs * 1e9 * self.constants.memory)
         passed = self.pass_seconds(micro_tokens, micro_batches, length)
-        return passed + c.exposed_data_parallel * reduced + stepped
+        return passed + self._data_seconds(most, micro_tokens, length) + stepped
 
-    def _expert_data(self) -> int:
-        return max(self.cut.ranks // (self.cut.expert * self.cut.expert_tensor * self.cut.pipeline), 1)
+    def _data_seconds(self, stage: int, micro_tokens: float, length: float) -> float:
+        """What data-parallel ranks wait for in an update: gradients reduced, weights gathered. Where these run beside
+        computation, it can hide no more of them than one micro-batch lasts."""
+        cut, numbers, share = self.cut, self.numbers[stage], self.constants.exposed_data_parallel
+        expert = cut.expert * cut.expert_tensor
+        each = 0.0  # seconds for a byte of each parameter
+        for count, ranks, stride in (
+            (numbers.dense, cut.data * cut.context, cut.tensor),
+            (numbers.expert, max(cut.ranks // (expert * cut.pipeline), 1), expert),
+        ):
+            each += count * (ranks - 1) / ranks / self.link(ranks, stride)
+        forward, backward = self.stage_seconds(stage, micro_tokens, length)
+        waits = 0.0
+        for size, overlaps, seconds in (
+            (self.precision.gradient, self.practice.overlaps_gradients, backward),
+            (self.precision.weight, self.practice.overlaps_weights, forward),
+        ):
+            whole = size * each
+            waits += max(share * whole, whole - beside) if overlaps else whole
+        return waits
 
     def flops(self, tokens: float, length: float) -> float:
         """Operations of a forward and backward pass of the whole model over so many tokens (causal, none twice)."""

@@ -34,9 +34,9 @@ PHASES = {
 def compare(
     config: RunConfig, hf_config: Mapping[str, Any], session: Session, roles: Mapping[str, ModelGroup]
 ) -> dict[str, Any]:
-    """For `summary.json`: bytes of each part of each role on the rank with most, and seconds of each phase in the mean
-    of the steps after the first, planned (at the lengths that were sampled) and measured. A plan that cannot be made
-    says why and stops nothing.
+    """For `summary.json`: bytes of each part of each role on the rank with most, of the engines' weights on a rank, and
+    seconds of each phase in the mean of the steps after the first, planned (at the lengths that were sampled) and
+    measured. A plan that cannot be made says why and stops nothing.
     """
     try:
         held = {name: _most(role.run(RoleWorker.take_observations)) for name, role in roles.items()}
@@ -50,7 +50,7 @@ def compare(
         role: {part: _pair(size, held[role].get(part)) for part, size in parts.items()}
         for role, parts in expected.items()
         if role in held
-    }
+    } | _engines(plan, steps)
     seconds = {phase.name: phase.seconds for phase in plan.phases} | {"step": plan.seconds}
     later = steps[1:] or steps
     measured = {
@@ -81,6 +81,14 @@ def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str,
     machines = read_cluster(None, cluster.nodes, each, device)
     # a run on CPUs keeps its pools whatever the recipe is planned for
     return make_plan(replace(job_of(config, machines, Assumed(*lengths), hf_config), placed=None))
+
+
+def _engines(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Weights on a rank of the engines; measured: what all their ranks wrote in a sync, every element once."""
+    written = [line["sync/bytes"] for line in steps if line.get("sync/bytes")]
+    if not written:
+        return {}
+    return {"rollout": {"weights": _pair(plan.job.engine.weights, max(written) / plan.job.engine_devices)}}
 
 
 def _most(observations: list[Mapping[str, Any]]) -> dict[str, int]:

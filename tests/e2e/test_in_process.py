@@ -59,9 +59,10 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
     # the engine samples with the weights that are trained
     assert 0 < summary["logprob_diff_max"] <= 1e-5 and summary["first_ppo_kl_max"] == 0
     held = summary["planned"]["bytes"]
-    assert held.keys() == {"actor"} and held["actor"].keys() == {"weights", "gradients", "optimizer", "reference"}
-    for part, size in held["actor"].items():
-        assert size["planned"] == pytest.approx(size["measured"], rel=0.2), part
+    assert held.keys() == {"actor", "rollout"} and held["rollout"].keys() == {"weights"}
+    assert held["actor"].keys() == {"weights", "gradients", "optimizer", "reference"}
+    for role, part, size in ((role, part, size) for role, parts in held.items() for part, size in parts.items()):
+        assert size["planned"] == pytest.approx(size["measured"], rel=0.2), (role, part)
     assert "held-out" in out and (folder / "export" / "config.json").exists()
     for step in range(1, STEPS + 1):
         rows = read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")

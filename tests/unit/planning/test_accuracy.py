@@ -15,11 +15,10 @@ def test_memory_of_every_published_point_is_within_its_bound() -> None:
     assert [row for row in found if not row.is_within] == []
 
 
-def test_training_steps_of_all_published_points_are_within_their_bound() -> None:
+def test_times_of_all_published_points_are_within_their_bound() -> None:
     found = [row for row in accuracy.rows() if row.kind == accuracy.TIME]
-    assert [row.run for row in found if row.quantity == "step" and not row.is_within] == []
-    # a reference pass that is a quarter faster than the same pass for log-probs, and a transfer over RDMA
-    assert sum(not row.is_within for row in found) <= 2
+    assert len(found) >= 25
+    assert [(row.run, row.quantity) for row in found if not row.is_within] == []
 
 
 def test_the_document_has_the_table_of_this_code() -> None:

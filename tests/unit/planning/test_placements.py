@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hybridflow_placements import SETTINGS, Setting, fastest, mapped, table
+from benchmarks.hybridflow_placements import SETTINGS, STATED, Setting, fastest, mapped, table
 
 ROOT = Path(__file__).resolve().parents[3]
 # where the planner keeps everything on the same devices and the paper does not
@@ -37,5 +37,7 @@ def test_the_fastest_placement_is_the_papers_wherever_the_document_says_so() -> 
 
 
 @pytest.mark.full
-def test_the_document_has_the_table_of_placements() -> None:
-    assert table() in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+def test_the_document_has_the_tables_of_placements() -> None:
+    document = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert table() in document
+    assert table(STATED, is_papers=True) in document
