@@ -374,7 +374,7 @@ class Training:
             (self.precision.weight, self.practice.overlaps_weights, forward),
         ):
             whole = size * each
-            waits += max(share * whole, whole - beside) if overlaps else whole
+            waits += max(share * whole, whole - seconds) if overlaps else whole
         return waits
 
     def flops(self, tokens: float, length: float) -> float:
