@@ -308,8 +308,8 @@ RL_POINTS: tuple[RlPoint, ...] = (
     ),
 )
 
-# whole weight syncs of other systems: (name, device, engine's model bytes, whether slices go from rank to rank, seconds,
-# source)
+# whole weight syncs of other systems: name, device, bytes of the engine's model, whether each rank sends what the other
+# lacks, seconds, source
 SYNC_POINTS: tuple[tuple[str, str, float, bool, float, str], ...] = (
     ("Qwen3-235B-A22B to 8 H800, broadcast", "H800", 470e9, False, 6.22, "checkpoint-engine"),
     ("GLM-4.5-Air to 8 H800, broadcast", "H800", 214e9, False, 3.47, "checkpoint-engine"),

@@ -369,12 +369,12 @@ class Training:
             each += count * (ranks - 1) / ranks / self.link(ranks, stride)
         forward, backward = self.stage_seconds(stage, micro_tokens, length)
         waits = 0.0
-        for size, overlaps, beside in (
+        for size, overlaps, seconds in (
             (self.precision.gradient, self.practice.overlaps_gradients, backward),
             (self.precision.weight, self.practice.overlaps_weights, forward),
         ):
             whole = size * each
-            waits += max(share * whole, whole - beside) if overlaps else whole
+            waits += max(share * whole, whole - seconds) if overlaps else whole
         return waits
 
     def flops(self, tokens: float, length: float) -> float:
