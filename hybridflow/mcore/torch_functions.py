@@ -1,5 +1,5 @@
-"""Rotary embedding, RMS norm and SwiGLU without Transformer Engine: what the operators of Megatron and torch compute,
-to the bit, in fewer passes over memory and without a loop over the sequences of a micro-batch."""
+"""Rotary embedding and SwiGLU without Transformer Engine: what Megatron's own operators compute, to the bit, in fewer
+passes over memory and without a loop over the sequences of a micro-batch."""
 
 from __future__ import annotations
 
@@ -96,34 +96,3 @@ class _SwiGlu(torch.autograd.Function):
         torch.mul(grad, up, out=of_gate)
         torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
         return found
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., h] over the root of its mean square, times weight [h]."""
-    if x.dtype != torch.float32 or x.device.type != "cpu":
-        return F.rms_norm(x, weight.shape, weight, eps)
-    out: torch.Tensor = _RmsNorm.apply(x, weight, eps)
-    return out
-
-
-class _RmsNorm(torch.autograd.Function):
-    """torch has no operator of its own for this on CPUs, where `F.rms_norm` is a chain of ten, each with a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """The order of operations is that of `F.rms_norm`."""
-        scale = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-        normed = x * scale
-        ctx.save_for_backward(x, scale, normed, weight)
-        return normed * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """The order of operations is that of autograd."""
-        x, scale, normed, weight = ctx.saved_tensors
-        product = grad * normed
-        of_weight = product.sum_to_size(weight.shape)
-        found = grad * weight
-        of_scale = torch.mul(found, x, out=product).sum(-1, keepdim=True)
-        of_square = of_scale.mul_(-0.5).mul_(scale.pow(3)).div_(x.shape[-1])
-        return found.mul_(scale).add_(torch.mul(x, of_square.mul_(2), out=product)), of_weight, None

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from hybridflow.engines.layout_tracer import trace_layout
-from hybridflow.engines.sglang.server import command_line, environment, server_arguments
+from hybridflow.engines.server import command_line
+from hybridflow.engines.sglang.server import environment, server_arguments
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.models import family_of
 from hybridflow.models.fp8 import BlockQuantisation
