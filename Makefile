@@ -29,7 +29,7 @@ check: setup-dev setup-slurm ## lint, types and the tests of `make test`, with o
 test: setup-dev setup-slurm ## all tests but those marked full, units on every core; ARGS="..." goes to pytest
 	@$(TESTS) -m "not full" $(ARGS)
 
-test-fast: setup-dev ## tests that start no engine and no cluster (2 to 3 minutes on 2 cores)
+test-fast: setup-dev ## tests that start no engine and no cluster (about 2 minutes on 2 cores)
 	@$(PYTEST) tests/arch tests/unit -n auto --dist loadfile -m "not slow and not full" $(ARGS)
 
 test-full: setup-dev setup-slurm ## every test
