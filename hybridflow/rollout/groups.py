@@ -290,7 +290,8 @@ class Groups:
         Of the groups that were handed out with the oldest weights it takes as many as cannot be trained in time
         otherwise, and then those that have ended.
         """
-        size, ended = self.config.data.train_batch_size, self._ended()
+        size = self.config.data.train_batch_size
+        ended = {id(group) for group in self._left if group.scoring is not None}
         oldest_first = sorted(self._left, key=lambda group: (group.version, id(group) not in ended))
         due = self._due(oldest_first, version)
         chosen = [*oldest_first[:due], *(group for group in oldest_first[due:] if id(group) in ended)][:size]
@@ -305,9 +306,6 @@ class Groups:
         # the group in place n must be among the first n + 1, of which later steps can train `size` each
         places = enumerate(oldest_first, start=1)
         return max([number - size * (group.version + most - version) for number, group in places] + [0])
-
-    def _ended(self) -> set[int]:
-        return {id(group) for group in self._left if self.engines.ended(group.tickets)}
 
     def _first_ahead(self) -> int:
         """For how many steps prompts are handed out in advance before it is known how many are needed."""
