@@ -29,7 +29,7 @@ from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
-from hybridflow.mcore.torch_functions import rotate, swiglu
+from hybridflow.mcore.torch_functions import rms_norm, rotate, swiglu
 
 
 class RMSNorm(nn.Module):
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -62,7 +62,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """x [s, b, hidden]: the norm runs on this rank's share of the sequence, before sequence parallelism gathers
         it."""
-        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.eps), *args, **kwargs)
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class DuplicatedLinear(nn.Module):

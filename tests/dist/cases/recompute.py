@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,9 +59,8 @@ def run_parallel() -> list[dict[str, Any]]:
 
 
 def _compare(name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: tuple[str, ...]) -> dict[str, Any]:
-    with _norms_as_one_node() if {"mlp", "layernorm"} & set(modules) else contextlib.nullcontext():
-        kept, plain = _gradients(hf, parallel)
-        again, twice = _gradients(hf, parallel, recompute="selective", recompute_modules=modules)
+    kept, plain = _gradients(hf, parallel)
+    again, twice = _gradients(hf, parallel, recompute="selective", recompute_modules=modules)
     return {
         "name": f"{name} {parallel} {modules}",
         "modules": modules,
@@ -72,29 +69,6 @@ def _compare(name: str, hf: dict[str, Any], parallel: dict[str, Any], modules: t
         "nonzero": sum(bool(value.any()) for value in kept.values()) / len(kept),
         "calls": {module: (plain[module], twice[module]) for module in modules},
     }
-
-
-@contextlib.contextmanager
-def _norms_as_one_node() -> Iterator[None]:
-    """Torch composes an RMS norm on a CPU of nodes that use its input twice. Where a norm is computed again, its two
-    shares of a gradient are added before the residual's share and not after it, which rounds differently; here they are
-    always added before."""
-    from hybridflow.mcore import cpu_modules
-
-    original = cpu_modules.F.rms_norm
-
-    class Functions:
-        linear = staticmethod(torch.nn.functional.linear)
-
-        @staticmethod
-        def rms_norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return original(x.view_as(x), *rest)
-
-    functional, cpu_modules.F = cpu_modules.F, Functions  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        cpu_modules.F = functional  # type: ignore[misc]
 
 
 def _gradients(hf: dict[str, Any], parallel: dict[str, Any], **options: Any) -> tuple[dict[str, Any], dict[str, int]]:

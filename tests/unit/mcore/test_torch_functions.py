@@ -1,4 +1,5 @@
-"""Rotation, SwiGLU and packed attention give the bits of the operators that they stand for, forward and backward."""
+"""Rotation, SwiGLU, RMS norm and packed attention compute what the operators that they stand for do, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
-from hybridflow.mcore.torch_functions import rotate, swiglu
+from hybridflow.mcore.torch_functions import rms_norm, rotate, swiglu
 
 LENGTHS = [8, 24, 8, 16, 0, 4]
 
@@ -63,6 +64,39 @@ def test_swiglu_is_the_product_of_its_parts(dtype: torch.dtype) -> None:
 
     for found, wanted in zip(both(swiglu, x), both(parts, x), strict=True):
         assert torch.equal(found, wanted)
+    with torch.no_grad():
+        assert torch.equal(swiglu(x), parts(x))
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 96), (5, 1, 3, 16), (0, 1, 8)])
+def test_the_norm_is_torchs_up_to_rounding(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape[-1], dtype=torch.float64)
+    x[:1] *= 1e-4  # where eps counts
+
+    def torchs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, shape[-1:], weight, 1e-6)
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, 1e-6)
+
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.0)):
+        given = x.to(dtype), weight.to(dtype)
+        for found, wanted in zip(both(ours, *given), both(torchs, *given), strict=True):
+            assert found.dtype == wanted.dtype
+            torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+
+
+def test_the_norm_of_a_part_of_a_wider_tensor() -> None:
+    """Queries and keys are views of one projection, whose rows are not next to each other."""
+    torch.manual_seed(1)
+    whole, weight = torch.randn(6, 1, 2, 24), torch.randn(8)
+    for found, wanted in zip(
+        both(lambda leaf, weight: rms_norm(leaf[..., 8:16], weight, 1e-6), whole, weight),
+        both(lambda leaf, weight: F.rms_norm(leaf[..., 8:16], (8,), weight, 1e-6), whole, weight),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_each_packed_sequence_attends_to_itself_alone() -> None:
