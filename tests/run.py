@@ -1,9 +1,10 @@
 """Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
 
-`python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on every core, then tests/dist,
-tests/e2e, tests/faults and tests/security, which start several processes themselves, two files at a time, and
-tests/slurm, left out where no Slurm is installed: the closing line says so. `--check` runs lint and types before; a
-check that fails counts as an error of the summary. Arguments that name files or folders run alone, in one part.
+`python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on all cores (`-n auto`, see
+tests/conftest.py), then tests/dist, tests/e2e, tests/faults and tests/security, which start several processes
+themselves, two files at a time, and tests/slurm, left out where no Slurm is installed: the closing line says so.
+`--check` runs lint and types before; a check that fails counts as an error of the summary. Arguments that name files or
+folders run alone, in one part.
 """
 
 from __future__ import annotations
@@ -94,12 +95,11 @@ def main(words: Sequence[str]) -> int:
     if any((ROOT / word.split("::")[0]).exists() for word in rest if not word.startswith("-")):
         parts = [part(rest)]
     else:
-        cores = str(len(os.sched_getaffinity(0)))
         # in this order, the longest first: tests/slurm is one piece of work (tests/conftest.py)
         whole_runs = [SLURM, *WHOLE_RUNS] if has_slurm() else WHOLE_RUNS
         left_out = "" if has_slurm() else f"; {SLURM} left out, Slurm is not installed (make setup-slurm)"
         parts = [
-            part([*PARALLEL, "-n", cores, *BY_FILE, *rest]),
+            part([*PARALLEL, "-n", "auto", *BY_FILE, *rest]),
             part([*whole_runs, "-n", str(AT_A_TIME), *BY_FILE, "--no-loadscope-reorder", *rest]),
         ]
     outcomes += parts
