@@ -26,7 +26,7 @@ demo: setup ## train the tiny mixture of experts with GRPO; ARGS="key=value ..."
 check: setup-dev setup-slurm ## lint, types and the tests of `make test`, with one summary at the end
 	@$(TESTS) --check -m "not full" $(ARGS)
 
-test: setup-dev setup-slurm ## all tests but those marked full, units on every core; ARGS="..." goes to pytest
+test: setup-dev setup-slurm ## all tests but those marked full; ARGS="..." goes to pytest
 	@$(TESTS) -m "not full" $(ARGS)
 
 test-fast: setup-dev ## tests that start no engine and no cluster (about 2 minutes on 2 cores)
