@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,14 @@ def test_a_hang_ends_at_the_deadline_and_shows_where(cluster: Cluster, pool: Res
     assert caught.value.waited_s is not None and 3.9 < caught.value.waited_s < 60
     assert "in hang_on" in caught.value.log_tail  # the stack faulthandler wrote
     small.kill()
+
+
+def test_processes_that_do_not_come_up_in_time_are_said_not_to_have_come_up(
+    cluster: Cluster, pool: ResourcePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "config", replace(cluster.config, start_timeout_s=0.05))
+    with pytest.raises(WorkerError, match=r"rank\(s\) 0, 1 of 2 have not come up\..* raise cluster\.start_timeout_s"):
+        small_group(cluster, pool, tmp_path)
 
 
 def test_constructor_error_keeps_its_type_and_leaves_no_process(
