@@ -251,17 +251,18 @@ class Future:
     def _hung(self) -> WorkerError:
         self._lost = True
         waiting = sorted(self._pending.values())
+        listed = f"rank(s) {', '.join(map(str, waiting))} of {len(self._ranks)}"
+        if not any(self._ranks[rank].pid for rank in waiting):
+            return self._worker_error(
+                f"the processes of {listed} have not come up. Ray gives workers a low priority, so that other work on "
+                "the machine delays them: end it, set RAY_worker_niceness=0, or raise cluster.start_timeout_s",
+                waiting[0],
+                waited=True,
+            )
         for rank in waiting:
             _dump_stack(self._ranks[rank])
         time.sleep(_STACK_DUMP_S)
-        listed = f"rank(s) {', '.join(map(str, waiting))} of {len(self._ranks)}"
-        message = f"no answer from {listed}; stacks are in their logs"
-        if not any(self._ranks[rank].pid for rank in waiting):
-            message = (
-                f"the processes of {listed} have not come up. Ray gives workers a low priority, so that other work on "
-                "the machine delays them: end it, set RAY_worker_niceness=0, or raise cluster.start_timeout_s"
-            )
-        return self._worker_error(message, waiting[0], waited=True)
+        return self._worker_error(f"no answer from {listed}; stacks are in their logs", waiting[0], waited=True)
 
     def _worker_error(self, message: str, rank: int, waited: bool = False) -> WorkerError:
         state = self._ranks[rank]
