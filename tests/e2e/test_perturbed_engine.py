@@ -27,8 +27,8 @@ def curve(folder: Path, name: str, *words: str) -> list[float]:
 
 
 def test_a_perturbed_engine_costs_accuracy_and_with_correction_the_policy_learns(tmp_path: Path) -> None:
-    """ReMax compares samples with the greedy answer. Those of a worse engine are worse than it in the mean, so that
-    without weights nearly all that is sampled is made less likely, right or wrong."""
+    """ReMax compares samples with the trainer's greedy answer. Those of a worse engine score lower in the mean, so that
+    without weights most updates make answers less likely that the policy itself would seldom give."""
     without = curve(tmp_path, "without")
     corrected = curve(tmp_path, "corrected", "actor.rollout_correction.weight=sequence")
     assert len(without) == len(corrected) == 5 and without[0] == corrected[0]
