@@ -14,6 +14,8 @@ from xdist.scheduler import LoadFileScheduling
 # One thread a process: tests run several processes on few cores, where more threads cost a factor of ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("HYBRIDFLOW_TRACEBACK", None)
+# Ray gives its workers a niceness of 15: beside a test that computes in its own process they would hardly run.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # the processes that a test starts are one job
 os.environ.setdefault("HYBRIDFLOW_JOB_SECRET", secrets.token_hex(32))
 
