@@ -37,6 +37,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 
 _SYS_CLONE, _SYS_PIVOT_ROOT, _SYS_CAPSET = 56, 155, 126
 _NOBODY = 65534
 _FILES, _THREADS = 64, 32
+_SPARES = 5  # namespaces that are made anew for a program because their first process was killed
 _TMP_FLAGS, _TMP_OPTIONS = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size={},nr_inodes=1024,mode=1777"
 # Of x86-64. Files, memory, time, threads' locks, signals within the PID namespace; what acts on others is left out.
 _ALLOWED = (
@@ -460,12 +461,13 @@ def _answer(lines: io.BufferedRWPair, nursery: socket.socket, as_root: bool) -> 
         if space is not None and (space.order != order or space.has_ended):
             space.close(waits=False)
             space = None
-        while space is None:
-            if spare.has_ended:
+        if space is None:
+            for _ in range(_SPARES):  # one that is killed at once, as where memory is short, is reported by its run
+                if not spare.has_ended:
+                    break
                 spare.close(waits=True)
                 spare = _Space(nursery)
-            else:
-                space = spare
+            space = spare
         result = space.run(order, given, began)
         over = result["why"] or not goes_on
         if over:

@@ -1,5 +1,6 @@
 """Programs in the sandbox: ordinary ones run, hostile ones end within their limits and change nothing outside."""
 
+import io
 import json
 import os
 import shutil
@@ -441,6 +442,30 @@ def test_killed_processes_of_a_sandbox_are_replaced() -> None:
     assert sandbox.run("print('e')").why == ENDED
     assert says("f") == "f\n"
     sandbox.close()
+
+
+def test_namespaces_whose_first_processes_are_killed_at_once_are_not_made_for_ever() -> None:
+    """As where memory is so short that the kernel kills each: the run says so."""
+
+    class Nursery:
+        made = 0
+
+        def sendmsg(self, *_: object) -> None:  # nobody keeps the other end of the requests
+            self.made += 1
+            assert self.made < 50
+
+        def send(self, _: bytes) -> None:
+            pass
+
+        def recv(self, _: int) -> bytes:
+            return sandbox_process._END_AND_SAY
+
+    order = json.dumps({"code": "print('a')", "stdin": "", **vars(Limits())}).encode() + b"\n"
+    answers = io.BytesIO()
+    lines = io.BufferedRWPair(io.BytesIO(2 * order), answers)  # type: ignore[arg-type]
+    sandbox_process._answer(lines, Nursery(), False)  # type: ignore[arg-type]
+    reasons = [json.loads(line)["why"] for line in answers.getvalue().splitlines()]
+    assert reasons == ["the sandbox failed: its first process was killed"] * 2
 
 
 def test_a_sandbox_that_ends_leaves_no_process() -> None:
