@@ -78,7 +78,8 @@ class SlurmCluster:
         self.names, self.cpus = list(names), cpus
         self.state = Path(tempfile.mkdtemp(prefix="hft-slurm-", dir="/tmp"))  # short: sockets lie in it
         self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(self.state / "slurm.conf")}
-        for name in [name for name in self.environment if name.startswith(("SLURM_", "RAY_")) and name != "SLURM_CONF"]:
+        kept = ("SLURM_CONF", "RAY_worker_niceness")
+        for name in [name for name in self.environment if name.startswith(("SLURM_", "RAY_")) and name not in kept]:
             del self.environment[name]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
