@@ -24,10 +24,13 @@ LOST: list[object] = []  # processes of pytest-xdist that ended by themselves
 
 class Scheduling(LoadFileScheduling):
     """A file's tests run in one process, which shares its fixtures. The files of tests/slurm share one Slurm, those of
-    tests/arch the syntax trees of the project."""
+    tests/arch the syntax trees of the project; the recipes that learn share nothing and take minutes each."""
 
     def _split_scope(self, nodeid: str) -> str:
-        folder = nodeid.partition("::")[0].rpartition("/")[0]
+        file = nodeid.partition("::")[0]
+        folder = file.rpartition("/")[0]
+        if file == "tests/e2e/test_recipes_learn.py":
+            return nodeid
         return folder if folder in ("tests/arch", "tests/slurm") else super()._split_scope(nodeid)
 
 
