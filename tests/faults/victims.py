@@ -32,9 +32,11 @@ def find(run: Run, name: str, logs: Path) -> int | None:
         host = find(run, "reward host", logs)
         return next((one.pid for one in descendants if one.ppid() == host), None)
     number = 1 if name.startswith("second") else 0
-    guards = sorted(one.pid for one in descendants if "engines/guard.py" in _command(one))
     owner = _writer(descendants, logs / f"rollout-rank{number}.log")
-    guard = next((pid for pid in guards if psutil.Process(pid).ppid() == owner), None)
+    # a guard that was forked from a preloaded process has the worker's id among its words, and a server as its child
+    # that was called by the same words
+    called = [one for one in descendants if f"engines/guard.py {owner} " in _command(one)]
+    guard = min((one.pid for one in called), default=None)
     if guard is None or name.endswith("guard"):
         return guard
     of_engine = psutil.Process(guard).children(recursive=True)
