@@ -94,7 +94,7 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
 
 
 def noted_shared_memory(folder: str) -> set[str]:
-    """What a guard that was killed had noted."""
+    """What was noted by the guard, which may have been killed, or by its parent when the server was ready."""
     try:
         with open(os.path.join(folder, NOTE), encoding="utf-8") as note:
             return {path for path in note.read().splitlines() if path.startswith(SHARED_MEMORY_PREFIX)}
@@ -223,7 +223,8 @@ def main(argv: list[str]) -> int:
             print(f"guard: processes {sorted(stopped)} were stopped and stand still: the engine ends", flush=True)
             grace_s = 0.0
             break
-    leftovers |= shared_memory_of(session_members(session))
+    # a server that crashes soon after a look takes its maps with it; our parent has looked when it was ready
+    leftovers |= shared_memory_of(session_members(session)) | noted_shared_memory(folder)
     if server.poll() is None and grace_s > 0:
         server.terminate()
         try:

@@ -244,6 +244,20 @@ def test_what_a_killed_guard_knew_of_shared_memory_is_found(tmp_path: Path) -> N
     assert guard.noted_shared_memory(str(tmp_path)) == {"/dev/shm/a", "/dev/shm/b"}
 
 
+def test_the_guard_removes_what_its_parent_noted_of_a_server_that_ends_before_the_guard_looks(tmp_path: Path) -> None:
+    folder, path = tmp_path / "folder", Path(f"/dev/shm/hybridflow-test-{os.getpid()}-noted")
+    folder.mkdir()
+    path.write_bytes(b"1")
+    guard.note_shared_memory(str(folder), {str(path)})
+    command = [sys.executable, "-S", guard.__file__, str(os.getpid()), "0", str(folder), "--", sys.executable, "-S"]
+    try:
+        ended = subprocess.run([*command, "-c", "raise SystemExit(7)"], start_new_session=True, timeout=90, check=False)
+        assert ended.returncode == 7
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def test_every_server_has_our_loader_and_sleeps_when_idle(tmp_path: Path) -> None:
     words = command_line(server_arguments(EngineSpec(name="e", model_path=str(tmp_path)), 20000))
     assert words[words.index("--custom-weight-loader") + 1] == "hybridflow.engines.sglang.weight_receiver.load"
