@@ -40,7 +40,9 @@ def ray(commands: list[list[str]], token: Path) -> Iterator[None]:
     """Ray by hand on both nodes."""
     script = ["bash", str(ROOT / "launch" / "ray" / "cluster.sh")]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(token), "PATH": path, "FIRST_PORT": str(PORT)}
+    # a cluster that an earlier test of this process has had leaves settings for one machine behind
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = {**rest, "RAY_AUTH_TOKEN_PATH": str(token), "PATH": path, "FIRST_PORT": str(PORT)}
 
     def run(node: int, *words: str) -> None:
         done = subprocess.run(
