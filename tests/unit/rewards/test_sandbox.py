@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -447,23 +448,17 @@ def test_killed_processes_of_a_sandbox_are_replaced() -> None:
 def test_namespaces_whose_first_processes_are_killed_at_once_are_not_made_for_ever() -> None:
     """As where memory is so short that the kernel kills each: the run says so."""
 
-    class Nursery:
-        made = 0
+    made: list[object] = []
 
-        def sendmsg(self, *_: object) -> None:  # nobody keeps the other end of the requests
-            self.made += 1
-            assert self.made < 50
+    def make(*sent: object) -> None:  # nobody keeps the other end of the requests
+        made.append(sent)
+        assert len(made) < 50
 
-        def send(self, _: bytes) -> None:
-            pass
-
-        def recv(self, _: int) -> bytes:
-            return sandbox_process._END_AND_SAY
-
+    nursery = SimpleNamespace(sendmsg=make, send=lambda _: None, recv=lambda _: sandbox_process._END_AND_SAY)
     order = json.dumps({"code": "print('a')", "stdin": "", **vars(Limits())}).encode() + b"\n"
     answers = io.BytesIO()
     lines = io.BufferedRWPair(io.BytesIO(2 * order), answers)  # type: ignore[arg-type]
-    sandbox_process._answer(lines, Nursery(), False)  # type: ignore[arg-type]
+    sandbox_process._answer(lines, nursery, False)  # type: ignore[arg-type]
     reasons = [json.loads(line)["why"] for line in answers.getvalue().splitlines()]
     assert reasons == ["the sandbox failed: its first process was killed"] * 2
 
