@@ -88,9 +88,10 @@ def note_shared_memory(folder: str, paths: set[str]) -> None:
     """Leave the paths in the engine's folder, for `noted_shared_memory`."""
     path = os.path.join(folder, NOTE)
     with suppress(OSError):
-        with open(f"{path}.new", "w", encoding="utf-8") as note:
+        new = f"{path}.{os.getpid()}"  # guard and parent may write at the same time
+        with open(new, "w", encoding="utf-8") as note:
             note.write("\n".join(sorted(paths)))
-        os.replace(f"{path}.new", path)  # a guard killed meanwhile leaves what it had noted before
+        os.replace(new, path)  # a guard killed meanwhile leaves what it had noted before
 
 
 def noted_shared_memory(folder: str) -> set[str]:
@@ -223,7 +224,7 @@ def main(argv: list[str]) -> int:
             print(f"guard: processes {sorted(stopped)} were stopped and stand still: the engine ends", flush=True)
             grace_s = 0.0
             break
-    # a server that crashes soon after a look takes its maps with it; our parent has looked when it was ready
+    # nothing shows what a server had mapped that crashed before we looked; our parent looked when it was ready
     leftovers |= shared_memory_of(session_members(session)) | noted_shared_memory(folder)
     if server.poll() is None and grace_s > 0:
         server.terminate()

@@ -33,10 +33,10 @@ def find(run: Run, name: str, logs: Path) -> int | None:
         return next((one.pid for one in descendants if one.ppid() == host), None)
     number = 1 if name.startswith("second") else 0
     owner = _writer(descendants, logs / f"rollout-rank{number}.log")
-    # a guard that was forked from a preloaded process has the worker's id among its words, and a server as its child
-    # that was called by the same words
+    # Guard and server are forked from a preloaded process. Both have the guard's command line, which names the worker;
+    # the server is the child of the guard.
     called = [one for one in descendants if f"engines/guard.py {owner} " in _command(one)]
-    guard = min((one.pid for one in called), default=None)
+    guard = next((one.pid for one in called if one.parent() not in called), None)
     if guard is None or name.endswith("guard"):
         return guard
     of_engine = psutil.Process(guard).children(recursive=True)

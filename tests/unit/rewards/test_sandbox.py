@@ -446,8 +446,7 @@ def test_killed_processes_of_a_sandbox_are_replaced() -> None:
 
 
 def test_namespaces_whose_first_processes_are_killed_at_once_are_not_made_for_ever() -> None:
-    """As where memory is so short that the kernel kills each: the run says so."""
-
+    """The kernel kills each of them when memory is short. The result of the run says so."""
     made: list[object] = []
 
     def make(*sent: object) -> None:  # nobody keeps the other end of the requests
