@@ -118,6 +118,7 @@ class Jobs:
 
     def submit(self, name: str, *words: str | Path) -> str:
         """The number of a new job; its run is called `name`. It is endless unless `words` name a recipe or steps."""
+        self._check_new(name)
         words = tuple(map(str, words))
         chosen = () if "--config-name" in words else ("--config-name", "e2e", f"trainer.total_steps={ENDLESS}")
         said = self.run("submit", *chosen, *self.settings, *TWO_NODES, f"name={name}", *words)
@@ -126,6 +127,7 @@ class Jobs:
     def submit_sft(self, name: str, nodes: int, *words: str | Path) -> str:
         """The number of a new job of supervised fine-tuning, a rank on each node, without engines: it starts sooner.
         Endless unless `words` have `sft.steps`; each step is saved."""
+        self._check_new(name)
         chosen = ["--job", "sft", "--config-name", "e2e", f"name={name}"]
         chosen += [] if any(str(word).startswith("sft.steps=") for word in words) else [f"sft.steps={ENDLESS}"]
         shape = ("actor=tiny", f"cluster.nodes={nodes}", "cluster.procs_per_node=1", f"actor.parallel.pipeline={nodes}")
@@ -136,6 +138,10 @@ class Jobs:
             *map(str, words),
         )
         return _number(said)
+
+    def _check_new(self, name: str) -> None:
+        """The tests share a folder: a second job of the same name would resume the first one's run."""
+        assert not (self.folder / "runs" / name).exists(), f"another test has a run called {name!r}"
 
     def output(self, job: str) -> str:
         """The job's own output."""

@@ -235,7 +235,7 @@ def test_a_start_on_a_node_that_slurm_has_lost_ends_when_the_job_starts_elsewher
 
 @pytest.mark.full
 def test_a_job_at_its_time_limit_goes_on_in_the_next_start(jobs: Jobs) -> None:
-    name = "time limit"
+    name = "its time limit"
     job = jobs.submit(name, "--time", "120", "--grace", "60")
     jobs.in_loop(job, name)
     hours, minutes, _ = map(int, jobs.cluster.field(job, "RunTime").split(":"))
