@@ -34,6 +34,19 @@ class Scheduling(LoadFileScheduling):
         return folder if folder in ("tests/arch", "tests/slurm") else super()._split_scope(nodeid)
 
 
+class FailuresAtOnce:
+    """Shows a failure when it happens. Pytest itself shows it after the last test, which may be hours later."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self.config.pluginmanager.getplugin("terminalreporter")  # a process of pytest-xdist has none
+        if report.failed and reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(f"{report.nodeid} failed in its {report.when}:\n{report.longreprtext[-2000:]}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: half as many processes again as cores, because tests of the units wait a third of their time."""
@@ -52,6 +65,7 @@ def pytest_testnodedown(node: object, error: object) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailuresAtOnce(config))
     # Hypothesis takes as long to import as pytest, which the runs of tests/arch/test_run.py, that load no plugin of the
     # environment, would pay in each of their processes.
     if not config.pluginmanager.hasplugin("hypothesispytest"):

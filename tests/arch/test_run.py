@@ -56,6 +56,13 @@ def test_a_failure_of_either_part_fails_the_whole(tree: Tree, unit: str, dist: s
     assert lines[-2] == f"FAILED tests/{'unit/test_u' if unit == FAILS else 'dist/test_d'}.py::test_a"
 
 
+def test_a_failure_is_shown_before_the_next_test_begins(tree: Tree) -> None:
+    later = "import os\ndef test_b():\n    os.write(1, b'begun')\n"
+    _, lines = tree(PASSES, FAILS + later, "-s", "-n", "0")
+    shown = next(i for i, line in enumerate(lines) if "test_d.py::test_a failed in its call" in line)
+    assert shown < next(i for i, line in enumerate(lines) if "begun" in line)
+
+
 def test_a_file_that_cannot_be_read_and_a_part_that_dies_are_errors(tree: Tree) -> None:
     status, lines = tree("import nothing_of_this_name\n", PASSES)
     assert status and lines[-1].startswith("1 passed, 1 error in ")
