@@ -29,6 +29,7 @@ POLL_S = 0.1
 LOOK_POLLS = 20  # look at the processes of the server every so many polls
 STOPPED_LOOKS = 5  # a process that was stopped (SIGSTOP) in so many looks is not waited for any longer
 SHARED_MEMORY_PREFIX = "/dev/shm/"
+DELETED = " (deleted)"  # what /proc/PID/maps adds to the path of a file that has lost that name
 NOTE = "shared-memory"
 UNFINISHED = ".new"  # added to the name of a folder that the parent has not filled yet
 PR_SET_PDEATHSIG = 1
@@ -69,19 +70,28 @@ def kill_session(session: int, timeout_s: float = 5.0) -> list[int]:
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Shared-memory files mapped by these processes.
+    """Shared-memory files mapped by these processes, named semaphores among them.
 
     SGLang leaves its load snapshot behind even on a graceful stop (sglang/srt/managers/load_snapshot.py:303), killed
     processes leave more.
     """
-    found: set[str] = set()
+    inodes = dict[str, int]()
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-                found.update("/" + line.rstrip("\n").partition("/")[2] for line in maps)
+                for line in maps:
+                    _, _, _, _, inode, *path = line.rstrip("\n").split(None, 5)
+                    if path and path[0].startswith(SHARED_MEMORY_PREFIX):
+                        inodes[path[0]] = int(inode)
         except OSError:
             continue
-    return {path for path in found if path.startswith(SHARED_MEMORY_PREFIX)}
+    # sem_open maps a temporary file, whose second name becomes the semaphore: maps has the first, which is deleted
+    deleted = {inode for path, inode in inodes.items() if path.endswith(DELETED)}
+    found = {path for path in inodes if not path.endswith(DELETED)}
+    if deleted:
+        with os.scandir(SHARED_MEMORY_PREFIX) as entries:
+            found |= {entry.path for entry in entries if entry.name.startswith("sem.") and entry.inode() in deleted}
+    return found
 
 
 def note_shared_memory(folder: str, paths: set[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -236,6 +237,13 @@ def test_the_guard_removes_shared_memory_that_a_server_made_after_its_start(tmp_
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def test_a_named_semaphore_is_shared_memory_of_its_process() -> None:
+    """Schedulers of data-parallel attention have some, which stay behind when they are killed."""
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    path = Path(f"/dev/shm/sem.{semaphore._semlock.name.removeprefix('/')}")
+    assert path.exists() and str(path) in guard.shared_memory_of([os.getpid()])
 
 
 def test_what_a_killed_guard_knew_of_shared_memory_is_found(tmp_path: Path) -> None:
