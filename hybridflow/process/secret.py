@@ -16,16 +16,15 @@ VARIABLE = "HYBRIDFLOW_JOB_SECRET"
 CHALLENGE_BYTES = PROOF_BYTES = 32
 # what opens doors to the whole job: no business of processes that run code of others
 _CREDENTIALS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", VARIABLE)
-_drawn = ""
+_drawn = dict[str, str]()
 
 
 def job_secret() -> str:
     """The job's secret: what this process was given, else drawn on the first call."""
-    global _drawn
     if given := os.environ.get(VARIABLE):
         return given
-    _drawn = _drawn or secrets.token_hex(32)
-    return _drawn
+    # in one step: the driver starts ranks and engines in two threads, which must be given the same
+    return _drawn.setdefault(VARIABLE, secrets.token_hex(32))
 
 
 def without_credentials() -> dict[str, str]:

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -26,6 +27,22 @@ HOST = "127.0.0.1"
 @pytest.fixture
 def master() -> Iterator[MasterStore]:
     yield MasterStore(HOST, 0, 60.0)
+
+
+def test_threads_that_ask_for_the_secret_at_once_are_given_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run's driver does, which starts ranks in one thread and engines in another."""
+    both = threading.Barrier(2)
+
+    def draw(size: int) -> str:
+        both.wait(30)
+        return os.urandom(size).hex()
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(secret, "_drawn", {})
+    monkeypatch.setattr(secret.secrets, "token_hex", draw)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: secret.job_secret(), range(2))
+    assert first == second
 
 
 def test_every_method_answers_as_torchs_own_store_does(master: MasterStore) -> None:
@@ -238,7 +255,7 @@ def test_torchs_object_collectives_sign(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_secret_is_drawn_once_and_given_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(secret, "_drawn", "")
+    monkeypatch.setattr(secret, "_drawn", {})
     drawn = secret.job_secret()
     assert len(drawn) == 64 and secret.job_secret() == drawn
     monkeypatch.setenv(VARIABLE, "given")
