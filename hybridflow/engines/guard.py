@@ -75,33 +75,32 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     SGLang leaves its load snapshot behind even on a graceful stop (sglang/srt/managers/load_snapshot.py:303), killed
     processes leave more.
     """
-    inodes = dict[str, int]()
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-                for line in maps:
-                    _, _, _, _, inode, *path = line.rstrip("\n").split(None, 5)
-                    if path and path[0].startswith(SHARED_MEMORY_PREFIX):
-                        inodes[path[0]] = int(inode)
-        except OSError:
-            continue
-    # sem_open maps a temporary file, whose second name becomes the semaphore: maps has the first, which is deleted
-    deleted = {inode for path, inode in inodes.items() if path.endswith(DELETED)}
-    found = {path for path in inodes if not path.endswith(DELETED)}
+    mapped = {one for pid in pids for one in _mapped_by(pid)}
+    found = {path for path, _ in mapped if not path.endswith(DELETED)}
+    # sem_open maps a file and then gives it the semaphore's name: maps shows its first name, which is deleted
+    deleted = {inode for path, inode in mapped if path.endswith(DELETED)}
     if deleted:
         with os.scandir(SHARED_MEMORY_PREFIX) as entries:
             found |= {entry.path for entry in entries if entry.name.startswith("sem.") and entry.inode() in deleted}
     return found
 
 
+def _mapped_by(pid: int) -> set[tuple[str, int]]:
+    """The process's files in shared memory, as its maps show their paths, with their inodes."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+            lines = [line.rstrip("\n").split(None, 5) for line in maps]
+    except OSError:
+        return set()  # it has ended
+    return {(line[5], int(line[4])) for line in lines if len(line) == 6 and line[5].startswith(SHARED_MEMORY_PREFIX)}
+
+
 def note_shared_memory(folder: str, paths: set[str]) -> None:
-    """Leave the paths in the engine's folder, for `noted_shared_memory`."""
-    path = os.path.join(folder, NOTE)
-    with suppress(OSError):
-        new = f"{path}.{os.getpid()}"  # guard and parent may write at the same time
-        with open(new, "w", encoding="utf-8") as note:
-            note.write("\n".join(sorted(paths)))
-        os.replace(new, path)  # a guard killed meanwhile leaves what it had noted before
+    """Add the paths to the note in the engine's folder, for `noted_shared_memory`."""
+    if paths:
+        # added, not replaced: guard and parent both write
+        with suppress(OSError), open(os.path.join(folder, NOTE), "a", encoding="utf-8") as note:
+            note.write("".join(f"{path}\n" for path in sorted(paths)))
 
 
 def noted_shared_memory(folder: str) -> set[str]:
@@ -228,13 +227,13 @@ def main(argv: list[str]) -> int:
         # known early, and noted for our parent: a server that crashes takes its maps with it, and we may be killed
         if found := shared_memory_of(list(members)) - leftovers:  # a server makes some while it starts, some later
             leftovers |= found
-            note_shared_memory(folder, leftovers)
+            note_shared_memory(folder, found)
         stopped = {pid: stopped.get(pid, 0) + 1 for pid, state in members.items() if state == "T"}
         if max(stopped.values(), default=0) >= STOPPED_LOOKS:  # the rest would wait for it until their deadlines
             print(f"guard: processes {sorted(stopped)} were stopped and stand still: the engine ends", flush=True)
             grace_s = 0.0
             break
-    # nothing shows what a server had mapped that crashed before we looked; our parent looked when it was ready
+    # The maps of a server that crashed before our first look are gone. Our parent has noted them when it was ready.
     leftovers |= shared_memory_of(session_members(session)) | noted_shared_memory(folder)
     if server.poll() is None and grace_s > 0:
         server.terminate()

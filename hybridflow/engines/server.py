@@ -219,7 +219,8 @@ class ServerProcess:
         except BaseException:
             self.stop()
             raise
-        # the guard looks for it every few seconds: an engine that is killed before it looks again would leave it behind
+        # The guard looks for shared memory every few seconds. An engine that is killed before the next look would leave
+        # its own behind.
         guard.note_shared_memory(self._folder, guard.shared_memory_of(guard.session_members(self.pid)))
 
     def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
