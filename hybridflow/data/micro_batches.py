@@ -35,6 +35,27 @@ def sequence_lengths(batch: DataProto) -> np.ndarray:
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
+def lengths_read(batch: DataProto, last_token: bool = False) -> np.ndarray:
+    """[B] how many tokens of each row a forward pass reads, from the first on.
+
+    Nothing is predicted from a row's last token, so it is read only where `last_token` says that its own output is
+    wanted. A row of one token keeps it: attention kernels do not take empty sequences.
+    """
+    lengths = sequence_lengths(batch)
+    return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
+
+
+def tokens_read(batch: DataProto, rows: np.ndarray, read: np.ndarray) -> np.ndarray:
+    """[sum of read] the first `read` [s] tokens of each of these rows, prompt and response, one row after another."""
+    prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+    sizes = prompts.lengths + responses.lengths
+    starts = np.cumsum(sizes) - sizes
+    tokens = np.zeros(int(sizes.sum()), np.int64)
+    tokens[ranges(starts, prompts.lengths)] = prompts.values
+    tokens[ranges(starts + prompts.lengths, responses.lengths)] = responses.values
+    return tokens[ranges(starts, read)]
+
+
 def check_token_ids(batch: DataProto, vocab_size: int) -> None:
     """Refuse token ids that a model does not have, while they are still on the host.
 

@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences: prompt and response of each sample one after another, no padding."""
+"""Micro-batches of packed sequences: prompt and response of each sample, without its last token, one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import numpy as np
 import torch
 
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths, values_of
+from hybridflow.data.micro_batches import (
+    RESPONSE_MASK,
+    counted_tokens,
+    lengths_read,
+    ranges,
+    tokens_read,
+    values_of,
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,12 @@ def build_micro_batches(
 def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
     keep, counts = counted_tokens(batch, rows, columns)
-    sizes = sequence_lengths(batch)[rows]
-    starts, total = np.cumsum(sizes) - sizes, max(1, int(sizes.sum()))  # one token at least: a model cannot run on none
+    sizes = lengths_read(batch)[rows]
+    starts, used = np.cumsum(sizes) - sizes, int(sizes.sum())
+    total = max(1, used)  # one token at least: a model cannot run on none
     tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))
-    tokens[ranges(starts, prompts.lengths)] = prompts.values
-    response_rows = ranges(starts + prompts.lengths, responses.lengths)
-    tokens[response_rows] = responses.values
-    used = int(sizes.sum())
+    tokens[:used] = tokens_read(batch, rows, sizes)
+    predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]
     positions[:used] = np.arange(used) - np.repeat(starts, sizes)
     segments[:used] = np.repeat(np.arange(len(rows)), sizes)
 
@@ -74,7 +80,7 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
         tokens=there(tokens)[None],
         positions=there(positions)[None],
         segments=there(segments),
-        predict_rows=there(response_rows[keep] - 1),
+        predict_rows=there(predict_rows),
         targets=there(responses.values[keep]).long(),
         lengths=there(counts),
         columns={name: there(values_of(batch, name, rows, keep)) for name in columns if name != RESPONSE_MASK},

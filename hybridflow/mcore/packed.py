@@ -1,5 +1,5 @@
-"""Micro-batches of packed sequences: prompt and response of each sample one after another, no padding between
-samples."""
+"""Micro-batches of packed sequences: prompt and response of each sample, as far as they are read, one after another;
+no padding between samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.batch import DataProto
-from hybridflow.data.micro_batches import RESPONSE_MASK, counted_tokens, ranges, sequence_lengths, values_of
+from hybridflow.data.micro_batches import (
+    RESPONSE_MASK,
+    counted_tokens,
+    lengths_read,
+    ranges,
+    tokens_read,
+    values_of,
+)
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.parallel import device
 
@@ -79,7 +86,12 @@ class MicroBatch:
 
 
 def build_micro_batches(
-    batch: DataProto, bins: Sequence[np.ndarray], columns: Sequence[str], cut: Cut, total: int | None = None
+    batch: DataProto,
+    bins: Sequence[np.ndarray],
+    columns: Sequence[str],
+    cut: Cut,
+    total: int | None = None,
+    last_token: bool = False,
 ) -> list[MicroBatch]:
     """Pack the samples of each bin.
 
@@ -88,32 +100,31 @@ def build_micro_batches(
         columns: jagged per-response-token columns to bring along. With `response_mask` among them, tokens that the
             policy did not sample are context alone.
         total: length of every micro-batch; None: what `cut.total` says.
+        last_token: the model reads each sample's last token too (`lengths_read`).
     """
-    lengths = sequence_lengths(batch)
-    length = cut.total(lengths, bins) if total is None else total
-    return [_pack(batch, np.asarray(rows, dtype=np.int64), cut.padded(lengths), columns, cut, length) for rows in bins]
+    read = lengths_read(batch, last_token)
+    length = cut.total(read, bins) if total is None else total
+    return [_pack(batch, np.asarray(rows, dtype=np.int64), read, columns, cut, length) for rows in bins]
 
 
 def _pack(
-    batch: DataProto, rows: np.ndarray, padded: np.ndarray, columns: Sequence[str], cut: Cut, total: int
+    batch: DataProto, rows: np.ndarray, read: np.ndarray, columns: Sequence[str], cut: Cut, total: int
 ) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
     keep, counts = counted_tokens(batch, rows, columns)
-    bounds = np.concatenate([[0], np.cumsum(padded[rows])]).astype(np.int64)
-    tokens, positions = np.zeros(total, np.int64), np.arange(total, dtype=np.int64)
+    read = read[rows]
+    bounds = np.concatenate([[0], np.cumsum(cut.padded(read))]).astype(np.int64)
+    tokens, real, positions = np.zeros(total, np.int64), np.zeros(total, bool), np.arange(total, dtype=np.int64)
     starts = bounds[:-1]
-    tokens[ranges(starts, prompts.lengths)] = prompts.values
-    response_rows = ranges(starts + prompts.lengths, responses.lengths)
-    tokens[response_rows] = responses.values
-    response_rows = response_rows[keep]
+    filled = ranges(starts, read)
+    tokens[filled], real[filled] = tokens_read(batch, rows, read), True
+    predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]
     if bounds[-1] < total:
         bounds = np.append(bounds, total)
     positions -= np.repeat(bounds[:-1], np.diff(bounds))
     layout = ZigZag.of(bounds, cut.size)
     mine = layout.rows_of(cut.rank)
-    real = np.zeros(total, bool)
-    real[ranges(starts, prompts.lengths + responses.lengths)] = True
-    places = np.flatnonzero(layout.owner[response_rows - 1] == cut.rank)
+    places = np.flatnonzero(layout.owner[predict_rows] == cut.rank)
     here = device()
     return MicroBatch(
         samples=rows,
@@ -121,7 +132,7 @@ def _pack(
         tokens=torch.from_numpy(tokens[mine])[None].to(here),
         positions=torch.from_numpy(positions[mine])[None].to(here),
         packed=_segments(bounds, real[mine], here),
-        predict_rows=torch.from_numpy(layout.local[response_rows[places] - 1]).to(here),
+        predict_rows=torch.from_numpy(layout.local[predict_rows[places]]).to(here),
         targets=torch.from_numpy(np.array(responses.values[keep], dtype=np.int64)[places]).to(here),
         places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
         lengths=torch.from_numpy(np.array(counts)).to(here),

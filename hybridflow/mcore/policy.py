@@ -15,7 +15,7 @@ from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from hybridflow.data.micro_batches import check_token_ids, sequence_lengths, unpack
+from hybridflow.data.micro_batches import check_token_ids, lengths_read, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
@@ -197,11 +197,18 @@ class Policy(HoldsReference):
             chunk.train()
 
     def _micro_batches(
-        self, batch: DataProto, max_tokens: int, columns: Sequence[str], together: int = 1
+        self,
+        batch: DataProto,
+        max_tokens: int,
+        columns: Sequence[str],
+        *,
+        together: int = 1,
+        last_token: bool = False,
     ) -> list[MicroBatch]:
-        """`together`: so many rows in turn stay in one micro-batch, in their order."""
+        """`together`: so many rows in turn stay in one micro-batch, in their order. `last_token`: as in
+        `lengths_read`."""
         check_token_ids(batch, self.family.vocab_size)
-        cut, lengths = self._cut(), sequence_lengths(batch)
+        cut, lengths = self._cut(), lengths_read(batch, last_token)
         # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
         group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1
         costs = cut.padded(lengths).reshape(-1, together).sum(1)
@@ -211,7 +218,7 @@ class Policy(HoldsReference):
         # it gathers equally many tokens from every rank (token_dispatcher.py:264)
         if self.config.moe_dispatcher == "allgather":
             total = all_ranks_max(total)
-        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total))
+        return self.replay.attach(batch, build_micro_batches(batch, bins, columns, cut, total, last_token))
 
     def _cut(self) -> Cut:
         config = self.config

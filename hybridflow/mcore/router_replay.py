@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
-from hybridflow.data.micro_batches import sequence_lengths
+from hybridflow.data.micro_batches import lengths_read, sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
 from hybridflow.mcore.micro_batch_tracker import MicroBatchTracker, RecomputationQueue, routers_of
@@ -108,26 +108,28 @@ class RouterReplay:
         if self._action is None:
             return micro_batches
         routes = None if self._action == "record" else self._checked(batch)
-        lengths = sequence_lengths(batch)
+        read = lengths_read(batch)
         for micro in micro_batches:
-            given = None if routes is None else self._given(routes, micro)
+            given = None if routes is None else self._given(routes, micro, read)
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
                 self._tally["sent"] += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
-        self._micro_batches, self._lengths = micro_batches, lengths
+        self._micro_batches, self._lengths, self._read = micro_batches, sequence_lengths(batch), read
         return micro_batches
 
     def recorded(self) -> Jagged:
         """The routes of the last recording pass: jagged int16 [prompt + response tokens, layers, k]. A collective over
         the model's ranks.
 
-        Layers without experts hold `FREE`.
+        Layers without experts hold `FREE`, and so does the last token of a sample, which no pass reads.
         """
-        rows: list[np.ndarray] = [np.zeros(0)] * len(self._lengths)
+        one_token = (self.config.num_layers, self.config.moe_router_topk)
+        rows = [np.full((length, *one_token), FREE, np.int16) for length in self._lengths]
         for micro in self._micro_batches:
             whole = self._gathered(micro)
             for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
-                rows[sample] = whole[start : start + self._lengths[sample]]
+                read = self._read[sample]
+                rows[sample][:read] = whole[start : start + read]
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:
@@ -209,12 +211,12 @@ class RouterReplay:
         )
         return tensor_share(rows) if self.config.sequence_parallel else rows
 
-    def _given(self, routes: Jagged, micro: MicroBatch) -> torch.Tensor:
-        """[t, layers, k] of this rank's tokens; padding is free."""
+    def _given(self, routes: Jagged, micro: MicroBatch, read: np.ndarray) -> torch.Tensor:
+        """[t, layers, k] of this rank's tokens, of each sample as many as are read; padding is free."""
         bounds = _segment_bounds(micro)
         whole = np.full((int(bounds[-1]), *routes.values.shape[1:]), FREE, dtype=np.int16)
         for sample, start in zip(micro.samples.tolist(), bounds.tolist(), strict=False):
-            row = routes.row(sample)
+            row = routes.row(sample)[: read[sample]]
             whole[start : start + len(row)] = row
         return torch.from_numpy(whole[self._rows(micro)]).to(micro.tokens.device)
 

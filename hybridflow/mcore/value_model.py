@@ -47,7 +47,7 @@ class ValueModel(MegatronPolicy):
 
     def scores(self, batch: DataProto, *, max_tokens: int) -> np.ndarray | None:
         """[B] the value at the last token of each sample; None on ranks that are not on the last stage."""
-        micro_batches = self._micro_batches(batch, max_tokens, ())
+        micro_batches = self._micro_batches(batch, max_tokens, (), last_token=True)
         found = self._outputs(micro_batches, sequence_scores)
         if not parallel.is_last_stage():
             return None
@@ -66,7 +66,8 @@ class ValueModel(MegatronPolicy):
         self, batch: DataProto, loss: ScalarLoss, *, max_tokens: int
     ) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """One optimizer update on scores of rows 2i and 2i + 1, which stay in one micro-batch, in this order."""
-        return self._train(self._micro_batches(batch, max_tokens, (), together=2), loss, sequence_scores)
+        micro_batches = self._micro_batches(batch, max_tokens, (), together=2, last_token=True)
+        return self._train(micro_batches, loss, sequence_scores)
 
     def _outputs(self, micro_batches: Sequence[MicroBatch], pick: Pick) -> list[np.ndarray]:
         def collect(micro: MicroBatch, output: torch.Tensor) -> np.ndarray:

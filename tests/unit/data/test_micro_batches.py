@@ -11,7 +11,7 @@ import torch
 
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, CriticConfig
-from hybridflow.data.micro_batches import check_token_ids
+from hybridflow.data.micro_batches import check_token_ids, lengths_read
 from hybridflow.workers.losses import Noted, PolicyLoss, ValueLoss, policy_loss_columns
 
 LENGTHS = (5, 3, 0, 4)
@@ -61,6 +61,36 @@ def test_only_sampled_tokens_are_predicted(pack: Callable[..., Any]) -> None:
         assert torch.equal(getattr(kept, name), getattr(whole, name)[MASK])
     assert kept.lengths.tolist() == [3, 2, 0, 0] and whole.lengths.tolist() == list(LENGTHS)
     assert set(kept.columns) == {"old_log_probs", "ref_log_probs", "advantages"}
+
+
+# prompts 0 1 | 2 | 3 4 5 | 6 7, responses 10 11 12 13 14 | 15 16 17 | nothing | 18 19 20 21
+WITHOUT_LAST = [0, 1, 10, 11, 12, 13, 2, 15, 16, 3, 4, 6, 7, 18, 19, 20]
+
+
+@BACKENDS
+def test_the_last_token_of_a_row_is_predicted_and_not_read(pack: Callable[..., Any]) -> None:
+    micro = pack(batch_of(None), ())
+    assert micro.tokens[0].tolist() == WITHOUT_LAST
+    assert micro.positions[0].tolist() == [*range(6), *range(3), *range(2), *range(5)]
+    assert micro.targets.tolist() == list(range(10, 22))
+    assert micro.tokens[0, micro.predict_rows].tolist() == [1, 10, 11, 12, 13, 2, 15, 16, 7, 18, 19, 20]
+
+
+def test_the_last_token_is_read_where_its_output_is_asked_for() -> None:
+    from hybridflow.mcore.packed import Cut, build_micro_batches
+
+    [micro] = build_micro_batches(batch_of(None), [np.arange(4)], (), Cut(), last_token=True)
+    ends = micro.packed.cu_seqlens_q[1:].long() - 1
+    assert micro.length == 8 + 12 and micro.tokens[0, ends].tolist() == [14, 17, 5, 21]
+
+
+@pytest.mark.parametrize("response", [0, 1])
+def test_a_row_keeps_one_token_at_least(response: int) -> None:
+    columns = {"prompt_ids": ([3], (1,)), "response_ids": ([9] * response, (response,))}
+    batch = DataProto.from_columns(
+        {name: Jagged.from_lengths(np.array(values, np.int64), lengths) for name, (values, lengths) in columns.items()}
+    )
+    assert lengths_read(batch).tolist() == [1] and lengths_read(batch, last_token=True).tolist() == [1 + response]
 
 
 @BACKENDS
