@@ -43,13 +43,16 @@ class ForkedProcess:
         if self.returncode is None:
             self._connection.settimeout(0.0)
             try:
-                ended = not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
             except OSError:
-                ended = True
+                pass
             self._connection.settimeout(PATIENCE_S)
-            line = "" if ended else self._answers.readline()
+            try:  # also when the connection has ended: the status of a short process may have come with its pid
+                line = self._answers.readline()
+            except OSError:
+                line = ""
             self.returncode = int(json.loads(line)["status"]) if line else -signal.SIGKILL
             self._connection.close()
         return self.returncode

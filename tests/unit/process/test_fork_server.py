@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,6 +143,26 @@ def test_a_fork_that_cannot_begin_ends_and_the_server_goes_on(
     assert _sleeper(name).wait(60) == 1
     monkeypatch.undo()
     assert _said(name, tmp_path)["name"] == "__main__"
+
+
+def test_the_status_of_a_process_that_ends_at_once_may_come_with_its_pid() -> None:
+    name = secrets.token_hex(4)
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not connection.recv(1 << 16).endswith(b"}\n"):
+                pass
+            connection.sendall(b'{"pid": 4194305}\n{"status": 3}\n')
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address_of(name))
+        listener.listen()
+        server = threading.Thread(target=answer, args=(listener,))
+        server.start()
+        process = _sleeper(name)
+        server.join()
+        assert process.wait(60) == 3
 
 
 def test_no_fork_of_a_process_with_threads(start: Start, tmp_path: Path) -> None:
