@@ -35,13 +35,12 @@ def sequence_lengths(batch: DataProto) -> np.ndarray:
     return np.asarray(batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths)
 
 
-def lengths_read(batch: DataProto, last_token: bool = False) -> np.ndarray:
-    """[B] how many tokens of each row a forward pass reads, from the first on.
+def lengths_read(lengths: np.ndarray, last_token: bool = False) -> np.ndarray:
+    """[B] how many tokens of rows of so many tokens a forward pass reads, from the first on.
 
     Nothing is predicted from a row's last token, so it is read only where `last_token` says that its own output is
     wanted. A row of one token keeps it: attention kernels do not take empty sequences.
     """
-    lengths = sequence_lengths(batch)
     return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
 
 

@@ -63,7 +63,7 @@ def build_micro_batches(
 def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: torch.device) -> MicroBatch:
     prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
     keep, counts = counted_tokens(batch, rows, columns)
-    sizes = lengths_read(batch)[rows]
+    sizes = lengths_read(prompts.lengths + responses.lengths)
     starts, used = np.cumsum(sizes) - sizes, int(sizes.sum())
     total = max(1, used)  # one token at least: a model cannot run on none
     tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))

@@ -19,7 +19,7 @@ from hybridflow.algorithms.nonfinite import Watch, not_applied
 from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import OptimConfig
-from hybridflow.data.micro_batches import check_token_ids, lengths_read, unpack
+from hybridflow.data.micro_batches import check_token_ids, lengths_read, sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.device.reference import HoldsReference
 from hybridflow.device.residency import Part
@@ -181,7 +181,9 @@ class FsdpPolicy(HoldsReference):
     def _micro_batches(self, batch: DataProto, max_tokens: int, columns: Sequence[str]) -> list[MicroBatch]:
         """The same number on all ranks: each pass gathers every rank's shards."""
         check_token_ids(batch, self.family.vocab_size)
-        bins = pack_alike(lengths_read(batch), max_tokens, lambda bins: self._all_ranks_max(max(bins, 1)))
+        bins = pack_alike(
+            lengths_read(sequence_lengths(batch)), max_tokens, lambda bins: self._all_ranks_max(max(bins, 1))
+        )
         return build_micro_batches(batch, bins, columns, self.device)
 
     def _all_ranks_max(self, value: int) -> int:

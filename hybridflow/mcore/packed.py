@@ -17,6 +17,7 @@ from hybridflow.data.micro_batches import (
     counted_tokens,
     lengths_read,
     ranges,
+    sequence_lengths,
     tokens_read,
     values_of,
 )
@@ -102,7 +103,7 @@ def build_micro_batches(
         total: length of every micro-batch; None: what `cut.total` says.
         last_token: the model reads each sample's last token too (`lengths_read`).
     """
-    read = lengths_read(batch, last_token)
+    read = lengths_read(sequence_lengths(batch), last_token)
     length = cut.total(read, bins) if total is None else total
     return [_pack(batch, np.asarray(rows, dtype=np.int64), read, columns, cut, length) for rows in bins]
 

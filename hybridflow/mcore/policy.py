@@ -15,7 +15,7 @@ from hybridflow.algorithms.vocab_parallel import Scoring
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.derived import tokens_multiple, virtual_pipeline_size
 from hybridflow.config.schema import OptimConfig, ParallelConfig
-from hybridflow.data.micro_batches import check_token_ids, lengths_read, unpack
+from hybridflow.data.micro_batches import check_token_ids, lengths_read, sequence_lengths, unpack
 from hybridflow.data.packing import pack_alike
 from hybridflow.device.reference import HoldsReference
 from hybridflow.mcore import parallel
@@ -208,7 +208,7 @@ class Policy(HoldsReference):
         """`together`: so many rows in turn stay in one micro-batch, in their order. `last_token`: as in
         `lengths_read`."""
         check_token_ids(batch, self.family.vocab_size)
-        cut, lengths = self._cut(), lengths_read(batch, last_token)
+        cut, lengths = self._cut(), lengths_read(sequence_lengths(batch), last_token)
         # the interleaved schedule runs groups of as many micro-batches as there are stages (schedules.py:1007)
         group = self.config.pipeline if virtual_pipeline_size(self.config) > 1 else 1
         costs = cut.padded(lengths).reshape(-1, together).sum(1)

@@ -108,13 +108,14 @@ class RouterReplay:
         if self._action is None:
             return micro_batches
         routes = None if self._action == "record" else self._checked(batch)
-        read = lengths_read(batch)
+        lengths = sequence_lengths(batch)
+        read = lengths_read(lengths)
         for micro in micro_batches:
             given = None if routes is None else self._given(routes, micro, read)
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
                 self._tally["sent"] += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
-        self._micro_batches, self._lengths, self._read = micro_batches, sequence_lengths(batch), read
+        self._micro_batches, self._lengths, self._read = micro_batches, lengths, read
         return micro_batches
 
     def recorded(self) -> Jagged:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.data.micro_batches import lengths_read
 from hybridflow.errors import RouterReplayError
 
 _GB = 1e9
@@ -65,10 +66,10 @@ def token_layers(
         routed: [B] tokens of each sample that an engine has routed, where that does not follow from the lengths: what
             a conversation shows after its last answer is none of them.
         kind: `actor.router_replay`. r3 and compare: an engine does not route the last token of a sample, and none of an
-            empty response.
+            empty response. r2: the trainer routes what its passes read.
     """
     if kind == "r2":
-        tokens = prompts + responses
+        tokens = lengths_read(prompts + responses)
     else:
         tokens = (prompts + responses - 1)[responses > 0] if routed is None else routed
     return int(tokens.sum()) * routers

@@ -96,7 +96,7 @@ def _one_by_one(policy: Any) -> list[list[int]]:
         for row in range(len(batch)):
             with policy.replay.during("record"):
                 policy.log_probs(batch.rows([row]), max_tokens=4096, temperature=1.0, with_entropy=False)
-                routes = torch.from_numpy(policy.replay.recorded().values.astype("int64"))
+                routes = torch.from_numpy(policy.replay.recorded().values[:-1].astype("int64"))  # the last is not read
             for layer in range(1, LAYERS):  # the first is dense
                 counts[layer] += torch.bincount(routes[:, layer].reshape(-1), minlength=EXPERTS)
     return counts.tolist()

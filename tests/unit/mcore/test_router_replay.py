@@ -99,7 +99,7 @@ PROMPTS, RESPONSES = np.array([3, 4, 2]), np.array([2, 0, 4])
     [
         ("compare", 4 + 5, {"differing": 3 / 27}),
         ("r3", 3 * (4 + 5), {"differing": 3 / 27, "drifted": 6 / 54}),
-        ("r2", 2 * (5 + 4 + 6), {"drifted": 6 / 90}),
+        ("r2", 2 * (4 + 3 + 5), {"drifted": 6 / 72}),
     ],
 )
 def test_a_step_must_have_replayed_every_token_in_every_layer(kind: str, tokens: int, shares: dict[str, float]) -> None:
