@@ -121,7 +121,9 @@ class MegatronRank(Rank):
 
         self.rank, self.model, self.host, self.port, self.faults = rank, model, host, port, {}
         parallel = {name: size for name, size in shape.items() if name not in ("ranks", "lora")}
-        self.policy = policy_of(parallel, model, lora=shape.get("lora"))
+        # with larger weights float32 rounding alone moves log-probs by 1e-5 where queries and keys have no norm, in
+        # transformers as in the engine
+        self.policy = policy_of(parallel, model, std=0.15, lora=shape.get("lora"))
         self.policy.set_optimizer(OptimConfig(lr=1e-2))
         self.sender = WeightSender(rank, self.policy.parameters, self.open)
 
