@@ -16,7 +16,7 @@ def with_free_end(routes: np.ndarray, tokens: int, layers: int, what: str) -> np
 
     Args:
         routes: [tokens - 1, layers x k]: an engine routes a token when it computes the next one, so the last token has
-            none. The trainer routes it freely, on which nothing depends: it predicts no token of the sample.
+            none. The trainer does not read it either: it predicts no token of the sample.
         tokens: tokens of prompt and response.
         layers: layers of the model, including those without experts.
         what: whose routes they are, for messages.

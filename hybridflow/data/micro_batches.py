@@ -44,9 +44,8 @@ def lengths_read(lengths: np.ndarray, last_token: bool = False) -> np.ndarray:
     return lengths if last_token else np.maximum(lengths - 1, np.minimum(lengths, 1))
 
 
-def tokens_read(batch: DataProto, rows: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """[sum of read] the first `read` [s] tokens of each of these rows, prompt and response, one row after another."""
-    prompts, responses = batch.jagged("prompt_ids").take(rows), batch.jagged("response_ids").take(rows)
+def tokens_read(prompts: Jagged, responses: Jagged, read: np.ndarray) -> np.ndarray:
+    """[sum of read] the first `read` [s] tokens of each row, prompt and response, one row after another."""
     sizes = prompts.lengths + responses.lengths
     starts = np.cumsum(sizes) - sizes
     tokens = np.zeros(int(sizes.sum()), np.int64)

@@ -1,4 +1,4 @@
-"""Micro-batches of packed sequences: prompt and response of each sample, without its last token, one after another."""
+"""Micro-batches of packed sequences: what is read of each sample (`lengths_read`) one after another, no padding."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _pack(batch: DataProto, rows: np.ndarray, columns: Sequence[str], device: to
     starts, used = np.cumsum(sizes) - sizes, int(sizes.sum())
     total = max(1, used)  # one token at least: a model cannot run on none
     tokens, positions, segments = (np.zeros(total, np.int64) for _ in range(3))
-    tokens[:used] = tokens_read(batch, rows, sizes)
+    tokens[:used] = tokens_read(prompts, responses, sizes)
     predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]
     positions[:used] = np.arange(used) - np.repeat(starts, sizes)
     segments[:used] = np.repeat(np.arange(len(rows)), sizes)

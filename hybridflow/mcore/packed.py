@@ -1,5 +1,5 @@
-"""Micro-batches of packed sequences: prompt and response of each sample, as far as they are read, one after another;
-no padding between samples."""
+"""Micro-batches of packed sequences: what is read of each sample (`lengths_read`) one after another, no padding
+between samples."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _pack(
     tokens, real, positions = np.zeros(total, np.int64), np.zeros(total, bool), np.arange(total, dtype=np.int64)
     starts = bounds[:-1]
     filled = ranges(starts, read)
-    tokens[filled], real[filled] = tokens_read(batch, rows, read), True
+    tokens[filled], real[filled] = tokens_read(prompts, responses, read), True
     predict_rows = ranges(starts + prompts.lengths - 1, responses.lengths)[keep]
     if bounds[-1] < total:
         bounds = np.append(bounds, total)

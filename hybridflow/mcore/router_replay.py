@@ -35,7 +35,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
-from hybridflow.batch import FREE, ROUTES, DataProto, Jagged
+from hybridflow.batch import FREE, ROUTES, DataProto, Jagged, unknown_routes
 from hybridflow.data.micro_batches import lengths_read, sequence_lengths
 from hybridflow.errors import ModelError, RouterReplayError
 from hybridflow.mcore.context_parallel import ZigZag
@@ -115,7 +115,7 @@ class RouterReplay:
             micro.packed.routes = MicroRoutes(self._action, given)
             if given is not None:
                 self._tally["sent"] += sum(int((given[:, router.layer, 0] != FREE).sum()) for router in self._routers)
-        self._micro_batches, self._lengths, self._read = micro_batches, lengths, read
+        self._micro_batches, self._lengths = micro_batches, lengths
         return micro_batches
 
     def recorded(self) -> Jagged:
@@ -124,13 +124,12 @@ class RouterReplay:
 
         Layers without experts hold `FREE`, and so does the last token of a sample, which no pass reads.
         """
-        one_token = (self.config.num_layers, self.config.moe_router_topk)
-        rows = [np.full((length, *one_token), FREE, np.int16) for length in self._lengths]
+        layers, topk = self.config.num_layers, self.config.moe_router_topk
+        rows, read = [unknown_routes(length, layers, topk) for length in self._lengths], lengths_read(self._lengths)
         for micro in self._micro_batches:
             whole = self._gathered(micro)
             for sample, start in zip(micro.samples.tolist(), _segment_bounds(micro).tolist(), strict=False):
-                read = self._read[sample]
-                rows[sample][:read] = whole[start : start + read]
+                rows[sample][: read[sample]] = whole[start : start + read[sample]]
         return Jagged.from_rows(rows, np.int16)
 
     def count(self, **masks: torch.Tensor) -> None:

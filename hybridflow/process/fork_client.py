@@ -47,12 +47,10 @@ class ForkedProcess:
             except BlockingIOError:
                 return None
             except OSError:
-                pass
+                pass  # the connection was reset: it has ended
             self._connection.settimeout(PATIENCE_S)
-            try:  # also when the connection has ended: the status of a short process may have come with its pid
-                line = self._answers.readline()
-            except OSError:
-                line = ""
+            # also when the connection has ended: the status of a short process may have come with its pid
+            line = self._answers.readline()
             self.returncode = int(json.loads(line)["status"]) if line else -signal.SIGKILL
             self._connection.close()
         return self.returncode

@@ -41,9 +41,9 @@ def test_every_response_token_is_predicted_once_from_the_row_before_it() -> None
     )
     size, followed, targets = 2, {}, {}
     for rank in range(size):
-        [micro] = build_micro_batches(batch, [np.array([2, 0, 1])], (), Cut(2 * size, 8 * size, rank, size))
-        assert micro.length == 16 and micro.tokens.shape == (1, micro.length // size) and micro.num_targets == 8
-        assert micro.packed.cu_seqlens_q.tolist() == [0, 4, 8, 16]  # 2, 4 and 5 tokens are read, padded to fours
+        [micro] = build_micro_batches(batch, [np.array([2, 0, 1])], (), Cut(2 * size, 6 * size, rank, size))
+        assert micro.length == 24 and micro.tokens.shape == (1, micro.length // size) and micro.num_targets == 8
+        assert micro.packed.cu_seqlens_q.tolist() == [0, 4, 8, 16, 24]  # 2, 4 and 5 tokens, padded to 4, and the tail
         assert micro.places is not None
         for row, target, place in zip(
             micro.predict_rows.tolist(), micro.targets.tolist(), micro.places.tolist(), strict=True
