@@ -29,8 +29,8 @@ def staleness_problems(config: RunConfig) -> Iterator[str]:
     correction = actor.rollout_correction
     if correction.weight == "none" and not correction.reject and actor.old_log_probs != "engine":
         yield (
-            f"{stale} trains on tokens of older weights without correction; set actor.rollout_correction.weight=token, "
-            "or actor.old_log_probs=engine (docs/rollout-correction.md)"
+            f"{stale} trains on tokens of older weights without correction; choose algorithm=grpo-async, or set "
+            "actor.rollout_correction.weight=token or actor.old_log_probs=engine (docs/asynchronous.md)"
         )
     if rollout.sleep_while_training:
         yield (

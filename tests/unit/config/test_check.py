@@ -73,6 +73,7 @@ def test_the_gsm8k_recipe_passes_once_prepared() -> None:
         ("actor.recompute=full", "actor.on_nonfinite=skip", "actor.logits_chunk_tokens=1"),
         ("rollout.sampling.top_k=20", "rollout.logprob_diff_bound=null"),
         ("trainer.max_staleness=4", "actor.old_log_probs=engine"),
+        ("trainer.max_staleness=4", "algorithm=grpo-async"),
         STALE,
         ("actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=10"),
         ("actor.clip_ratio_c=null",),
