@@ -19,7 +19,7 @@ from trl_steps import PROMPTS, N, prepare, train
 from support.report import Figure, faster, median, write
 
 NAME, CASE, LAYOUT = "asynchronous_engines", "tiny-varied", "2+2"
-CORRECTED = "actor.rollout_correction.weight=token"
+CORRECTED = "algorithm=grpo-async"
 METRICS = {"seconds": "timing_s/step", "waits": "timing_s/gen", "age": "rollout/staleness/mean"}
 SIDES: dict[str, Sequence[str]] = {
     "max_staleness 0": (),
