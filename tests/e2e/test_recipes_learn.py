@@ -76,9 +76,9 @@ def test_a_demo_that_was_killed_reaches_the_accuracy_of_one_that_was_not(tmp_pat
 def test_samples_of_older_weights_teach_as_much_as_present_ones(tmp_path: Path, staleness: int) -> None:
     found = {}
     for seed in SYNCHRONOUS:
-        words = (f"seed={seed}", f"name={seed}", f"trainer.max_staleness={staleness}", "algorithm=grpo-async")
+        words = (f"seed={seed}", f"name=seed-{seed}", f"trainer.max_staleness={staleness}", "algorithm=grpo-async")
         finish(tmp_path, "train", "tiny-moe-grpo", *words)
-        found[seed] = accuracies(tmp_path / str(seed))[-1]
+        found[seed] = accuracies(tmp_path / f"seed-{seed}")[-1]
     # the standard error of one accuracy is 0.01, and which groups a step trains depends on timing
     assert np.mean([found[seed] - reached for seed, reached in SYNCHRONOUS.items()]) >= -0.02, found
 
