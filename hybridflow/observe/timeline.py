@@ -3,13 +3,15 @@
 One line per finished phase: `{"name": "gen", "step": 3, "start": ..., "end": ..., "seconds": ..., "depth": 1}`; start
 and end are Unix seconds, `seconds` comes from a monotonic clock. A phase inside another is named `outer/inner`, except
 inside the phase `step`, which is the whole step. The record of a phase that raised has `"error"`, the exception's name.
+Phases of roles with devices of their own overlap, and the update of such a critic may last into the next step: its
+record has the step that it belongs to.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,34 @@ from hybridflow.observe.jsonl import JsonlWriter, read_jsonl
 
 WHOLE_STEP = "step"
 _STEPS_HELD = 256  # steps whose sums stay in memory; metrics are asked for right after a step
+
+
+class Span:
+    """A phase that has begun.
+
+    Args:
+        record: takes what is written of it.
+    """
+
+    def __init__(self, name: str, step: int | None, depth: int, record: Callable[[dict[str, Any]], None]) -> None:
+        self.name, self.step = name, step
+        self._depth, self._record_of = depth, record
+        self._start, self._ticks = time.time(), time.perf_counter()
+
+    def end(self, at: float | None = None, error: str = "") -> None:
+        """It has ended now, or `at` a Unix time before; `error` is the name of the exception that ended it."""
+        seconds = time.perf_counter() - self._ticks
+        if at is not None:
+            seconds = min(max(at - self._start, 0.0), seconds)
+        record = {
+            "name": self.name,
+            "step": self.step,
+            "start": round(self._start, 6),
+            "end": round(self._start + seconds, 6),
+            "seconds": round(seconds, 6),
+            "depth": self._depth,
+        }
+        self._record_of(record | ({"error": error} if error else {}))
 
 
 class Timeline:
@@ -32,12 +62,9 @@ class Timeline:
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Record what runs inside the `with`. Without `step`, the step of the enclosing phase is taken."""
-        stack: list[tuple[str, int | None]] = vars(self._local).setdefault("stack", [])  # (name, step) of open phases
-        outer, outer_step = stack[-1] if stack else (WHOLE_STEP, None)
-        full = name if outer == WHOLE_STEP else f"{outer}/{name}"
-        at = outer_step if step is None else step
-        stack.append((full, at))
-        start, ticks = time.time(), time.perf_counter()
+        stack = self._stack()
+        span = self.begin(name, step)
+        stack.append((span.name, span.step))
         error = ""
         try:
             yield
@@ -45,16 +72,21 @@ class Timeline:
             error = type(raised).__name__
             raise
         finally:
-            seconds = time.perf_counter() - ticks
             stack.pop()
-            record = {
-                "name": full,
-                "step": at,
-                "start": round(start, 6),
-                "end": round(start + seconds, 6),
-                "seconds": round(seconds, 6),
-            }
-            self._record(record | {"depth": len(stack)} | ({"error": error} if error else {}))
+            span.end(error=error)
+
+    def begin(self, name: str, step: int | None = None) -> Span:
+        """A phase that the caller ends, beside others that begin and end meanwhile. Without `step`, the step of the
+        enclosing phase is taken."""
+        stack = self._stack()
+        outer, outer_step = stack[-1] if stack else (WHOLE_STEP, None)
+        full = name if outer == WHOLE_STEP else f"{outer}/{name}"
+        return Span(full, outer_step if step is None else step, len(stack), self._record)
+
+    def _stack(self) -> list[tuple[str, int | None]]:
+        """(name, step) of the phases that are open in this thread."""
+        found: list[tuple[str, int | None]] = vars(self._local).setdefault("stack", [])
+        return found
 
     def step_seconds(self, step: int) -> dict[str, float]:
         """Seconds of each finished phase of a step, by name; a phase entered several times is summed."""

@@ -103,7 +103,10 @@ class Future:
         self._pending = {ref: rank for rank, ref in refs.items()}
         self._results: dict[int, Any] = {}
         self._default_timeout_s, self._check = default_timeout_s, check
-        self._submitted = time.monotonic()
+        self._submitted = self._looked = time.monotonic()
+        self._deadline: float | None = None  # of `arrived`
+        self._looks: dict[int, int] = {}  # how often each rank was seen stopped
+        self._called, self._ends = len(refs), list[float]()
         self._on_lost = on_lost
         self._lost = False
         self._stored = dict(stored or {})
@@ -119,6 +122,35 @@ class Future:
             return True
         ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         return len(ready) == len(self._pending)
+
+    def arrived(self) -> bool:
+        """Whether `result` has a value or an error by now. Looks for everything that `result` looks for while it waits;
+        the deadline counts from the first look."""
+        if not self._finished:
+            self._deadline = self._deadline or time.monotonic() + self._default_timeout_s
+            try:
+                while self._pending and self._look(0.0):
+                    pass
+                if self._pending and time.monotonic() > self._deadline:
+                    raise self._hung()
+            except HybridFlowError as error:
+                self._fail(error)
+        return self._finished or not self._pending
+
+    @property
+    def open_refs(self) -> list[Any]:
+        """Ray's references to the answers that have not been looked at."""
+        return list(self._pending)
+
+    @property
+    def ended_at(self) -> float | None:
+        """Unix time of the last answer, where `note_end` was called before it; else None."""
+        return max(self._ends) if self._ends and len(self._ends) == self._called else None
+
+    def note_end(self) -> None:
+        """Have the time of the last answer noted while nobody waits for it."""
+        for ref in self._pending:
+            ref.future().add_done_callback(lambda _: self._ends.append(time.time()))
 
     def result(self, timeout: float | None = None) -> Any:
         """The collected value.
@@ -136,33 +168,45 @@ class Future:
                 headers = {rank: value for rank, value in self._results.items() if isinstance(value, Header)}
                 self._value = self._collect({**self._results, **stored_results(self._stored, headers)})
             except HybridFlowError as error:
-                self._error = error
-                if self._lost and self._on_lost is not None:
-                    self._on_lost(error)
+                self._fail(error)
             self._finished = True
             self._results = {}
         if self._error is not None:
             raise self._error
         return self._value
 
+    def _fail(self, error: HybridFlowError) -> None:
+        """The call has ended with an error."""
+        self._error, self._finished = error, True
+        if self._lost and self._on_lost is not None:
+            self._on_lost(error)
+
     @waiting()
     def _wait(self, timeout: float) -> None:
-        import ray
-
-        deadline, stopped = time.monotonic() + timeout, dict[int, int]()
+        deadline = time.monotonic() + timeout
         self._take_at_once(max(0.0, min(timeout, _AT_ONCE_S)))
         while self._pending:
             left = deadline - time.monotonic()
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, min(left, _POLL_S)))
-            failed = self._take(ready)
-            if failed:
-                raise self._first_cause(failed)
-            if not ready and left <= 0:
+            if not self._look(max(0.0, min(left, _POLL_S))) and left <= 0:
                 raise self._hung()
-            if not ready:
-                self._check()
-            if not ready and (rank := self._stopped(stopped)) is not None:
+
+    def _look(self, within_s: float) -> bool:
+        """Take what arrives within so long; whether anything did. Raises the error of a call that has failed, or of a
+        rank that stands still."""
+        import ray
+
+        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=within_s)
+        failed = self._take(ready)
+        if failed:
+            raise self._first_cause(failed)
+        now = time.monotonic()
+        if not ready and (within_s > 0 or now - self._looked >= _POLL_S):
+            self._looked = now
+            self._check()
+            rank = self._stopped(self._looks)
+            if rank is not None:
                 raise self._stands_still(rank)
+        return bool(ready)
 
     def _stopped(self, looks: dict[int, int]) -> int | None:
         """A rank that still owes an answer and has been stopped for some time; `looks` counts how often

@@ -15,6 +15,7 @@ from hybridflow.single_controller.cluster import LOOPBACK
 from hybridflow.single_controller.colocate import address_of
 from hybridflow.single_controller.future import waiting
 from hybridflow.single_controller.host import free_port
+from hybridflow.single_controller.pending import Ended
 
 
 class InProcessGroup:
@@ -45,3 +46,7 @@ class InProcessGroup:
         with waiting():
             result = getattr(self._worker, address)(*call.args, **call.kwargs)
         return plan.collect({0: result})
+
+    def submit(self, method: Callable[..., Any], *args: Any, role: str | None = None, **kwargs: Any) -> Ended:
+        """As `run`, which it does at once: the call that is returned has ended."""
+        return Ended(self.run(method, *args, role=role, **kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hybridflow.rollout.evaluation import GREEDY, SCORING
 from hybridflow.rollout.recorded import READING
 from hybridflow.rollout.requests import concat
 from hybridflow.rollout.service import collect_method
-from hybridflow.single_controller import InProcessGroup, WorkerGroup
+from hybridflow.single_controller import Call, InProcessGroup, Pending, WorkerGroup
 from hybridflow.trainer.advantages import advantages_step
 from hybridflow.trainer.observations import memory_metrics, model_metrics, replay_metrics
 from hybridflow.trainer.protocols import Update
@@ -53,23 +53,30 @@ class ModelGroup:
         self._data_parallel = derived.role_data_parallel_size(config, role)
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a worker method of the role and wait for its result."""
+        return self.submit(method, *args).result()
+
+    def submit(self, method: Callable[..., Any], *args: Any) -> Call:
         """Call a worker method of the role. Paths arrive absolute: ranks have another working directory."""
         resolved = (value.resolve() if isinstance(value, Path) else value for value in args)
-        return self.workers.run(method, *resolved, role=self.role)
+        return self.workers.submit(method, *resolved, role=self.role)
 
-    def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
         """A call whose ranks get shares of equal cost; its result is in the order of `batch`."""
         order = balanced_order(self._costs(batch), self._data_parallel)
         share = batch.select(method_spec(method).reads).reorder(order)
-        found: DataProto = self.run(method, share)
-        return found.reorder(np.argsort(order))
+        return Pending([self.submit(method, share)], lambda found: found[0].reorder(np.argsort(order)))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> list[Update]:
         """Optimizer updates, merged over the data-parallel ranks. With a `seed` the role's epochs, whose mini-batches
         the seed draws from the whole batch: the same on any number of ranks."""
         if seed is None:
-            return [merge(reports) for reports in zip(*self.run(method, batch), strict=True)]
-        return self._epochs(method, batch, seed)
+            return merged([self.run(method, batch)])
+        return merged(call.result() for call in self._epochs(method, batch, seed))
+
+    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
+        """`update`, begun: the ranks have the calls of all epochs."""
+        return Pending(list(self._epochs(method, batch, seed)), merged)
 
     def memory(self) -> Mapping[str, float]:
         """Peaks of the methods, and what lay off the device, since the last call."""
@@ -83,20 +90,16 @@ class ModelGroup:
         """Whether no rank is writing. CheckpointError when the last background save failed."""
         return all(self.run(RoleWorker.is_saved))
 
-    def _epochs(self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0) -> list[Update]:
-        """The updates of the epochs from the `first` on."""
-        epochs, updates = range(first, getattr(self.config, self.role).ppo_epochs), list[Update]()
-        for epoch in epochs:
-            updates += self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
-        return updates
+    def _epochs(self, method: Callable[..., Any], batch: DataProto, seed: int, first: int = 0) -> Iterator[Call]:
+        """The calls of the epochs from the `first` on, each made when it is asked for."""
+        for epoch in range(first, getattr(self.config, self.role).ppo_epochs):
+            yield self._train(method, batch.rows(self._order(batch, (seed, epoch)).reshape(-1)))
 
-    def _train(
-        self, method: Callable[..., Any], batch: DataProto, *args: Any, without: tuple[str, ...] = ()
-    ) -> list[Update]:
+    def _train(self, method: Callable[..., Any], batch: DataProto, *args: Any, without: tuple[str, ...] = ()) -> Call:
         """Updates over a batch whose consecutive pieces are the shares of the ranks; `without` some columns."""
         rows = derived.role_samples_per_mini_batch(self.config, self.role) // self._data_parallel
         share = batch.select([name for name in self._reads(method) if name not in without])
-        return [merge(reports) for reports in zip(*self.run(method, share, rows, *args), strict=True)]
+        return self.submit(method, share, rows, *args)
 
     def _order(self, batch: DataProto, seed: Sequence[int]) -> np.ndarray:
         """[ranks, rows] the rows of an epoch's mini-batches, one mini-batch after another."""
@@ -123,20 +126,66 @@ class FrozenGroup(ModelGroup):
         super().__init__(workers, role, config)
         self._group, self._restarts, self._told = workers, RestartLimit(config.trainer.max_restarts), told
 
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a worker method of the role, again when ranks are lost in it.
+    def submit(self, method: Callable[..., Any], *args: Any) -> Call:
+        """Call a worker method of the role; the call is made again when ranks are lost in it.
 
         Raises:
             HybridFlowError: what the ranks raised; or of their loss, when `trainer.max_restarts` are used up.
         """
+        return _MadeAgain(lambda: super(FrozenGroup, self).submit(method, *args), self._start_again)
+
+    def _start_again(self, error: HybridFlowError) -> None:
+        """Start lost ranks again; raises the error where none is lost, or it was once too often."""
+        if self._group.is_alive() or not self._restarts.take():
+            raise error
+        self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
+        self._group.restart()
+
+
+class _MadeAgain:
+    """A call that is made again after an error.
+
+    Args:
+        submit: makes it. recover: told the error; raises where the call would fail again.
+    """
+
+    def __init__(self, submit: Callable[[], Call], recover: Callable[[HybridFlowError], None]) -> None:
+        self._submit, self._recover = submit, recover
+        self._call = self._made()
+
+    def result(self) -> Any:
+        """The result of the call that succeeded."""
         while True:
             try:
-                return super().run(method, *args)
+                return self._call.result()
             except HybridFlowError as error:
-                if self._group.is_alive() or not self._restarts.take():
-                    raise
-                self._told(f"the ranks of the {self.role.replace('_', ' ')} start again: {str(error).splitlines()[0]}")
-            self._group.restart()
+                self._recover(error)
+            self._call = self._made()
+
+    def arrived(self) -> bool:
+        """Whether the present call has ended; it may have failed."""
+        return self._call.arrived()
+
+    @property
+    def open_refs(self) -> list[Any]:
+        """Those of the present call."""
+        return self._call.open_refs
+
+    @property
+    def ended_at(self) -> float | None:
+        """The end of the present call."""
+        return self._call.ended_at
+
+    def note_end(self) -> None:
+        """Note the end of the present call."""
+        self._call.note_end()
+
+    def _made(self) -> Call:
+        while True:
+            try:
+                return self._submit()
+            except HybridFlowError as error:
+                self._recover(error)
 
 
 class PolicyGroup(ModelGroup):
@@ -146,18 +195,18 @@ class PolicyGroup(ModelGroup):
         super().__init__(workers, "actor", config)
         self._unobserved = False
 
-    def log_probs(self, batch: DataProto) -> DataProto:
+    def begin_log_probs(self, batch: DataProto) -> Pending[DataProto]:
         """old_log_probs and entropys; with router replay the experts of each token."""
         # the last step did not update the policy (critic warm-up, a lost rank): its counts are of another batch
         if self._unobserved:
             self.run(PolicyWorker.take_observations)
         self._unobserved = True
-        return self.compute(log_prob_method(self.config), batch)
+        return self.begin(log_prob_method(self.config), batch)
 
-    def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
+    def begin_later_log_probs(self, batch: DataProto, seed: int) -> Pending[DataProto]:
         """old_log_probs and entropys of the rows that are not in the first mini-batch of `seed`, as the ranks will hold
         these rows."""
-        return self.log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
+        return self.begin_log_probs(batch.rows(self._first_and_later(batch, seed)[1]))
 
     def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
@@ -169,14 +218,15 @@ class PolicyGroup(ModelGroup):
         if later is not None and (offload.gradients or offload.optimizer):
             self.run(RoleWorker.wake, ("gradients", "optimizer"))  # once for both calls; training's end offloads them
         begun = rows if later is not None else self._order(batch, (seed, 0)).reshape(-1)
-        updates = self._train(method, batch.rows(begun), True, without=("old_log_probs",))
+        updates = merged([self._train(method, batch.rows(begun), True, without=("old_log_probs",)).result()])
         found: DataProto = self.run(PolicyWorker.take_update_log_probs, batch.select(["uid"]).rows(rows))
         if later is not None:
-            updates += self._train(method, batch.rows(others).union(later))
+            updates += merged([self._train(method, batch.rows(others).union(later)).result()])
             rows, found = np.concatenate([rows, others]), concat([found, later])
         by_row = np.argsort(rows)
         scored = batch.rows(rows[by_row]).union(found.rows(by_row))
-        updates += self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
+        rest = self._epochs(method, scored if len(scored) == len(batch) else batch, seed, first=1)
+        updates += merged(call.result() for call in rest)
         return self._observed(updates, batch), scored
 
     def _first_and_later(self, batch: DataProto, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -250,6 +300,11 @@ def log_prob_method(config: RunConfig) -> Callable[..., Any]:
     if derived.needs_engine_routes(config):
         return PolicyWorker.compute_log_probs_along_routes
     return PolicyWorker.compute_log_probs
+
+
+def merged(results: Iterable[Sequence[Sequence[dict[str, Any]]]]) -> list[Update]:
+    """The updates of calls that train, in order; of each call, the reports of every rank."""
+    return [merge(reports) for ranks in results for reports in zip(*ranks, strict=True)]
 
 
 def merge(reports: Sequence[dict[str, Any]]) -> Update:

@@ -9,13 +9,19 @@
 Token columns that workers and engines write stay in the object store; the batch holds references, and reading a column
 fetches it. One step consumes `data.train_batch_size` prompts (x `rollout.n` samples) and ends with new weights in every
 engine.
+
+Passes of roles with devices of their own run at the same time (`calls`). The policy's weights are all that the next
+answers need, so that the update of a critic that shares no devices with policy and engines lasts into the generation of
+the next step, and its own step is recorded then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,7 +40,9 @@ from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync,
 from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
+from hybridflow.single_controller import Pending
 from hybridflow.trainer.advantages import Advantages
+from hybridflow.trainer.calls import Asked, Calls
 from hybridflow.trainer.metrics import (
     answer_metrics,
     batch_metrics,
@@ -49,6 +57,33 @@ from hybridflow.trainer.protocols import Policy, Role, Update
 from hybridflow.trainer.session import Session
 from hybridflow.workers.model_role import ModelWorker, teacher_method
 from hybridflow.workers.policy import PolicyWorker
+
+T = TypeVar("T")
+
+
+@dataclass
+class Trained:
+    """A step whose policy was updated, until it is recorded.
+
+    Attributes:
+        scored: the rows of `batch` with old_log_probs: all of them, or where no pass computed these, those of the first
+            mini-batch.
+        updates: of the roles whose update has ended. critic: the critic's, which may still run.
+        metrics: what the next step would overwrite.
+    """
+
+    step: int
+    batch: DataProto
+    scored: DataProto
+    updates: dict[str, Sequence[Update]]
+    critic: Asked[list[Update]] | None = None
+    synced: SyncReport | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def with_found(batch: DataProto, asked: Sequence[Asked[DataProto]]) -> DataProto:
+    """The batch with the columns that these passes found."""
+    return reduce(DataProto.union, (one.value for one in asked), batch)
 
 
 class RLTrainer:
@@ -82,13 +117,15 @@ class RLTrainer:
         )
         self.advantages, self.keep = Advantages(config), keep
         self.made_with, self.dumps = made_with, dumps
-        self.phases = Phases(config, policy, engines, self.others)
+        self.calls = Calls(lambda role: derived.pool_of(config, role), session.timeline)
+        self.phases = Phases(config, policy, engines, self.others, self.calls.is_busy)
         self.groups: Groups | RecordedPairs = (
             RecordedPairs(config, dataset, keep)
             if isinstance(dataset, PreferenceDataset)
             else Groups(config, engines, dataset, keep, scorer)
         )
         self.step = 0
+        self.unrecorded: Trained | None = None
         self.left_out: set[str] = set()
         self.sampling_metrics: dict[str, float] = {}
 
@@ -112,46 +149,38 @@ class RLTrainer:
                     batch = self.sampled() if self.dumps is None else self.keep(self.dumps.batch(self.step))
                     if "greedy_scores" in self.advantages.estimator.reads and "greedy_scores" not in batch:
                         batch = self.with_greedy_scores(batch)
-                    trained = None if trainer.rollout_only else self.trained_on(batch, progress)
-                if trained is None:
+                    self.record(progress)
+                    if trainer.rollout_only:
+                        batch = self.with_model_scores(batch)
+                    else:
+                        self.unrecorded = self.trained_on(batch, progress)
+                if self.unrecorded is None:
                     self.record_rollouts(batch, progress)
                     continue
-                self.record(*trained, progress)
+                if self.unrecorded.critic is None or self.calls.is_over(self.unrecorded.critic):
+                    self.record(progress)
                 self.session.store.check()
-                self.save_if_due(last)
+                self.save_if_due(last, progress)
 
-    def trained_on(
-        self, batch: DataProto, progress: Progress
-    ) -> tuple[DataProto, DataProto, dict[str, Sequence[Update]], SyncReport | None]:
-        """Train on a step's samples and bring the weights to the engines; validate where it is due. Returns what
-        `record` is given."""
+    def trained_on(self, batch: DataProto, progress: Progress) -> Trained:
+        """Train on a step's samples and bring the weights to the engines; validate where it is due."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.phases.training():
-            later = None
-            if self.scores_first:
-                with phase("old_log_prob"):
-                    batch = batch.union(self.policy.log_probs(batch))
-            elif derived.scores_later_rows(self.config):
-                with phase("old_log_prob"):
-                    later = self.policy.later_log_probs(batch, self.update_seed())
-            batch = self.with_comparisons(batch)
-            if self.critic:
-                with phase("values"):
-                    batch = batch.union(self.critic.compute(ModelWorker.compute_values, batch))
+            batch, later = self.prepared(batch)
             with phase("adv"):
                 batch = self.keep(self.advantages.add(batch))
             if self.scores_first:
                 self.check_log_probs(batch)
-            updates, scored = self.update(batch, later)
+            trained = self.update(batch, later)
         validates = self.step == trainer.total_steps or self.session.is_due(trainer.test_every_steps, self.step)
-        synced = None
         if self.config.data.answers == "sampled" or validates:  # nobody asks the engines otherwise
             with phase("update_weights"):
-                synced = self.sync_weights(progress)
+                trained.synced = self.sync_weights(progress)
         if validates:
             with phase("testing"):
                 self.validate(progress)
-        return batch, scored, updates, synced
+        trained.metrics = self.sampling_metrics | self.advantages.metrics | self.groups.metrics
+        return trained
 
     # ---- parts of a step
 
@@ -179,29 +208,53 @@ class RLTrainer:
         return batch.with_columns(greedy_scores=scores[group])
 
     def with_scores(self, batch: DataProto) -> DataProto:
-        """Leaves out rows whose scores do not count, and adds rm_scores [B] where there is a reward model."""
+        """Leaves out rows whose scores do not count."""
         batch = without_failed(batch, self.config.reward.on_failure)
-        if self.config.algorithm.overlong_filter:
-            batch = without_overlong(batch)
-        if self.reward_model:
-            batch = batch.union(self.reward_model.compute(ModelWorker.compute_scores, batch))
-        return batch
+        return without_overlong(batch) if self.config.algorithm.overlong_filter else batch
 
-    def with_comparisons(self, batch: DataProto) -> DataProto:
-        """Adds ref_log_probs where a KL term needs them, what a teacher says, and sum_pi_squared where the estimator
-        reads it."""
-        phase = self.session.timeline.phase
-        if derived.needs_sum_pi_squared(self.config):
-            with phase("sum_pi_squared"):
-                batch = batch.union(self.policy.compute(PolicyWorker.compute_sum_pi_squared, batch))
-        if derived.needs_reference(self.config):
-            with phase("ref"):
-                holder, worker = (self.reference, ModelWorker) if self.reference else (self.policy, PolicyWorker)
-                batch = batch.union(holder.compute(worker.compute_ref_log_probs, batch))
-        if self.teacher:
-            with phase("teacher"):
-                batch = batch.union(self.teacher.compute(teacher_method(self.config.actor.distillation), batch))
-        return batch
+    def with_model_scores(self, batch: DataProto) -> DataProto:
+        """Adds rm_scores [B] where there is a reward model."""
+        asked = self._model_scores(batch)
+        self.calls.finish(*asked)
+        return with_found(batch, asked)
+
+    def prepared(self, batch: DataProto) -> tuple[DataProto, DataProto | None]:
+        """Adds what is computed of samples before advantages: old_log_probs, ref_log_probs where a KL term needs them,
+        rm_scores, what a teacher says, values, and sum_pi_squared where the estimator reads it. Where a pass computes
+        old log-probs of some rows, for the updates after the first, these are returned apart."""
+        config, policy, later = self.config, self.policy, None
+        asked = self._model_scores(batch)
+        if self.scores_first:
+            first = self._ask("actor", "old_log_prob", lambda: policy.begin_log_probs(batch))
+            asked.append(first)
+            if derived.needs_sum_pi_squared(config):
+                squared, whole = PolicyWorker.compute_sum_pi_squared, lambda: batch.union(first.value)
+                asked.append(self._ask("actor", "sum_pi_squared", lambda: policy.begin(squared, whole())))
+        elif derived.scores_later_rows(config):
+            seed = self.update_seed()
+            later = self._ask("actor", "old_log_prob", lambda: policy.begin_later_log_probs(batch, seed))
+        if derived.needs_reference(config):
+            holder, worker = (self.reference, ModelWorker) if self.reference else (policy, PolicyWorker)
+            reference = worker.compute_ref_log_probs
+            asked.append(self._ask("reference", "ref", lambda: holder.begin(reference, batch)))
+        if teacher := self.teacher:
+            method = teacher_method(config.actor.distillation)
+            asked.append(self._ask("teacher", "teacher", lambda: teacher.begin(method, batch)))
+        if critic := self.critic:
+            asked.append(self._ask("critic", "values", lambda: critic.begin(ModelWorker.compute_values, batch)))
+        self.calls.finish(*asked, *([later] if later else []))
+        return with_found(batch, asked), later.value if later else None
+
+    def _model_scores(self, batch: DataProto) -> list[Asked[DataProto]]:
+        """The pass of the reward model; none where the samples of a dump have its scores, or pairs need none."""
+        model = self.reward_model
+        if model is None or self.dumps is not None or isinstance(self.groups, RecordedPairs):
+            return []
+        begin = model.begin
+        return [self._ask("reward_model", "reward_model", lambda: begin(ModelWorker.compute_scores, batch))]
+
+    def _ask(self, role: str, phase: str, begin: Callable[[], Pending[T]]) -> Asked[T]:
+        return self.calls.ask(role, phase, self.step, begin)
 
     @property
     def scores_first(self) -> bool:
@@ -209,24 +262,24 @@ class RLTrainer:
         those of its rows."""
         return derived.scores_before_update(self.config) or self.step <= self.config.trainer.critic_warmup
 
-    def update(self, batch: DataProto, later: DataProto | None) -> tuple[dict[str, Sequence[Update]], DataProto]:
-        """The step's updates of critic and policy; `later` holds what a pass over some rows has computed. Returns them,
-        and the rows of `batch` with old_log_probs: all of them, or where no pass computed these, those of the first
-        mini-batch."""
-        updates: dict[str, Sequence[Update]] = {}
-        seed, phase = self.update_seed(), self.session.timeline.phase
-        if self.critic:
-            with phase("update_critic"):
-                updates["critic"] = self.critic.update(ModelWorker.update_critic, batch, seed)
-        if self.scores_first:
-            if self.step > self.config.trainer.critic_warmup:
-                with phase("update_actor"):
-                    updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
-            return updates, batch
-        with phase("update_actor"):
-            updates["actor"], scored = self.policy.update_and_score(batch, seed, later)
-        self.check_log_probs(scored)  # an error here still comes before engines or a checkpoint get the update
-        return updates, scored
+    def update(self, batch: DataProto, later: DataProto | None) -> Trained:
+        """The step's updates of critic and policy; `later` holds what a pass over some rows has computed. On devices of
+        its own the critic is updated beside the policy, and goes on when this returns."""
+        seed, phase, asked = self.update_seed(), self.session.timeline.phase, None
+        if critic := self.critic:
+            method = ModelWorker.update_critic
+            asked = self._ask("critic", "update_critic", lambda: critic.begin_update(method, batch, seed))
+        self.calls.finish_pool("actor")
+        trained = Trained(self.step, batch, batch, {}, asked)
+        if not self.scores_first:
+            with phase("update_actor"):
+                trained.updates["actor"], trained.scored = self.policy.update_and_score(batch, seed, later)
+            self.check_log_probs(trained.scored)  # an error here still comes before anybody gets the update
+        elif self.step > self.config.trainer.critic_warmup:
+            with phase("update_actor"):
+                trained.updates["actor"] = self.policy.update(PolicyWorker.update_policy, batch, seed)
+        self.calls.finish_pool("rollout")  # engines on the critic's devices wait for it
+        return trained
 
     def update_seed(self) -> int:
         """Seed of the step's mini-batches, the same in a resumed run."""
@@ -283,27 +336,27 @@ class RLTrainer:
             whose = f" of {name}" if name else ""
             progress.message(f"held-out {what}{whose} after step {self.step}: {score:.3f}")
 
-    def record(
-        self,
-        batch: DataProto,
-        scored: DataProto,
-        updates: Mapping[str, Sequence[Update]],
-        synced: SyncReport | None,
-        progress: Progress,
-    ) -> None:
-        """Write metrics, progress and rollout dump of a finished step; `scored` are the rows that `update` returned.
+    def record(self, progress: Progress) -> None:
+        """Write metrics, progress and rollout dump of the step that was trained last, if they are not written yet;
+        waits for its critic.
 
         Raises:
             HybridFlowError: a gradient was not finite, and the configuration stops the run on that.
         """
-        seconds = self.session.timeline.metrics(self.step)
+        if self.unrecorded is None:
+            return
+        trained, updates = self.unrecorded, self.unrecorded.updates
+        if trained.critic:
+            self.calls.finish(trained.critic)
+            updates["critic"] = trained.critic.value
+        self.unrecorded, batch, scored, synced = None, trained.batch, trained.scored, trained.synced
+        seconds = self.session.timeline.metrics(trained.step)
         metrics = (
             batch_metrics(batch, scored)
             | update_metrics(updates.get("actor", ()))
             | critic_metrics(updates.get("critic", ()))
         )
-        metrics = over_roles([metrics, *(role.memory() for role in self.others.values())])
-        metrics |= self.sampling_metrics | self.advantages.metrics | self.groups.metrics
+        metrics = over_roles([metrics, *(role.memory() for role in self.others.values())]) | trained.metrics
         if self.advantages.estimator.preferences:
             metrics |= preference_metrics(batch)
         metrics |= (synced.metrics() if synced else {}) | extra_metrics(batch) | seconds
@@ -314,17 +367,17 @@ class RLTrainer:
         if "actor/first_ppo_kl" in metrics:
             self.session.note_max("first_ppo_kl_max", abs(metrics["actor/first_ppo_kl"]))
             metrics["actor/first_ppo_kl_max"] = self.session.totals["first_ppo_kl_max"]
-        self.session.tracker.log(self.step, metrics)
+        self.session.tracker.log(trained.step, metrics)
         shown = {"reward": metrics["critic/score/mean"]}
         optional = {"ppo_kl": "actor/ppo_kl", "ref_kl": "actor/ref_kl", "preferred": "preference/accuracy"}
         shown |= {name: metrics[key] for name, key in optional.items() if key in metrics}
         shown["length"] = metrics["response_length/mean"]
         if "score_after" in self.session.totals:
             shown["held-out"] = self.session.totals["score_after"]
-        progress.update(self.step, shown, seconds)
-        self._dump(batch, scored if len(scored) == len(batch) else batch, progress)
+        progress.update(trained.step, shown, seconds)
+        self._dump(trained.step, batch, scored if len(scored) == len(batch) else batch, progress)
         if self.config.actor.on_nonfinite == "stop":
-            self._stop_if_skipped(updates)
+            self._stop_if_skipped(trained.step, updates)
 
     def record_rollouts(self, batch: DataProto, progress: Progress) -> None:
         """Write metrics, progress and dump of a step without training."""
@@ -333,33 +386,34 @@ class RLTrainer:
         self.session.tracker.log(self.step, metrics)
         shown = {"reward": metrics["critic/score/mean"], "length": metrics["response_length/mean"]}
         progress.update(self.step, shown, seconds)
-        self._dump(batch, batch, progress)
+        self._dump(self.step, batch, batch, progress)
         self.session.stop_if_asked()
 
-    def _dump(self, batch: DataProto, scored: DataProto, progress: Progress) -> None:
+    def _dump(self, step: int, batch: DataProto, scored: DataProto, progress: Progress) -> None:
         """Say which rows have no score, and write the dump where one is due."""
         for line in failures(batch):
-            progress.message(f"step {self.step}: {line}")
-        dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, self.step)
+            progress.message(f"step {step}: {line}")
+        dumped = self.session.is_due(self.config.trainer.dump_rollouts_every_steps, step)
         if dumped and "response_text" in batch:
             folder, tokenizer = self.session.folder / "rollouts", self.scorer.tokenizer
-            dump_batch(folder, self.step, scored, tokenizer, self.made_with)
+            dump_batch(folder, step, scored, tokenizer, self.made_with)
 
-    def _stop_if_skipped(self, updates: Mapping[str, Sequence[Update]]) -> None:
+    def _stop_if_skipped(self, step: int, updates: Mapping[str, Sequence[Update]]) -> None:
         for role, done in updates.items():
             if not all(update.applied for update in done):
                 raise HybridFlowError(
-                    f"step {self.step}: a gradient of the {role} is not finite (norms "
+                    f"step {step}: a gradient of the {role} is not finite (norms "
                     f"{[update.grad_norm for update in done]}); that update was not applied. Lower {role}.optim.lr and "
                     "run the same command again to resume from the last checkpoint."
                 )
 
     # ---- checkpoints
 
-    def save_if_due(self, last_step: int) -> None:
+    def save_if_due(self, last_step: int, progress: Progress) -> None:
         """Checkpoint where one is due, after the last step, and where the run was asked to stop, which it then does."""
         last, every = self.step == last_step, self.config.trainer.save_every_steps
         if self.session.is_due(every, self.step) or last or self.session.stop_asked:
+            self.record(progress)  # the critic's update ends first
             with self.session.timeline.phase("save_checkpoint", self.step):
                 self.save()
             if not last:
@@ -397,6 +451,8 @@ class RLTrainer:
         Raises:
             CheckpointError: the run had a warm start, and no checkpoint holds its weights.
         """
+        self.calls.forget()
+        self.unrecorded = None
         self.session.store.settle()
         checkpoint = self.session.store.latest()
         if checkpoint is not None and checkpoint.phase != "rl":

@@ -7,7 +7,7 @@ does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -28,14 +28,16 @@ class Phases:
         policy: Role,
         engines: RolloutService,
         others: Mapping[str, Role] | None = None,
+        is_busy: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Args:
         others: the roles besides the policy, by their section of the configuration.
+        is_busy: whether the devices of one of them are at work.
         """
-        self.policy, self.engines = policy, engines
-        self._offloaded = [
-            role for name, role in (others or {}).items() if any(asdict(getattr(config, name).offload).values())
-        ]
+        self.policy, self.engines, self._is_busy = policy, engines, is_busy
+        self._offloaded = {
+            name: role for name, role in (others or {}).items() if any(asdict(getattr(config, name).offload).values())
+        }
         offload = config.actor.offload
         self._policy_sleeps = offload.weights or offload.gradients or offload.optimizer
         self._engines_sleep = config.rollout.sleep_while_training
@@ -57,10 +59,11 @@ class Phases:
         """Leave the policy's weights alone on the device.
 
         The other roles are off it by then: their methods bring in what they need and take it off again. A role that is
-        not has just been started, or started again.
+        not has just been started, or started again. One whose devices are at work has others than the policy.
         """
-        for role in self._offloaded:
-            role.run(RoleWorker.sleep, PARTS)
+        for name, role in self._offloaded.items():
+            if not self._is_busy(name):
+                role.run(RoleWorker.sleep, PARTS)
         if self._policy_sleeps:
             self.policy.run(RoleWorker.sleep, ("gradients", "optimizer", "reference"))
 

@@ -128,4 +128,4 @@ def pair_accuracy(model: Role, dataset: PreferenceDataset) -> dict[str, float]:
 
 def _scores(model: Role, batch: DataProto, name: str) -> np.ndarray:
     rows = DataProto.from_columns({"prompt_ids": batch.jagged("prompt_ids"), "response_ids": batch.jagged(name)})
-    return np.asarray(model.compute(ModelWorker.compute_scores, rows)["rm_scores"])
+    return np.asarray(model.begin(ModelWorker.compute_scores, rows).result()["rm_scores"])

@@ -63,6 +63,14 @@ class Worker:
         self.calls.append(number)
         return self.calls
 
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self, folder: str, name: str, other: str) -> str:
+        """Return when ranks of another group have come to the same folder."""
+        (Path(folder) / name).touch()
+        while not (Path(folder) / other).exists():
+            time.sleep(0.01)
+        return "met"
+
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     async def async_nap(self, seconds: float) -> str:
         await asyncio.sleep(seconds)

@@ -24,14 +24,18 @@ from hybridflow.config.schema import (
     RewardModelConfig,
     RunConfig,
 )
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.observe.progress import Progress
+from hybridflow.observe.timeline import read_timeline
+from hybridflow.single_controller import Pending
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.model_scores import agreement
 from hybridflow.trainer.protocols import Update
+from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.workers.model_role import ModelWorker
 from hybridflow_kernels.scans import gae
-from tests.unit.trainer.worlds import World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import Immediate, World, config_of, records, trainer_of
 
 NAMES = (
     "vf_loss",
@@ -46,13 +50,8 @@ NAMES = (
 )
 
 
-class FakeRole:
-    """Calls methods of its own by the names of the worker's; no offload is configured, so that `sleep` is none."""
-
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return getattr(self, method.__name__)(*args)
-
-    compute = run
+class FakeRole(Immediate):
+    """No offload is configured, so that `sleep` is none."""
 
     def memory(self) -> dict[str, float]:
         return {"perf/max_memory_allocated_gb": 3.0, f"perf/offloaded_gb/{type(self).__name__}": 0.5}
@@ -168,6 +167,101 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
         record["perf/offloaded_gb/Critic"] == record["perf/offloaded_gb/Model"] == 0.5
         and record["perf/max_memory_allocated_gb"] == 3
     )
+
+
+class SlowCritic(Critic):
+    """Its ranks end an update when it is waited for."""
+
+    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
+        updates = list(self.update(method, batch, seed))
+        return Pending([Working(lambda: self.world.calls.append("critic ends"))], lambda _: updates)
+
+
+class Working:
+    """A call whose ranks work until somebody waits."""
+
+    open_refs: Sequence[Any] = ()
+    ended_at = None
+
+    def __init__(self, end: Callable[[], Any]) -> None:
+        self.end = end
+
+    def arrived(self) -> bool:
+        return False
+
+    def note_end(self) -> None:
+        """Nobody can."""
+
+    def result(self) -> None:
+        self.end()
+
+
+def with_critic_at(trainer: RLTrainer, placement: Any, pool: str | None = None) -> RLTrainer:
+    critic = replace(trainer.config.critic, placement=placement, pool=pool)
+    arguments = (trainer.policy, trainer.engines, trainer.weights, trainer.dataset, trainer.scorer, trainer.validator)
+    return RLTrainer(replace(trainer.config, critic=critic), trainer.session, *arguments, trainer.others)
+
+
+@pytest.mark.parametrize(("placement", "pool"), [("own", None), ("own", "rollout"), ("colocated", None)])
+def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_generation(
+    tmp_path: Path, placement: Any, pool: str | None
+) -> None:
+    """It ends before the critic is asked again, and before a checkpoint. One that shares devices with policy or engines
+    ends before these go on."""
+    world = PpoWorld()
+    critic = SlowCritic(world)
+    trainer = ppo_of(tmp_path, world, critic, total_steps=4, save_every_steps=3)
+    trainer = with_critic_at(trainer, placement, pool)
+    trainer.start_from_present_weights()
+    trainer.fit()
+    calls = world.calls[world.calls.index("sync 0") :]
+    # the reward model's pass comes first on the policy's devices
+    passes = ["values", "log_probs"] if placement == "own" else ["log_probs", "values"]
+    begun = ["generate", *passes, "update_critic"]
+    if placement == "own" and pool is None:
+        ahead = ["generate", "critic ends", *begun[1:], "update"]
+        steps = [*begun, "update", "sync 1", *ahead, "sync 2", *ahead, "sync 3", "critic ends", "save", "save critic"]
+        steps += [*begun, "update", "sync 4", "answer", "critic ends", "save", "save critic"]
+    else:
+        one = [*begun, *(("update", "critic ends") if pool else ("critic ends", "update"))]
+        steps = [*one, "sync 1", *one, "sync 2", *one, "sync 3", "save", "save critic"]
+        steps += [*one, "sync 4", "answer", "save", "save critic"]
+    assert calls == ["sync 0", "answer", *steps]
+    found = records(trainer, "train")
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    assert all(record["critic/vf_loss"] == 0.25 and record["timing_s/update_critic"] >= 0 for record in found)
+    timeline = read_timeline(trainer.session.folder / "timeline.jsonl")
+    assert [one["step"] for one in timeline if one["name"] == "update_critic"] == [1, 2, 3, 4]
+
+
+def test_a_critic_lost_beside_a_generation_takes_its_own_step_back(tmp_path: Path) -> None:
+    world, alive = PpoWorld(), [True]
+
+    class Lost(SlowCritic):
+        def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
+            pending = super().begin_update(method, batch, seed)
+
+            def die() -> None:
+                alive[0] = False
+                raise WorkerError("the worker process died", role="critic", rank=0, node="here", method="update")
+
+            return Pending([Working(die)], lambda _: []) if self.world.calls.count("update_critic") == 2 else pending
+
+        def is_alive(self) -> bool:
+            return alive[0]
+
+        def restart(self) -> None:
+            alive[0] = True
+            self.world.calls.append("restart")
+
+    critic = Lost(world)
+    trainer = with_critic_at(ppo_of(tmp_path, world, critic, total_steps=3), "own")
+    trainer.start_from_present_weights()
+    groups: Any = {"critic": critic}
+    fit_with_restarts(trainer, groups, 1, Progress(0, "", enabled=False))
+    at = world.calls.index("restart")
+    assert world.calls[:at].count("generate") == 3  # the third step's answers were there already
+    assert [record["step"] for record in records(trainer, "train")] == [1, 2, 3]
 
 
 def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ReferenceConfig, RunConfig, SftConfig, TrainerConfig
 from hybridflow.errors import CheckpointError, HybridFlowError, SchemaError, WorkerError
 from hybridflow.observe.progress import Progress
+from hybridflow.single_controller.pending import Ended, Pending
 from hybridflow.trainer.groups import FrozenGroup
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.workers.model_role import ModelWorker
 from tests.models import TINY
-from tests.unit.trainer.worlds import World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import Immediate, World, config_of, records, trainer_of
 
 
 def lost(role: str) -> WorkerError:
@@ -100,7 +101,7 @@ def test_without_a_checkpoint_of_the_warm_start_a_loss_ends_the_run(tmp_path: Pa
     assert "freeze_reference" not in world.calls
 
 
-class OwnCritic:
+class OwnCritic(Immediate):
     """A critic in processes of its own, lost in the second step's update."""
 
     def __init__(self, world: World) -> None:
@@ -109,9 +110,10 @@ class OwnCritic:
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         self.world.calls.append(f"critic {method.__name__}")
 
-    def compute(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
         response = batch.jagged("response_ids")
-        return DataProto.from_columns({"values": Jagged(np.zeros(len(response.values), np.float32), response.offsets)})
+        values = Jagged(np.zeros(len(response.values), np.float32), response.offsets)
+        return Pending.ended(DataProto.from_columns({"values": values}))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1
@@ -159,14 +161,14 @@ class Workers(Ranks):
         super().__init__()
         self.lost_in, self.calls = list(lost_in), 0
 
-    def run(self, method: Callable[..., Any], *args: Any, role: str) -> Any:
+    def submit(self, method: Callable[..., Any], *args: Any, role: str) -> Ended:
         self.calls += 1
         if self.calls in self.lost_in:
             self.alive = False
             raise lost(role)
         if method is ModelWorker.fill:
             raise SchemaError("an error of ranks that live")
-        return args[0].select(["prompt_ids"])  # a role is sent what its method reads
+        return Ended(args[0].select(["prompt_ids"]))  # a role is sent what its method reads
 
 
 def frozen(workers: Any, told: list[str], allowed: int = 1) -> FrozenGroup:
@@ -187,7 +189,7 @@ def rows() -> DataProto:
 def test_a_role_that_only_computes_starts_again_within_the_step() -> None:
     workers, told, filled = Workers([1]), list[str](), list[int]()
     workers.hooks.append(lambda: filled.append(workers.calls))
-    found = frozen(workers, told).compute(ModelWorker.compute_ref_log_probs, rows())
+    found = frozen(workers, told).begin(ModelWorker.compute_ref_log_probs, rows()).result()
     assert found.jagged("prompt_ids").lengths.tolist() == [1, 2, 3, 1, 2, 3]
     assert (workers.calls, workers.restarts, filled) == (2, 1, [1])
     assert told[0].startswith("the ranks of the reference start again: the worker process died")
@@ -197,7 +199,7 @@ def test_its_restarts_are_limited_and_an_error_of_living_ranks_is_none() -> None
     for allowed in (0, 2):
         workers = Workers([1, 2, 3])
         with pytest.raises(WorkerError, match="died"):
-            frozen(workers, [], allowed).compute(ModelWorker.compute_ref_log_probs, rows())
+            frozen(workers, [], allowed).begin(ModelWorker.compute_ref_log_probs, rows()).result()
         assert workers.restarts == allowed
     workers = Workers([])
     with pytest.raises(HybridFlowError, match="ranks that live"):

@@ -14,6 +14,7 @@ from hybridflow.config.schema import ActorConfig, AlgorithmConfig, DataConfig, M
 from hybridflow.dispatch import Mesh, MeshPosition, method_spec, plan_call
 from hybridflow.observe.rollouts import dump_path, read_rollouts
 from hybridflow.rollout.evaluation import dump_batch
+from hybridflow.single_controller.pending import Ended
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.groups import PolicyGroup
 from hybridflow.trainer.metrics import batch_metrics
@@ -108,16 +109,17 @@ class Ranks:
         self.mesh = Mesh(tuple(MeshPosition(rank, ranks, True) for rank in range(ranks)))
         self.updates: list[set[int]] = []
 
-    def run(self, method: Any, *arguments: Any, role: str) -> Any:
+    def submit(self, method: Any, *arguments: Any, role: str) -> Ended:
         assert role == "actor"
         if method.__name__ != "update_policy":
-            return [{"memory": {}, "reserved": 0, "offloaded": 0, "routes": {}, "trainable": 1, "copied": 0}]
+            return Ended([{"memory": {}, "reserved": 0, "offloaded": 0, "routes": {}, "trainable": 1, "copied": 0}])
         plan = plan_call(method_spec(method), len(self.mesh.positions), self.mesh, arguments, {})
         calls = [plan.calls[rank].args for rank in sorted(plan.calls)]
         shares = [[part.jagged("response_ids").values.tolist() for part in batch.split(n)] for batch, n in calls]
         for parts in zip(*shares, strict=True):
             self.updates.append({token for part in parts for token in part})
-        return [[{"sums": {}, "info": {"grad_norm": 1.0, "lr": 1.0, "applied": 1.0}}] * len(s) for s in shares]
+        report = {"sums": {}, "info": {"grad_norm": 1.0, "lr": 1.0, "applied": 1.0}}
+        return Ended([[report] * len(share) for share in shares])
 
 
 def test_every_layout_trains_on_the_same_sequence_of_mini_batches() -> None:

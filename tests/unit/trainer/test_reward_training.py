@@ -13,6 +13,7 @@ from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.schema import ActorConfig, OptimConfig, RewardTrainingConfig, RunConfig, TrainerConfig
 from hybridflow.errors import HybridFlowError
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.single_controller import Pending
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
@@ -46,7 +47,8 @@ class Model:
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         return getattr(self, method.__name__)(*args)
 
-    compute = run
+    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
+        return Pending.ended(self.run(method, batch))
 
     def update(self, method: Callable[..., Any], batch: DataProto) -> list[Update]:
         assert method is ModelWorker.pair_step

@@ -11,6 +11,7 @@ import pytest
 from hybridflow.batch import DataProto, Jagged
 from hybridflow.config.load import load_config
 from hybridflow.dispatch import Mesh, MeshPosition, method_spec, plan_call
+from hybridflow.single_controller.pending import Ended
 from hybridflow.trainer.groups import PolicyGroup
 from hybridflow.workers.policy import PolicyWorker
 
@@ -27,11 +28,10 @@ class Ranks:
         self.mesh = Mesh(tuple(MeshPosition(rank, size, True) for rank in range(size)))
         self.noted: dict[int, DataProto] = {}
 
-    def run(self, method: Callable[..., Any], *args: Any, role: str | None = None) -> Any:
+    def submit(self, method: Callable[..., Any], *args: Any, role: str | None = None) -> Ended:
         plan = plan_call(method_spec(method), len(self.mesh.positions), self.mesh, args, {})
-        return plan.collect({
-            rank: getattr(self, method.__name__)(rank, *call.args) for rank, call in plan.calls.items()
-        })  # fmt: skip
+        found = {rank: getattr(self, method.__name__)(rank, *call.args) for rank, call in plan.calls.items()}
+        return Ended(plan.collect(found))
 
     def update_policy(self, rank: int, batch: DataProto, rows: int, notes: bool = False) -> list[Any]:
         minis = batch.split(rows)
@@ -103,7 +103,7 @@ def test_later_updates_compare_with_a_pass_over_their_rows_and_later_epochs_with
     words = [f"actor.ppo_mini_batch_size={mini_batch}", f"actor.ppo_epochs={epochs}"]
     workers, whole, batch = Ranks(ranks, compares=True), Ranks(ranks), rows_of_a_step()
     policy = group_of(workers, ranks, *words)
-    later = policy.later_log_probs(batch, SEED) if mini_batch < 4 else None
+    later = policy.begin_later_log_probs(batch, SEED).result() if mini_batch < 4 else None
     updates, scored = policy.update_and_score(batch, SEED, later)
     assert len(updates) == 4 // mini_batch * epochs and workers.scored == ROWS - 4 * mini_batch
     assert scored.jagged("prompt_ids").equals(batch.jagged("prompt_ids"))

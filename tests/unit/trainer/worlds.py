@@ -20,6 +20,7 @@ from hybridflow.config.schema import (
 from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import SyncReport
+from hybridflow.single_controller import Pending
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
@@ -28,7 +29,23 @@ from hybridflow.workers.policy import PolicyWorker
 ROWS, PROMPTS, N = 10, 4, 2
 
 
-class World:
+class Immediate:
+    """Calls methods of its own by the names of the worker's; every call has ended when it has begun."""
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        return getattr(self, method.__name__)(*args)
+
+    def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
+        return Pending.ended(self.run(method, batch))
+
+    def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
+        raise AssertionError("it is not trained")
+
+    def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
+        return Pending.ended(list(self.update(method, batch, seed)))
+
+
+class World(Immediate):
     """Policy, engines and sync in one: notes every call, and checks that engines answer with the weights they were
     given."""
 
@@ -42,12 +59,7 @@ class World:
         self.stale: dict[str, str] = {}
         self.answers: list[tuple[DataProto, int]] = []
 
-    # the policy: its methods by the names of the worker's
-    def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        return getattr(self, method.__name__)(*args)
-
-    compute = run
-
+    # the policy
     def memory(self) -> Mapping[str, float]:
         return {}
 
@@ -56,6 +68,9 @@ class World:
 
     def freeze_reference(self) -> None:
         self.calls.append("freeze_reference")
+
+    def begin_log_probs(self, batch: DataProto) -> Pending[DataProto]:
+        return Pending.ended(self.log_probs(batch))
 
     def log_probs(self, batch: DataProto) -> DataProto:
         self.calls.append("log_probs")
@@ -76,8 +91,8 @@ class World:
             Update({"loss": 0.5, "actor/ppo_kl": i * 0.1}, 1.0, 1e-3, applied) for i, applied in enumerate(self.applied)
         ]
 
-    def later_log_probs(self, batch: DataProto, seed: int) -> DataProto:
-        return self.log_probs(batch.rows(np.arange(len(batch)) >= self.first_rows))
+    def begin_later_log_probs(self, batch: DataProto, seed: int) -> Pending[DataProto]:
+        return self.begin_log_probs(batch.rows(np.arange(len(batch)) >= self.first_rows))
 
     def update_and_score(
         self, batch: DataProto, seed: int, later: DataProto | None = None
