@@ -274,7 +274,7 @@ def test_a_job_that_fails_at_the_same_step_is_given_up(jobs: Jobs) -> None:
     assert jobs.end(job) == "FAILED"
     assert [attempt["next"] for attempt in jobs.attempts(job)] == ["requeue", "requeue", "give up"]
     assert "given up: 3 starts in a row ended at sft_step_1" in jobs.last_line(job)
-    assert "the loss is not finite" in jobs.last_line(job)
+    assert "is not finite: rank 0 micro-batch 0" in jobs.last_line(job)
 
 
 def test_an_allocation_that_has_expired_ends_with_one_message(jobs: Jobs, tmp_path: Path) -> None:
