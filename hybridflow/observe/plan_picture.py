@@ -23,7 +23,8 @@ def pictures(phases: Sequence[Phase], device_bytes: float, measured: Mapping[str
     """Memory bars and the schedule of a step.
 
     Args:
-        phases: those of `Plan.figures()`: name, seconds, and the bytes of each part on the busiest device.
+        phases: those of `Plan.figures()`: name, begin, seconds, and the bytes of each part on the busiest device; a run
+            that measured them adds measured_begin. Without begins they come one after another.
         device_bytes: of a device.
         measured: seconds of the phases that a run measured.
     """
@@ -64,27 +65,35 @@ def _memory(phases: Sequence[Phase], device_bytes: float) -> Drawn:
 
 
 def _schedule(phases: Sequence[Phase], measured: Mapping[str, float]) -> Drawn:
-    ends = (sum(phase["seconds"] for phase in phases), sum(measured.get(phase["name"], 0.0) for phase in phases))
+    planned = _spans(phases, "begin", {phase["name"]: phase["seconds"] for phase in phases})
+    taken = _spans(phases, "measured_begin", measured)
     texts = [
         " | ".join(_seconds(value) for value in (phase["seconds"], measured.get(phase["name"])) if value is not None)
         for phase in phases
     ]
+    ends = [end for _, end in (*planned.values(), *taken.values())]
     x = _axis(ends, max(map(len, texts), default=0))
-    body = [_frame([phase["name"] for phase in phases], x)]
-    planned = taken = 0.0
+    body, parts = [_frame([phase["name"] for phase in phases], x)], 2 if measured else 1
     for row, phase in enumerate(phases):
-        seconds, real = phase["seconds"], measured.get(phase["name"])
-        parts = 1 if not measured else 2
-        body.append(_bar(x, row, planned, planned + seconds, "var(--c0)", 0, parts))
-        end = planned + seconds
-        if real is not None:
-            body.append(_bar(x, row, taken, taken + real, "var(--c1)", 1, parts))
-            end = max(end, taken + real)
-            taken += real
-        planned += seconds
-        body.append(_value(x(end), row, texts[row]))
+        spans = [found[phase["name"]] for found in (planned, taken) if phase["name"] in found]
+        body += [_bar(x, row, *span, f"var(--c{part})", part, parts) for part, span in enumerate(spans)]
+        body.append(_value(x(max(end for _, end in spans)), row, texts[row]))
     legend = [("planned", "var(--c0)", False), ("measured", "var(--c1)", False)] if measured else []
-    return _drawn("Schedule of a step", "phases one after another, seconds", body, len(phases), legend)
+    about = "seconds from the begin of a generation; what lasts beyond a step runs beside the next"
+    return _drawn("Schedule of a step", about, body, len(phases), legend)
+
+
+def _spans(phases: Sequence[Phase], begin: str, seconds: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """(begin, end) of the phases with these seconds, by name."""
+    found: dict[str, tuple[float, float]] = {}
+    end = 0.0
+    for phase in phases:
+        if phase["name"] in seconds:
+            start = phase.get(begin)
+            start = end if start is None else start
+            end = start + seconds[phase["name"]]
+            found[phase["name"]] = (start, end)
+    return found
 
 
 def _seconds(value: float) -> str:

@@ -99,7 +99,7 @@ def rl_plan(point: RlPoint) -> Plan:
         roles=(actor, reference) if point.with_reference else (actor,),
         engine=engine,
         engines=devices // point.engine_tensor,
-        shares=True,
+        engine_pool="actor",
         sleeps=True,
         prompts=point.prompts,
         samples=point.prompts * point.n,

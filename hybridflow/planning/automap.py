@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-Seconds = tuple[float, ...]  # of each stage of a step
+from hybridflow.planning.schedule import Seconds, step_seconds
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Option:
 
     Attributes:
         held: bytes of a device that stay taken all the time. working: bytes more while the model computes.
-        seconds: of each stage of a step; 0 where the model has nothing to do.
+        seconds: of each stage of a step, as in `schedule`; 0 where the model has nothing to do.
         layout: what the caller knows it by.
     """
 
@@ -54,7 +54,7 @@ class Problem:
     Attributes:
         sizes: numbers of devices that a pool may have, in order.
         memory: bytes of a device.
-        overlaps: whether the first stage (generation) runs while the others do, where no device is in both.
+        overlaps: whether generation runs beside training, where no device is in both.
     """
 
     models: tuple[str, ...]
@@ -77,16 +77,6 @@ def partitions(models: Sequence[str]) -> Iterator[list[list[str]]]:
         yield [[first], *smaller]
 
 
-def step_seconds(pools: Sequence[Seconds], overlaps: bool) -> float:
-    """A step: pools work at the same time within a stage, models of a pool one after another. With `overlaps` the first
-    stage runs beside the others, as far as no pool has work in both."""
-    stages = [max(column) for column in zip(*pools, strict=True)]
-    if not overlaps:
-        return sum(stages)
-    apart = max(stages[0], sum(stages[1:]))
-    return max(apart, *(sum(pool) for pool in pools))
-
-
 def search(problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | None = None) -> Mapped | None:
     """The shortest step; None where nothing fits.
 
@@ -107,7 +97,7 @@ def search(problem: Problem, placements: Iterable[Sequence[Sequence[str]]] | Non
 
 def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Seconds, tuple[tuple[str, Option], ...]]]:
     """Choices of layouts for the models of a pool that fit together, without those that are slower in every stage."""
-    found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [(0.0, 0.0, (), ())]
+    found: list[tuple[float, float, Seconds, tuple[tuple[str, Option], ...]]] = [(0.0, 0.0, (0.0,) * 4, ())]
     for model in pool:
         fitting = [option for option in problem.options(model, size) if option.devices <= size]
         options = _undominated(fitting, lambda one: (one.held, one.working, *one.seconds))
@@ -115,7 +105,7 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
             (
                 held + option.held,
                 max(working, option.working),
-                tuple(a + b for a, b in zip(seconds, option.seconds, strict=True)) if seconds else option.seconds,
+                _added(seconds, option.seconds),
                 (*chosen, (model, option)),
             )
             for held, working, seconds, chosen in found
@@ -125,6 +115,11 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
         found = _undominated(grown, lambda one: (one[0], one[1], *one[2]))
     plain = [(seconds, chosen) for _, _, seconds, chosen in found]
     return _undominated(plain, lambda one: one[0])
+
+
+def _added(one: Seconds, other: Seconds) -> Seconds:
+    a, b, c, d = map(float.__add__, one, other)
+    return a, b, c, d
 
 
 def _undominated(found: list[Any], key: Callable[[Any], tuple[float, ...]]) -> list[Any]:

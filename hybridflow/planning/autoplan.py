@@ -20,7 +20,6 @@ from hybridflow.planning.sizes import layer_shapes
 from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
-# stages of a step: generation, preparation (log-probs, values, scores), training
 _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
 _TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 4, 7, 8, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -34,11 +33,14 @@ class Search:
 
     Attributes:
         memory: bytes of a device. engine_ranks: what an engine may have.
+        divides: leave out layouts whose data-parallel ranks cannot share a mini-batch equally; the trainer refuses
+            them.
     """
 
     job: Job
     memory: float
     engine_ranks: int
+    divides: bool = True
     _known: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
 
     @cached_property
@@ -79,10 +81,12 @@ class Search:
             # asleep, an engine keeps nothing
             working = engine.weights + engine.kv_bytes + engine.graphs()
             held = 0.0 if job.sleeps else working
-            yield Option(size, held, 0.0 if held else working, (seconds, 0.0, 0.0), EngineChoice(engine, count))
+            yield Option(size, held, 0.0 if held else working, (seconds, 0.0, 0.0, 0.0), EngineChoice(engine, count))
 
     def _role_options(self, role: RolePlan, size: int) -> Iterator[Option]:
         for cut in cuts(role.training, size):
+            if self.divides and role.updates and self.job.samples % (role.updates * cut.data):
+                continue
             training = replace(role.training, cut=cut)
             count = max(self._tokens / cut.data / (role.micro_tokens * PACKED), 1.0)
             held, working = self._memory(role, training, count)
@@ -95,7 +99,8 @@ class Search:
             if role.updates:
                 each = count * role.passes / role.updates
                 trained = role.updates * training.update_seconds(role.micro_tokens, each, length)
-            yield Option(size, held, working, (0.0, prepared, trained), cut)
+            seconds = (0.0, prepared, trained, 0.0) if role.name == "actor" else (0.0, prepared, 0.0, trained)
+            yield Option(size, held, working, seconds, cut)
 
     @cached_property
     def _tokens(self) -> float:

@@ -51,6 +51,7 @@ class RolePlan:
     offload: OffloadConfig
     is_guest: bool  # in the actor's processes
     scored: float = 1.0
+    pool: str = "actor"  # the section whose devices it uses
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,14 @@ class Job:
     """A step of a run.
 
     Attributes:
-        engines: how many. shares: whether engines use the actor's devices in turns. sleeps: whether they give memory up
-            while the policy trains.
+        engines: how many. engine_pool: the section whose devices they use. sleeps: whether they give memory up while
+            the policy trains.
     """
 
     roles: tuple[RolePlan, ...]
     engine: Engine
     engines: int
-    shares: bool
+    engine_pool: str
     sleeps: bool
     prompts: int
     samples: int
@@ -99,10 +100,17 @@ class Job:
         return self.engines * self.engine.ranks
 
     @property
+    def shares(self) -> bool:
+        """Whether engines use the policy's devices, in turns with it."""
+        return self.engine_pool == "actor"
+
+    @property
     def devices(self) -> int:
         """Devices that the job holds."""
-        own = sum(role.training.cut.ranks for role in self.roles if not role.is_guest)
-        return own + (0 if self.shares else self.engine_devices)
+        pools = {self.engine_pool: self.engine_devices}
+        for role in self.roles:
+            pools[role.pool] = max(pools.get(role.pool, 0), role.training.cut.ranks)
+        return sum(pools.values())
 
 
 def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None) -> Job:
@@ -138,7 +146,7 @@ def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None
         roles=tuple(roles),
         engine=engine,
         engines=rollout.num_engines,
-        shares=derived.pool_of(config, "rollout") == "actor",
+        engine_pool=derived.pool_of(config, "rollout"),
         placed=_placement_problem(config, machines),
         sleeps=rollout.sleep_while_training,
         prompts=data.train_batch_size,
@@ -214,6 +222,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
         # a colocated reference follows the actor
         offload=config.actor.offload if name == "reference" and is_guest else section.offload,
         is_guest=is_guest,
+        pool="actor" if name == "actor" else derived.pool_of(config, name),
         scored=derived.share_scored_before_update(config) if name == "actor" else 1.0,
     )
 

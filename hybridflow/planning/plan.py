@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +11,11 @@ from typing import Any
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.job import Job, RolePlan
+from hybridflow.planning.schedule import Stage, Timed, begins, step_seconds
 
 PACKED = 0.95  # tokens of a micro-batch beside its bound
+_STAGES: tuple[Stage, ...] = ("generation", "preparation", "update")
+_ASKED = ("reward_model", "actor", "reference", "teacher", "critic")  # in this order the loop asks them for passes
 GENERATION, SYNC, SAVE, MOVES = "generation", "weight sync", "checkpoint", "offload"
 
 
@@ -22,12 +26,15 @@ class Phase:
     Attributes:
         memory: bytes on the busiest device of each thing that it holds. pool: `trainer` or `engines`, whose devices
             these are; engines that share the trainer's devices count there.
+        devices, stage: as in `schedule.Timed`.
     """
 
     name: str
     seconds: float
     memory: dict[str, float]
     pool: str = "trainer"
+    devices: str = "actor"
+    stage: Stage = "rest"
 
     @property
     def peak(self) -> float:
@@ -45,8 +52,21 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """A step."""
-        return sum(phase.seconds for phase in self.phases)
+        """A step, of which phases on different devices may run at the same time."""
+        actor = self.job.actor.pool
+        pools = {pool: [0.0, 0.0, 0.0, 0.0] for pool in dict.fromkeys(phase.devices for phase in self.phases)}
+        for phase in self.phases:
+            if phase.stage != "rest":
+                stage = _STAGES.index(phase.stage)
+                pools[phase.devices][stage + (stage == 2 and phase.devices != actor)] += phase.seconds
+        rest = sum(phase.seconds for phase in self.phases if phase.stage == "rest")
+        return step_seconds([(one[0], one[1], one[2], one[3]) for one in pools.values()], False, rest)
+
+    @cached_property
+    def begins(self) -> list[float]:
+        """Seconds from the begin of a step to that of each phase."""
+        timed = [Timed(phase.seconds, phase.devices, phase.stage) for phase in self.phases]
+        return begins(timed, self.job.engine_pool)
 
     @property
     def limit(self) -> float:
@@ -123,8 +143,16 @@ class Plan:
             "engine_kv_tokens": job.engine.kv_room,
             "assumed": {"prompt_tokens": job.prompt_tokens, "response_tokens": job.lengths.mean},
             "phases": [
-                {"name": one.name, "pool": one.pool, "seconds": one.seconds, "bytes": one.peak, "memory": one.memory}
-                for one in self.phases
+                {
+                    "name": one.name,
+                    "pool": one.pool,
+                    "devices": one.devices,
+                    "begin": begin,
+                    "seconds": one.seconds,
+                    "bytes": one.peak,
+                    "memory": one.memory,
+                }
+                for one, begin in zip(self.phases, self.begins, strict=True)
             ],
             "resident": resident(job),
         }
@@ -154,7 +182,7 @@ def resident(job: Job) -> dict[str, dict[str, float]]:
 def _phases(job: Job) -> Iterator[Phase]:
     yield _generation(job)
     yield from _scoring(job)
-    for role in job.roles:
+    for role in reversed(job.roles):  # the policy's update is the last on its devices
         if role.updates:
             yield _update(job, role)
     yield _sync(job)
@@ -164,21 +192,19 @@ def _phases(job: Job) -> Iterator[Phase]:
 def _generation(job: Job) -> Phase:
     engine, engines = job.engine, job.engines
     seconds = engine.seconds(job.samples / engines, job.prompts / engines, job.prompt_tokens, job.lengths)
-    memory = _engine_memory(job, with_cache=True)
-    if not job.shares:
-        return Phase(GENERATION, seconds, memory, "engines")
-    return Phase(GENERATION, seconds, memory | _held(job, None, "weights", "gradients", "optimizer"))
+    memory = _engine_memory(job, with_cache=True) | _held(job, job.engine_pool)
+    return Phase(GENERATION, seconds, memory, _side(job), job.engine_pool, "generation")
 
 
 def _scoring(job: Job) -> Iterator[Phase]:
     names = {"actor": "log-probs", "reference": "reference", "critic": "values"}
-    for role in job.roles:
+    for role in sorted(job.roles, key=lambda role: _ASKED.index(role.name)):
         if not role.scored:
             continue
         if role.name == "reference" and role.is_guest:
-            held = _held(job, role, "weights") | {"reference": role.training.weights(_heaviest(role))}
+            held = _held(job, role.pool, role, "weights") | {"reference": role.training.weights(_heaviest(role))}
         else:
-            held = _held(job, role, "weights")
+            held = _held(job, role.pool, role, "weights")
         training, stage = role.training, _heaviest(role)
         held |= {f"{role.name} activations": training.forward_activations(stage, role.micro_tokens)}
         yield Phase(
@@ -186,7 +212,9 @@ def _scoring(job: Job) -> Iterator[Phase]:
             training.pass_seconds(
                 role.micro_tokens, _micro_batches(job, role) * role.scored, _length(job), backward=False
             ),
-            held | _engine_while_training(job),
+            held | _engine_while_training(job, role.pool),
+            devices=role.pool,
+            stage="preparation",
         )
 
 
@@ -196,11 +224,12 @@ def _update(job: Job, role: RolePlan) -> Phase:
     seconds = role.updates * training.update_seconds(role.micro_tokens, count, _length(job))
     most: dict[str, float] = {}
     for stage in range(training.cut.pipeline):
-        memory = _held(job, role, "weights", "gradients", "optimizer", stage=stage)
+        memory = _held(job, role.pool, role, "weights", "gradients", "optimizer", stage=stage)
         memory[f"{role.name} activations"] = training.activations(stage, role.micro_tokens, max(int(count), 1))
         if sum(memory.values()) > sum(most.values()):
             most = memory
-    return Phase(f"update {role.name}", seconds, most | _engine_while_training(job))
+    memory = most | _engine_while_training(job, role.pool)
+    return Phase(f"update {role.name}", seconds, memory, devices=role.pool, stage="update")
 
 
 def _sync(job: Job) -> Phase:
@@ -209,10 +238,15 @@ def _sync(job: Job) -> Phase:
     memory = {"engine weights": engine.weights, "staging": 2.0 * job.staging_bytes}
     if job.is_staged:
         memory["staged weights"] = engine.weights
-    held = _held(job, job.actor, "weights") if job.shares else {}
+    held = _held(job, "actor", job.actor, "weights") if job.shares else {}
     if job.shares and not job.sleeps:
         memory |= _engine_memory(job, with_cache=True)
-    return Phase(SYNC, seconds, memory | held | _process(job), "trainer" if job.shares else "engines")
+    return Phase(SYNC, seconds, memory | held | _process(job, job.engine_pool), _side(job))
+
+
+def _side(job: Job) -> str:
+    """Whose memory is shown while engines work."""
+    return "trainer" if job.shares else "engines"
 
 
 def sync_seconds(nbytes: float, device: Device, sends_slices: bool, constants: Constants = FITTED) -> float:
@@ -223,27 +257,31 @@ def sync_seconds(nbytes: float, device: Device, sends_slices: bool, constants: C
 
 def _other(job: Job) -> Iterator[Phase]:
     """Moves between device and host, and checkpoints, spread over the steps between them."""
-    device = job.machines.device
-    moved = sum(
-        sum(getattr(role.offload, part) * size for part, size in parts.items() if part != "reference") * 2
-        for role, parts in ((job.role(name), parts) for name, parts in resident(job).items())
-        if role is not None
-    )
-    yield Phase(MOVES, moved / (device.host_gbs * 1e9), {})
+    device, moved, state = job.machines.device, defaultdict[str, float](float), defaultdict[str, float](float)
+    for name, parts in resident(job).items():
+        if (role := job.role(name)) is not None:
+            # to the host and back
+            moved[role.pool] += 2 * sum(
+                getattr(role.offload, part) * size for part, size in parts.items() if part != "reference"
+            )
+    yield Phase(MOVES, max(moved.values()) / (device.host_gbs * 1e9), {})
     if job.save_every:
-        state = sum(role.training.static(_heaviest(role)) for role in job.roles if role.updates)
-        yield Phase(SAVE, state / (device.host_gbs * 1e9) / job.save_every, {})
+        for role in job.roles:
+            state[role.pool] += role.training.static(_heaviest(role)) if role.updates else 0.0
+        yield Phase(SAVE, max(state.values()) / (device.host_gbs * 1e9) / job.save_every, {})
 
 
-def _held(job: Job, computing: RolePlan | None, *parts: str, stage: int | None = None) -> dict[str, float]:
-    """What training processes hold on the busiest device while `computing` needs `parts` of itself; what is offloaded
-    elsewhere is not there."""
+def _held(
+    job: Job, pool: str, computing: RolePlan | None = None, *parts: str, stage: int | None = None
+) -> dict[str, float]:
+    """What training processes hold on the busiest device of a pool while `computing` needs `parts` of itself; what is
+    offloaded elsewhere is not there."""
     found: dict[str, float] = {}
-    device = computing if computing is not None and not computing.is_guest else job.actor
     for role in job.roles:
-        if role is not device and not (role.is_guest and device is job.actor):
+        if role.pool != pool:
             continue
-        training, at = role.training, _heaviest(role) if stage is None else stage
+        training = role.training
+        at = stage if stage is not None and stage < training.cut.pipeline else _heaviest(role)
         sizes = {"weights": training.weights(at)}
         if role.updates:
             sizes |= {"gradients": training.gradients(at), "optimizer": training.optimizer(at)}
@@ -253,26 +291,27 @@ def _held(job: Job, computing: RolePlan | None, *parts: str, stage: int | None =
             stays = role is job.actor and part == "weights" and computing is not None
             if is_needed or stays or not getattr(role.offload, part):
                 found[f"{role.name} {part}"] = size * job.constants.fragmentation
-    return found | _process(job)
+    return found | _process(job, pool)
 
 
 def _engine_memory(job: Job, with_cache: bool) -> dict[str, float]:
     engine = job.engine
-    found = {"engine weights": engine.weights, "engine graphs": engine.graphs()} | _process(job)
+    found = {"engine weights": engine.weights, "engine graphs": engine.graphs()} | _process(job, job.engine_pool)
     return found | ({"KV cache": engine.kv_bytes} if with_cache else {})
 
 
-def _engine_while_training(job: Job) -> dict[str, float]:
-    """What engines keep on the trainer's devices while the policy computes."""
-    return {} if not job.shares or job.sleeps else _engine_memory(job, with_cache=True)
+def _engine_while_training(job: Job, pool: str) -> dict[str, float]:
+    """What engines keep on the devices of a pool while a role computes there."""
+    return {} if pool != job.engine_pool or job.sleeps else _engine_memory(job, with_cache=True)
 
 
-def _process(job: Job) -> dict[str, float]:
-    """Contexts of the processes on a device, and the trainer's communication buffers."""
-    processes = 2 if job.shares else 1
+def _process(job: Job, pool: str) -> dict[str, float]:
+    """Contexts of the processes on a device of a pool, and their communication buffers."""
+    roles = [role for role in job.roles if role.pool == pool and not role.is_guest]
+    communicating = roles or [job.actor]  # engines alone communicate as well
     return {
-        "contexts": processes * job.constants.process_gb * 1e9 * job.machines.is_gpu,
-        "communication": job.actor.training.groups() * job.machines.is_gpu,
+        "contexts": (len(roles) + (pool == job.engine_pool)) * job.constants.process_gb * 1e9 * job.machines.is_gpu,
+        "communication": sum(role.training.groups() for role in communicating) * job.machines.is_gpu,
     }
 
 

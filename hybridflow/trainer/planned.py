@@ -14,6 +14,7 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import Assumed, job_of
 from hybridflow.planning.plan import Plan, make_plan
+from hybridflow.planning.schedule import Timed, begins
 from hybridflow.trainer.groups import ModelGroup
 from hybridflow.trainer.session import Session
 from hybridflow.workers.role import RoleWorker
@@ -23,6 +24,8 @@ PHASES = {
     "gen": "generation",
     "old_log_prob": "log-probs",
     "ref": "reference",
+    "reward_model": "reward model",
+    "teacher": "teacher",
     "values": "values",
     "update_critic": "update critic",
     "update_actor": "update actor",
@@ -58,9 +61,12 @@ def compare(
         for name in PHASES
         if (values := [line[f"timing_s/{name}"] for line in later if f"timing_s/{name}" in line])
     }
+    phases = figures["phases"]
+    for phase, begin in zip(phases, _measured_begins(plan, measured), strict=True):
+        phase["measured_begin"] = begin
     return {
         "device": plan.job.machines.name,
-        "plan": {name: figures[name] for name in ("phases", "device_bytes")},  # for the pictures of the report
+        "plan": {"phases": phases, "device_bytes": figures["device_bytes"]},  # for the pictures of the report
         "bytes": memory,
         "seconds": {
             PHASES[name]: _pair(seconds[PHASES[name]], value)
@@ -68,6 +74,13 @@ def compare(
             if PHASES[name] in seconds
         },
     }
+
+
+def _measured_begins(plan: Plan, measured: Mapping[str, float]) -> list[float]:
+    """When each phase begins in a step of the measured seconds."""
+    took = {PHASES[name]: seconds for name, seconds in measured.items()}
+    timed = [Timed(took.get(phase.name, 0.0), phase.devices, phase.stage) for phase in plan.phases]
+    return begins(timed, plan.job.engine_pool)
 
 
 def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str, Any]]) -> Plan:

@@ -30,12 +30,40 @@ from hybridflow.planning.sizes import decoder_of
 )
 def test_the_mapping_is_legal_fits_and_is_no_slower(name: str, nodes: int, overlaps: bool) -> None:
     config, machines = load_config(name), read_cluster(None, nodes, 8)
-    change, _ = auto(config, machines, Assumed(), None, overlaps)
+    change, best = auto(config, machines, Assumed(), None, overlaps)
     mapped = with_values(config, change)
     assert refused(mapped) == []
     found, before = make_plan(job_of(mapped, machines)), make_plan(job_of(config, machines))
     assert found.fits
     assert overlaps or found.seconds <= 1.05 * before.seconds
+    # the plan of the mapping has the time that the search compared, and what follows the updates
+    rest = sum(phase.seconds for phase in found.phases if phase.stage == "rest")
+    assert overlaps or found.seconds == pytest.approx(best.seconds + rest, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("grpo-qwen3-8b-1x8", 3), ("ppo-qwen3-8b-1x8", 3)])
+def test_devices_that_a_batch_cannot_be_divided_over_stay_idle(name: str, nodes: int) -> None:
+    """24 devices hold more than 16, but their data-parallel ranks cannot share a mini-batch equally."""
+    config, machines = load_config(name), read_cluster(None, nodes, 8)
+    change, _ = auto(config, machines, Assumed(), None, False)
+    mapped = with_values(config, change)
+    assert refused(mapped) == []
+    found = make_plan(job_of(mapped, machines))
+    assert found.fits and found.seconds < make_plan(job_of(config, read_cluster(None, 1, 8))).seconds
+
+
+def test_a_critic_with_devices_of_its_own_is_planned_beside_the_policy() -> None:
+    config = load_config("ppo-qwen3-8b-1x8")
+    own = {"critic.placement": "own", "critic.procs": 8, "critic.parallel.tensor": 2}
+    mapped = with_values(config, own)
+    plan = make_plan(job_of(mapped, read_cluster(None, 2, 8)))
+    seconds = {phase.name: phase.seconds for phase in plan.phases}
+    rest = sum(phase.seconds for phase in plan.phases if phase.stage == "rest")
+    waited = max(seconds["values"], seconds["log-probs"]) + seconds["update actor"] + seconds["generation"] + rest
+    assert plan.seconds == pytest.approx(max(waited, seconds["values"] + seconds["update critic"]))
+    assert plan.job.devices == 16
+    actor, critic = (next(one for one in plan.phases if one.name == f"update {role}") for role in ("actor", "critic"))
+    assert "critic weights" not in actor.memory and "actor weights" not in critic.memory
 
 
 def test_a_cluster_that_is_too_small_is_said() -> None:

@@ -32,6 +32,8 @@ def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config-name", "ppo-qwen3-8b-1x8", "--json", "--mean-response", "2000"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+    ends = [(phase["begin"], phase["begin"] + phase["seconds"]) for phase in found["phases"]]  # all on the same devices
+    assert sorted(begin for begin, _ in ends)[1:] == pytest.approx(sorted(end for _, end in ends)[:-1])
     assert all(phase["bytes"] == pytest.approx(sum(phase["memory"].values())) for phase in found["phases"])
     assert found["assumed"] == {"prompt_tokens": 1024, "response_tokens": 2000}
     assert found["device_hours"] == pytest.approx(8 * found["step_seconds"] / 3600)
