@@ -35,10 +35,9 @@ class Span:
         self._start, self._ticks = time.time(), time.perf_counter()
 
     def end(self, at: float | None = None, error: str = "") -> None:
-        """It has ended now, or `at` a Unix time before; `error` is the name of the exception that ended it."""
-        seconds = time.perf_counter() - self._ticks
-        if at is not None:
-            seconds = min(max(at - self._start, 0.0), seconds)
+        """It has ended: now, or when `time.perf_counter` was `at`; `error` is the name of the exception that ended
+        it."""
+        seconds = max((time.perf_counter() if at is None else at) - self._ticks, 0.0)
         record = {
             "name": self.name,
             "step": self.step,

@@ -245,7 +245,7 @@ def _sync(job: Job) -> Phase:
 
 
 def _side(job: Job) -> str:
-    """Whose memory is shown while engines work."""
+    """The pool whose memory a phase of the engines is shown under."""
     return "trainer" if job.shares else "engines"
 
 

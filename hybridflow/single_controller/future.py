@@ -144,13 +144,13 @@ class Future:
 
     @property
     def ended_at(self) -> float | None:
-        """Unix time of the last answer, where `note_end` was called before it; else None."""
+        """`time.perf_counter` at the last answer, where `note_end` was called before it; else None."""
         return max(self._ends) if self._ends and len(self._ends) == self._called else None
 
     def note_end(self) -> None:
         """Have the time of the last answer noted while nobody waits for it."""
         for ref in self._pending:
-            ref.future().add_done_callback(lambda _: self._ends.append(time.time()))
+            ref.future().add_done_callback(lambda _: self._ends.append(time.perf_counter()))
 
     def result(self, timeout: float | None = None) -> Any:
         """The collected value.

@@ -27,7 +27,7 @@ class Call(Protocol):
 
     @property
     def ended_at(self) -> float | None:
-        """Unix time of the last answer; None where it is not known."""
+        """`time.perf_counter` at the last answer; None where it is not known."""
 
     def note_end(self) -> None:
         """Have the time of the last answer noted while nobody waits for it."""
@@ -37,7 +37,7 @@ class Ended:
     """A call that has ended with this value."""
 
     def __init__(self, value: Any) -> None:
-        self._value, self.ended_at, self.open_refs = value, time.time(), list[Any]()
+        self._value, self.ended_at, self.open_refs = value, time.perf_counter(), list[Any]()
 
     def result(self) -> Any:
         """The value."""
@@ -86,7 +86,7 @@ class Pending(Generic[T]):
 
     @property
     def ended_at(self) -> float | None:
-        """Unix time at which the last call ended; None where it is not known."""
+        """`time.perf_counter` as the last call ended; None where it is not known."""
         times = [call.ended_at for call in self._calls]
         known = [at for at in times if at is not None]
         return max(known) if known and len(known) == len(times) else None

@@ -168,7 +168,7 @@ class _MadeAgain:
 
     @property
     def open_refs(self) -> list[Any]:
-        """Those of the present call."""
+        """The open references of the present call."""
         return self._call.open_refs
 
     @property

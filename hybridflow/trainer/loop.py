@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,6 @@ from hybridflow.rollout.protocols import RolloutService, SyncReport, WeightSync,
 from hybridflow.rollout.recorded import RecordedPairs
 from hybridflow.rollout.sampling_control import DynamicSampling, without_overlong
 from hybridflow.saving.store import Checkpoint
-from hybridflow.single_controller import Pending
 from hybridflow.trainer.advantages import Advantages
 from hybridflow.trainer.calls import Asked, Calls
 from hybridflow.trainer.metrics import (
@@ -52,13 +51,12 @@ from hybridflow.trainer.metrics import (
     update_metrics,
 )
 from hybridflow.trainer.observations import over_roles
+from hybridflow.trainer.passes import Passes
 from hybridflow.trainer.phases import Phases
 from hybridflow.trainer.protocols import Policy, Role, Update
 from hybridflow.trainer.session import Session
-from hybridflow.workers.model_role import ModelWorker, teacher_method
+from hybridflow.workers.model_role import ModelWorker
 from hybridflow.workers.policy import PolicyWorker
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -79,11 +77,6 @@ class Trained:
     critic: Asked[list[Update]] | None = None
     synced: SyncReport | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def with_found(batch: DataProto, asked: Sequence[Asked[DataProto]]) -> DataProto:
-    """The batch with the columns that these passes found."""
-    return reduce(DataProto.union, (one.value for one in asked), batch)
 
 
 class RLTrainer:
@@ -112,9 +105,7 @@ class RLTrainer:
         """
         self.config, self.session, self.policy, self.engines, self.weights = config, session, policy, engines, weights
         self.dataset, self.scorer, self.validator, self.others = dataset, scorer, validator, dict(others or {})
-        self.critic, self.reward_model, self.reference, self.teacher = (
-            self.others.get(role) for role in ("critic", "reward_model", "reference", "teacher")
-        )
+        self.critic, self.reference = self.others.get("critic"), self.others.get("reference")
         self.advantages, self.keep = Advantages(config), keep
         self.made_with, self.dumps = made_with, dumps
         self.calls = Calls(lambda role: derived.pool_of(config, role), session.timeline)
@@ -124,6 +115,8 @@ class RLTrainer:
             if isinstance(dataset, PreferenceDataset)
             else Groups(config, engines, dataset, keep, scorer)
         )
+        scored = dumps is not None or isinstance(self.groups, RecordedPairs)
+        self.passes = Passes(config, self.calls, policy, self.others, scores=not scored)
         self.step = 0
         self.unrecorded: Trained | None = None
         self.left_out: set[str] = set()
@@ -151,7 +144,7 @@ class RLTrainer:
                         batch = self.with_greedy_scores(batch)
                     self.record(progress)
                     if trainer.rollout_only:
-                        batch = self.with_model_scores(batch)
+                        batch = self.passes.with_model_scores(batch, self.step)
                     else:
                         self.unrecorded = self.trained_on(batch, progress)
                 if self.unrecorded is None:
@@ -166,7 +159,7 @@ class RLTrainer:
         """Train on a step's samples and bring the weights to the engines; validate where it is due."""
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.phases.training():
-            batch, later = self.prepared(batch)
+            batch, later = self.passes.before_advantages(batch, self.step, self.update_seed(), self.scores_first)
             with phase("adv"):
                 batch = self.keep(self.advantages.add(batch))
             if self.scores_first:
@@ -212,50 +205,6 @@ class RLTrainer:
         batch = without_failed(batch, self.config.reward.on_failure)
         return without_overlong(batch) if self.config.algorithm.overlong_filter else batch
 
-    def with_model_scores(self, batch: DataProto) -> DataProto:
-        """Adds rm_scores [B] where there is a reward model."""
-        asked = self._model_scores(batch)
-        self.calls.finish(*asked)
-        return with_found(batch, asked)
-
-    def prepared(self, batch: DataProto) -> tuple[DataProto, DataProto | None]:
-        """Adds what is computed of samples before advantages: old_log_probs, ref_log_probs where a KL term needs them,
-        rm_scores, what a teacher says, values, and sum_pi_squared where the estimator reads it. Where a pass computes
-        old log-probs of some rows, for the updates after the first, these are returned apart."""
-        config, policy, later = self.config, self.policy, None
-        asked = self._model_scores(batch)
-        if self.scores_first:
-            first = self._ask("actor", "old_log_prob", lambda: policy.begin_log_probs(batch))
-            asked.append(first)
-            if derived.needs_sum_pi_squared(config):
-                squared, whole = PolicyWorker.compute_sum_pi_squared, lambda: batch.union(first.value)
-                asked.append(self._ask("actor", "sum_pi_squared", lambda: policy.begin(squared, whole())))
-        elif derived.scores_later_rows(config):
-            seed = self.update_seed()
-            later = self._ask("actor", "old_log_prob", lambda: policy.begin_later_log_probs(batch, seed))
-        if derived.needs_reference(config):
-            holder, worker = (self.reference, ModelWorker) if self.reference else (policy, PolicyWorker)
-            reference = worker.compute_ref_log_probs
-            asked.append(self._ask("reference", "ref", lambda: holder.begin(reference, batch)))
-        if teacher := self.teacher:
-            method = teacher_method(config.actor.distillation)
-            asked.append(self._ask("teacher", "teacher", lambda: teacher.begin(method, batch)))
-        if critic := self.critic:
-            asked.append(self._ask("critic", "values", lambda: critic.begin(ModelWorker.compute_values, batch)))
-        self.calls.finish(*asked, *([later] if later else []))
-        return with_found(batch, asked), later.value if later else None
-
-    def _model_scores(self, batch: DataProto) -> list[Asked[DataProto]]:
-        """The pass of the reward model; none where the samples of a dump have its scores, or pairs need none."""
-        model = self.reward_model
-        if model is None or self.dumps is not None or isinstance(self.groups, RecordedPairs):
-            return []
-        begin = model.begin
-        return [self._ask("reward_model", "reward_model", lambda: begin(ModelWorker.compute_scores, batch))]
-
-    def _ask(self, role: str, phase: str, begin: Callable[[], Pending[T]]) -> Asked[T]:
-        return self.calls.ask(role, phase, self.step, begin)
-
     @property
     def scores_first(self) -> bool:
         """Whether a pass of its own computes old log-probs of all rows of this step; otherwise its first update reports
@@ -268,7 +217,8 @@ class RLTrainer:
         seed, phase, asked = self.update_seed(), self.session.timeline.phase, None
         if critic := self.critic:
             method = ModelWorker.update_critic
-            asked = self._ask("critic", "update_critic", lambda: critic.begin_update(method, batch, seed))
+            begin = partial(critic.begin_update, method, batch, seed)
+            asked = self.calls.ask("critic", "update_critic", self.step, begin)
         self.calls.finish_pool("actor")
         trained = Trained(self.step, batch, batch, {}, asked)
         if not self.scores_first:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
+from hybridflow.observe.timeline import read_timeline
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -135,16 +136,22 @@ def test_a_critic_beside_the_policy_learns_to_foresee_returns(base: tuple[Path, 
 @pytest.mark.full
 def test_critic_and_reference_of_their_own_go_on_exactly_where_they_were_stopped(base: tuple[Path, list[str]]) -> None:
     """Processes of their own against the same run with both in the policy's processes, and against itself with a stop
-    in between."""
+    in between. Without checkpoints the critic's update may last into the next generation, with them it does not."""
     out, words = base
     common = [*words, *GREEDY, "trainer.save_every_steps=1"]
     own = [*common, "+critic=tiny-own", "reference.placement=own"]
-    finished(out, "train", *own, "name=whole", "trainer.total_steps=4")
+    finished(out, "train", *own, "name=whole", "trainer.total_steps=4", "trainer.save_every_steps=0")
     finished(out, "train", *common, "+critic=tiny", "name=colocated", "trainer.total_steps=2")
     asleep = [*own, f"critic.offload={OFFLOAD}", f"reward_model.offload={OFFLOAD}"]
     finished(out, "train", *asleep, "name=cut", "trainer.total_steps=2")
     again = finished(out, "train", *asleep, "name=cut", "trainer.total_steps=4")
     assert "resuming from" in again.out
+    for name, together in (("whole", True), ("colocated", False)):
+        timeline = {(one["name"], one["step"]): one for one in read_timeline(out / name / "timeline.jsonl")}
+        for step in (1, 2):
+            for pair in (("ref", "values"), ("update_critic", "update_actor")):
+                latest = max(timeline[phase, step]["start"] for phase in pair)
+                assert (latest < min(timeline[phase, step]["end"] for phase in pair)) == together, (name, pair)
     whole, cut, colocated = (records(out / name, "train") for name in ("whole", "cut", "colocated"))
     assert [record["step"] for record in cut] == [1, 2, 3, 4]
     for name in SAME:
