@@ -105,12 +105,17 @@ class Job:
         return self.engine_pool == "actor"
 
     @property
-    def devices(self) -> int:
-        """Devices that the job holds."""
+    def pools(self) -> dict[str, int]:
+        """Devices of each pool, by the section that has it."""
         pools = {self.engine_pool: self.engine_devices}
         for role in self.roles:
             pools[role.pool] = max(pools.get(role.pool, 0), role.training.cut.ranks)
-        return sum(pools.values())
+        return pools
+
+    @property
+    def devices(self) -> int:
+        """Devices that the job holds."""
+        return sum(self.pools.values())
 
 
 def job_of(config: RunConfig, machines: Machines, assumed: Assumed | None = None, hf: Any = None) -> Job:

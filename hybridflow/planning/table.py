@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridflow.planning.job import Job
 from hybridflow.planning.plan import Plan
 
 GB = 1e9
@@ -35,6 +36,7 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
         + (f", PP {engine.pipeline}" if engine.pipeline > 1 else "")
         + (f", EP {engine.expert}" if engine.expert > 1 else "")
         + (", on the trainer's devices in turns" if job.shares else ", on devices of their own"),
+        *_pools(job),
         f"batch       {job.prompts} prompts x {job.samples // job.prompts} = {job.samples} samples, "
         f"{job.mean_tokens:,.0f} tokens in the mean (prompt {job.prompt_tokens:,.0f}, response {job.lengths.mean:,.0f} "
         f"of at most {job.lengths.longest:,}: assumed), {job.actor.updates} updates",
@@ -64,6 +66,18 @@ def table(plan: Plan, name: str, change: Mapping[str, Any] | None = None) -> str
         *_verdict(plan, change),
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _pools(job: Job) -> list[str]:
+    """The pools of devices, where roles have devices of their own."""
+    members: dict[str, list[str]] = {}
+    for role in job.roles:
+        members.setdefault(role.pool, []).append(role.name.replace("_", " "))
+    if len(members) == 1:
+        return []
+    members.setdefault(job.engine_pool, []).append("engines")
+    found = [f"{', '.join(names)} on {job.pools[pool]}" for pool, names in members.items()]
+    return [f"pools       {' | '.join(found)} devices, at the same time"]
 
 
 def _verdict(plan: Plan, change: Mapping[str, Any] | None) -> list[str]:
