@@ -241,7 +241,10 @@ def _step_time(run: RunFolder) -> Chart:
             series.append(Series(name, phases[name], color))
     if rest:
         series.append(Series("other", _sum(rest), None))
-    return Chart("Step time by phase", series, "seconds", "timing_s/*", kind="stack")
+    whole = sum(value or 0.0 for _, value in run.points("train", "timing_s/step"))
+    overlap = 0 < 1.02 * whole < sum(sums.values())
+    about = "timing_s/*" + ("; phases on different devices overlap, and add up to more than a step" if overlap else "")
+    return Chart("Step time by phase", series, "seconds", about, kind="stack")
 
 
 def _sum(columns: Iterable[Sequence[Point]]) -> list[tuple[float, float]]:

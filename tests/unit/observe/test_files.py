@@ -207,6 +207,23 @@ def test_timeline_nests_and_sums(tmp_path: Path) -> None:
     assert all(abs(r["end"] - r["start"] - r["seconds"]) < 1e-4 for r in found)
 
 
+def test_phases_overlap_that_are_begun_and_ended_by_hand(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    with timeline.phase("step", 1):
+        slow, quick = timeline.begin("update_critic"), timeline.begin("update_actor")
+        noticed = time.perf_counter()
+        quick.end()
+    with timeline.phase("step", 2), timeline.phase("gen"):
+        time.sleep(0.02)
+        slow.end(at=noticed, error="WorkerError")
+    found = {(one["name"], one["step"]): one for one in read_timeline(tmp_path / "timeline.jsonl")}
+    critic, actor = found["update_critic", 1], found["update_actor", 1]
+    assert critic["start"] <= actor["start"] and critic["depth"] == 1 and critic["error"] == "WorkerError"
+    assert critic["seconds"] < 0.02 and timeline.step_seconds(1)["update_critic"] == pytest.approx(
+        critic["seconds"], abs=1e-6
+    )
+
+
 def test_a_phase_that_raises_is_recorded_and_the_nesting_survives(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl")
     with pytest.raises(KeyboardInterrupt), timeline.phase("step", 1), timeline.phase("gen"):

@@ -303,6 +303,15 @@ def test_the_rest_of_a_step_is_other_and_nested_phases_count_once(tmp_path: Path
     assert total == {1: 5.0}
 
 
+@pytest.mark.parametrize(("values", "overlap"), [(1.0, False), (4.0, True)])
+def test_phases_that_overlap_are_said_to(tmp_path: Path, values: float, overlap: bool) -> None:
+    with Tracker(tmp_path, ("jsonl",)) as tracker:
+        tracker.log(1, {"timing_s/gen": 2.0, "timing_s/ref": 2.0, "timing_s/values": values, "timing_s/step": 5.0})
+    charts = [chart for _, charts in chart_groups(load_run(tmp_path)) for chart in charts]
+    [chart] = [chart for chart in charts if chart.title == "Step time by phase"]
+    assert ("overlap" in chart.about) == overlap
+
+
 def test_step_times_come_from_the_timeline_when_no_metric_has_them(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl")
     with timeline.phase("step", 1), timeline.phase("gen"), timeline.phase("wait"):
