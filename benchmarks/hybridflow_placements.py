@@ -3,9 +3,10 @@ predicts them: which is fastest for which models on how many A100.
 
 `make bench NAME=hybridflow_placements` prints the tables of docs/planning.md. Predictions, not times: they are the same
 on any machine. The settings are the paper's: PPO, 1,024 prompts and as many responses of 1,024 tokens each, 8 updates,
-nothing offloaded, gradients reduced after the backward pass (the default of verl, its public code), the actor
-generating on its own devices with the memory that is left for the KV cache, and equally large sets of models on halves
-of the devices where they are split. The first table has the planner's network of A100 and its layouts, the second the
+old log-probs that come with the responses (its preparation stage has passes of critic, reference and reward model
+alone), nothing offloaded, gradients reduced after the backward pass (the default of verl, its public code), pipeline
+stages of equally many layers (Megatron had no others), the actor generating on its own devices with the memory that is
+left for the KV cache, and equally large sets of models on halves of the devices where they are split. The first table has the planner's network of A100 and its layouts, the second the
 paper's: 200 Gb/s between machines, and the parallel sizes of its figure 14.
 """
 
@@ -78,6 +79,10 @@ class EnginesInWhatIsLeft(Search):
     def __init__(self, job: Job, memory: float, engine_ranks: int) -> None:
         super().__init__(job, memory, engine_ranks, divides=False)
 
+    def _role_options(self, role: RolePlan, size: int) -> Iterator[Option]:
+        layers = role.training.decoder.num_layers
+        yield from (one for one in super()._role_options(role, size) if layers % one.layout.pipeline == 0)
+
     def _engine_options(self, size: int) -> Iterator[Option]:
         for fraction in MEMORY_FRACTIONS:
             engine = replace(self.job.engine, memory_fraction=fraction)
@@ -103,8 +108,9 @@ class PapersSizes(EnginesInWhatIsLeft):
         yield from [one for one in found if one.layout.pipeline == pipeline] or found
 
 
-def job_of(setting: Setting, is_papers: bool = False) -> Job:
-    """The paper's run of this size; `is_papers`: with the paper's network."""
+def job_of(setting: Setting, is_papers: bool = False, scored: float = 0.0) -> Job:
+    """The paper's run of this size; `is_papers`: with the paper's network; `scored`: share of the samples whose old
+    log-probs are computed in a pass of the actor."""
     device, offload = DEVICES["A100"], OffloadConfig(weights=False, gradients=False, optimizer=False)
     if is_papers:
         device = replace(device, network_gbs=25 / device.devices_per_node)
@@ -114,7 +120,8 @@ def job_of(setting: Setting, is_papers: bool = False) -> Job:
             decoder_of(sizes_of(size)), Cut(setting.devices), device, scalar_head=name in ("critic", "reward_model")
         )
         updates = UPDATES if name in ("actor", "critic") else 0
-        return RolePlan(name, training, MICRO_TOKENS, updates, 1, offload, False)
+        read = scored if name == "actor" else 1.0
+        return RolePlan(name, training, MICRO_TOKENS, updates, 1, offload, False, read)
 
     actors, critics = (("actor", "reference"), ("critic", "reward_model"))
     return Job(
@@ -146,10 +153,10 @@ def sizes_of(size: str) -> dict[str, object]:
 
 
 @functools.cache
-def mapped(setting: Setting, is_papers: bool = False) -> dict[str, Mapped | None]:
+def mapped(setting: Setting, is_papers: bool = False, scored: float = 0.0) -> dict[str, Mapped | None]:
     """The best mapping of each placement, and of all placements in which the actor generates; `is_papers`: with the
-    paper's network and parallel sizes."""
-    job = job_of(setting, is_papers)
+    paper's network and parallel sizes; `scored` as for `job_of`."""
+    job = job_of(setting, is_papers, scored)
     reserve = (2 * FITTED.process_gb + 5 * FITTED.group_gb) * 1e9
     memory = (job.machines.device.memory_gb * 1e9 - reserve) / FITTED.fragmentation
     found = PapersSizes(setting, job, memory, 8) if is_papers else EnginesInWhatIsLeft(job, memory, 8)
@@ -169,10 +176,10 @@ def fastest(found: Mapping[str, Mapped | None]) -> str:
     return min((one.seconds, name) for name, one in found.items() if one is not None and name in PLACEMENTS)[1]
 
 
-def agrees(setting: Setting, is_papers: bool = False) -> bool:
+def agrees(setting: Setting, is_papers: bool = False, scored: float = 0.0) -> bool:
     """Whether the placement that the paper states is the one found: the fastest of three, or of all where the paper
     tells what its search finds."""
-    found = mapped(setting, is_papers)
+    found = mapped(setting, is_papers, scored)
     if setting.paper in PLACEMENTS:
         return fastest(found) == setting.paper
     best = found["any"]

@@ -21,7 +21,7 @@ from hybridflow.planning.training import Cut, Training
 from hybridflow.reshard.engine_layouts import EngineShape
 
 _MARGINS = (1.0, 1.1, 1.25, 1.5, 2.0)  # by which a search counts more than the memory of training roles
-_TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 4, 7, 8, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
+_TENSOR, _PIPELINE, _EXPERT = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16), (1, 2, 4, 8, 16, 32, 64, 128)
 
 # keys of a layout that a mapping chooses
 _LAYOUT = ("tensor", "pipeline", "first_stage_layers", "last_stage_layers", "layers_per_stage", "expert", "sequence")
@@ -226,6 +226,9 @@ def settings(config: RunConfig, mapped: Mapped, machines: Machines) -> dict[str,
             else:
                 pool_of = None if owner == name else owner
                 change |= {f"{name}.placement": "own", f"{name}.procs": option.layout.ranks, f"{name}.pool": pool_of}
+                if name == "reference" and derived.is_colocated(config, name):
+                    # in the policy's processes it followed these
+                    change[f"{name}.offload.weights"] = config.actor.offload.weights
     return _simplified(config, change)
 
 
@@ -242,6 +245,7 @@ def _simplified(config: RunConfig, change: dict[str, Any]) -> dict[str, Any]:
             for key in _LAYOUT:
                 change[f"{name}.parallel.{key}"] = getattr(plain, key)
             change |= {f"{name}.placement": "colocated", f"{name}.pool": None, f"{name}.procs": 1}
+            change.pop(f"{name}.offload.weights", None)
     return change
 
 

@@ -42,14 +42,33 @@ def test_the_mapping_is_legal_fits_and_is_no_slower(name: str, nodes: int, overl
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("grpo-qwen3-8b-1x8", 3), ("ppo-qwen3-8b-1x8", 3)])
-def test_devices_that_a_batch_cannot_be_divided_over_stay_idle(name: str, nodes: int) -> None:
-    """24 devices hold more than 16, but their data-parallel ranks cannot share a mini-batch equally."""
+def test_mini_batches_that_three_ranks_cannot_share_take_three_pipeline_stages(name: str, nodes: int) -> None:
     config, machines = load_config(name), read_cluster(None, nodes, 8)
     change, _ = auto(config, machines, Assumed(), None, False)
     mapped = with_values(config, change)
     assert refused(mapped) == []
     found = make_plan(job_of(mapped, machines))
-    assert found.fits and found.seconds < make_plan(job_of(config, read_cluster(None, 1, 8))).seconds
+    assert found.fits and found.job.devices == 24 and mapped.actor.parallel.pipeline % 3 == 0
+    assert found.seconds < make_plan(job_of(config, read_cluster(None, 1, 8))).seconds
+    two = auto(config, read_cluster(None, 2, 8), Assumed(), None, False)[1]
+    assert found.seconds < two.seconds
+
+
+@pytest.mark.parametrize("nodes", [8, 16])
+def test_a_reference_that_leaves_the_policys_processes_is_still_offloaded(nodes: int) -> None:
+    words = ["actor.kl_loss_coef=0.01", "reference.max_tokens_per_micro_batch=12288"]
+    config, machines = load_config("ppo-llama-3.1-70b-8x8", words), read_cluster(None, nodes, 8)
+    change, _ = auto(config, machines, Assumed(), None, False)
+    mapped = with_values(config, change)
+    assert config.actor.offload.weights and mapped.reference.placement == "own" and mapped.reference.offload.weights
+    assert refused(mapped) == [] and make_plan(job_of(mapped, machines)).fits
+
+
+def test_devices_that_no_layout_can_use_stay_idle() -> None:
+    config = load_config("grpo-qwen3-8b-1x8")  # 36 layers and mini-batches of a power of two
+    change, _ = auto(config, read_cluster(None, 11, 8), Assumed(), None, False)
+    mapped = with_values(config, change)
+    assert refused(mapped) == [] and make_plan(job_of(mapped, read_cluster(None, 11, 8))).job.devices < 88
 
 
 def test_a_critic_with_devices_of_its_own_is_planned_beside_the_policy() -> None:
