@@ -6,8 +6,9 @@ on any machine. The settings are the paper's: PPO, 1,024 prompts and as many res
 old log-probs that come with the responses (its preparation stage has passes of critic, reference and reward model
 alone), nothing offloaded, gradients reduced after the backward pass (the default of verl, its public code), pipeline
 stages of equally many layers (Megatron had no others), the actor generating on its own devices with the memory that is
-left for the KV cache, and equally large sets of models on halves of the devices where they are split. The first table has the planner's network of A100 and its layouts, the second the
-paper's: 200 Gb/s between machines, and the parallel sizes of its figure 14.
+left for the KV cache, and equally large sets of models on halves of the devices where they are split. The first table
+has the planner's network of A100 and its layouts, the second the paper's: 200 Gb/s between machines, and the parallel
+sizes of its figure 14.
 """
 
 from __future__ import annotations
