@@ -12,7 +12,7 @@ engine.
 
 Passes of roles with devices of their own run at the same time (`calls`). The policy's weights are all that the next
 answers need, so that the update of a critic that shares no devices with policy and engines lasts into the generation of
-the next step, and its own step is recorded then.
+the next step, and its own step is recorded after that.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ class RLTrainer:
                     batch = self.sampled() if self.dumps is None else self.keep(self.dumps.batch(self.step))
                     if "greedy_scores" in self.advantages.estimator.reads and "greedy_scores" not in batch:
                         batch = self.with_greedy_scores(batch)
-                    self.record(progress)
                     if trainer.rollout_only:
                         batch = self.passes.with_model_scores(batch, self.step)
                     else:
@@ -160,6 +159,7 @@ class RLTrainer:
         trainer, phase = self.config.trainer, self.session.timeline.phase
         with self.phases.training():
             batch, later = self.passes.before_advantages(batch, self.step, self.update_seed(), self.scores_first)
+            self.record(progress)  # the critic has ended its update of the step before
             with phase("adv"):
                 batch = self.keep(self.advantages.add(batch))
             if self.scores_first:

@@ -26,6 +26,7 @@ from hybridflow.config.schema import (
 )
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observe.progress import Progress
+from hybridflow.observe.rollouts import read_rollouts
 from hybridflow.observe.timeline import read_timeline
 from hybridflow.single_controller import Pending
 from hybridflow.trainer.advantages import Advantages
@@ -219,7 +220,7 @@ def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_gene
     passes = ["values", "log_probs"] if placement == "own" else ["log_probs", "values"]
     begun = ["generate", *passes, "update_critic"]
     if placement == "own" and pool is None:
-        ahead = ["generate", "critic ends", *begun[1:], "update"]
+        ahead = ["generate", "log_probs", "critic ends", "values", "update_critic", "update"]
         steps = [*begun, "update", "sync 1", *ahead, "sync 2", *ahead, "sync 3", "critic ends", "save", "save critic"]
         steps += [*begun, "update", "sync 4", "answer", "critic ends", "save", "save critic"]
     else:
@@ -280,6 +281,17 @@ def test_what_the_critic_learns_from_is_gae_of_score_and_model_score(tmp_path: P
     )
     np.testing.assert_allclose(batch.jagged("returns").values, returns.numpy(), rtol=1e-6)
     np.testing.assert_allclose(batch.jagged("advantages").values, whiten(advantages).numpy(), rtol=1e-6)
+
+
+def test_rollouts_alone_are_scored_by_the_reward_model(tmp_path: Path) -> None:
+    world = PpoWorld()
+    trainer = ppo_of(tmp_path, world, Critic(world), total_steps=2, rollout_only=True)
+    trainer.fit()
+    assert world.calls == ["sync 0", "answer", "generate", "generate"]
+    found = records(trainer, "train")
+    assert [record["reward_model/score/max"] for record in found] == [7, 7]
+    rows = read_rollouts(trainer.session.folder / "rollouts" / "step_000002.parquet")
+    assert [row["rm_score"] for row in rows] == list(range(8))
 
 
 def test_a_teacher_adds_its_columns_before_updates(tmp_path: Path) -> None:
