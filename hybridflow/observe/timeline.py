@@ -35,8 +35,8 @@ class Span:
         self._start, self._ticks = time.time(), time.perf_counter()
 
     def end(self, at: float | None = None, error: str = "") -> None:
-        """It has ended: now, or when `time.perf_counter` was `at`; `error` is the name of the exception that ended
-        it."""
+        """Record that the phase has ended, now or when `time.perf_counter` was `at`; `error` names the exception that
+        ended it."""
         seconds = max((time.perf_counter() if at is None else at) - self._ticks, 0.0)
         record = {
             "name": self.name,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def _choices(problem: Problem, pool: Sequence[str], size: int) -> list[tuple[Sec
 
 
 def _added(one: Seconds, other: Seconds) -> Seconds:
-    a, b, c, d = map(float.__add__, one, other)
+    a, b, c, d = map(add, one, other)
     return a, b, c, d
 
 

@@ -227,7 +227,7 @@ def _role(config: RunConfig, machines: Machines, name: str, sizes: Any) -> RoleP
         # a colocated reference follows the actor
         offload=config.actor.offload if name == "reference" and is_guest else section.offload,
         is_guest=is_guest,
-        pool="actor" if name == "actor" else derived.pool_of(config, name),
+        pool=derived.pool_of(config, name),
         scored=derived.share_scored_before_update(config) if name == "actor" else 1.0,
     )
 

@@ -11,10 +11,9 @@ from typing import Any
 from hybridflow.planning.constants import FITTED, Constants
 from hybridflow.planning.devices import Device
 from hybridflow.planning.job import Job, RolePlan
-from hybridflow.planning.schedule import Stage, Timed, begins, step_seconds
+from hybridflow.planning.schedule import Seconds, Stage, Timed, begins, step_seconds
 
 PACKED = 0.95  # tokens of a micro-batch beside its bound
-_STAGES: tuple[Stage, ...] = ("generation", "preparation", "update")
 _ASKED = ("reward_model", "actor", "reference", "teacher", "critic")  # in this order the loop asks them for passes
 GENERATION, SYNC, SAVE, MOVES = "generation", "weight sync", "checkpoint", "offload"
 
@@ -53,14 +52,15 @@ class Plan:
     @cached_property
     def seconds(self) -> float:
         """A step, of which phases on different devices may run at the same time."""
-        actor = self.job.actor.pool
-        pools = {pool: [0.0, 0.0, 0.0, 0.0] for pool in dict.fromkeys(phase.devices for phase in self.phases)}
+        took = defaultdict[tuple[str, Stage], float](float)
         for phase in self.phases:
-            if phase.stage != "rest":
-                stage = _STAGES.index(phase.stage)
-                pools[phase.devices][stage + (stage == 2 and phase.devices != actor)] += phase.seconds
-        rest = sum(phase.seconds for phase in self.phases if phase.stage == "rest")
-        return step_seconds([(one[0], one[1], one[2], one[3]) for one in pools.values()], False, rest)
+            took[phase.devices, phase.stage] += phase.seconds
+        pools: list[Seconds] = []
+        for pool in {phase.devices for phase in self.phases}:
+            update = took[pool, "update"]
+            updates = (update, 0.0) if pool == "actor" else (0.0, update)
+            pools.append((took[pool, "generation"], took[pool, "preparation"], *updates))
+        return step_seconds(pools, overlaps=False, rest=took["actor", "rest"])
 
     @cached_property
     def begins(self) -> list[float]:

@@ -104,7 +104,7 @@ class Future:
         self._results: dict[int, Any] = {}
         self._default_timeout_s, self._check = default_timeout_s, check
         self._submitted = self._looked = time.monotonic()
-        self._deadline: float | None = None  # of `arrived`
+        self._deadline: float | None = None  # of `done`
         self._looks: dict[int, int] = {}  # how often each rank was seen stopped
         self._called, self._ends = len(refs), list[float]()
         self._on_lost = on_lost
@@ -115,15 +115,6 @@ class Future:
         self._finished = False
 
     def done(self) -> bool:
-        """Whether `result` would return (or raise) without waiting for a rank that still works."""
-        import ray
-
-        if self._finished or not self._pending:
-            return True
-        ready, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
-        return len(ready) == len(self._pending)
-
-    def arrived(self) -> bool:
         """Whether `result` has a value or an error by now. Looks for everything that `result` looks for while it waits;
         the deadline counts from the first look."""
         if not self._finished:

@@ -18,7 +18,7 @@ class Call(Protocol):
     def result(self) -> Any:
         """The collected value; waits for it, and raises what `Future.result` raises."""
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         """Whether `result` returns or raises without waiting."""
 
     @property
@@ -43,12 +43,12 @@ class Ended:
         """The value."""
         return self._value
 
-    def arrived(self) -> bool:
-        """True."""
+    def done(self) -> bool:
+        """Return True."""
         return True
 
     def note_end(self) -> None:
-        """It is known."""
+        """Do nothing: the end is known."""
 
 
 class Pending(Generic[T]):
@@ -56,11 +56,6 @@ class Pending(Generic[T]):
 
     def __init__(self, calls: Sequence[Call], make: Callable[[list[Any]], T]) -> None:
         self._calls, self._make = calls, make
-
-    @classmethod
-    def ended(cls, value: T) -> Pending[T]:
-        """What needs no waiting."""
-        return cls((), lambda _: value)
 
     def result(self) -> T:
         """What is made of the results; waits for them.
@@ -70,9 +65,9 @@ class Pending(Generic[T]):
         """
         return self._make([call.result() for call in self._calls])
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         """Whether `result` returns or raises without waiting."""
-        return all(call.arrived() for call in self._calls)
+        return all(call.done() for call in self._calls)
 
     @property
     def open_refs(self) -> list[Any]:
@@ -93,14 +88,14 @@ class Pending(Generic[T]):
 
 
 @waiting()
-def first_to_arrive(pending: Sequence[Pending[Any]]) -> int:
+def first_done(pending: Sequence[Pending[Any]]) -> int:
     """The number of one that has ended or failed; waits until there is one. Failures of all of them are noticed
     meanwhile, and the deadlines of their calls count."""
     while True:
         for number, one in enumerate(pending):
-            if one.arrived():
+            if one.done():
                 return number
-        import ray
+        import ray  # here, so that calls without ranks need none
 
         refs = [ref for one in pending for ref in one.open_refs]
         ray.wait(refs, num_returns=1, timeout=_LOOK_S)

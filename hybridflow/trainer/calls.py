@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hybridflow.observe.timeline import Span, Timeline
-from hybridflow.single_controller import Pending, first_to_arrive
+from hybridflow.single_controller import Pending, first_done
 
 T = TypeVar("T")
 
@@ -29,8 +29,6 @@ class Asked(Generic[T]):
     phase: str
     step: int
     begin: Callable[[], Pending[T]]
-    pending: Pending[T] | None = None
-    span: Span | None = None
     ended: bool = False
     _value: T | None = None
 
@@ -39,6 +37,14 @@ class Asked(Generic[T]):
         """What it found, once it has ended."""
         assert self.ended
         return self._value  # type: ignore[return-value]
+
+
+class _Running(NamedTuple):
+    """A pass that has begun."""
+
+    asked: Asked[Any]
+    pending: Pending[Any]
+    span: Span
 
 
 class Calls:
@@ -51,7 +57,7 @@ class Calls:
     def __init__(self, pool_of: Callable[[str], str], timeline: Timeline) -> None:
         self._pool_of, self._timeline = pool_of, timeline
         self._queue: list[Asked[Any]] = []
-        self._running: dict[str, Asked[Any]] = {}  # by pool
+        self._running: dict[str, _Running] = {}  # by pool
 
     def ask(self, role: str, phase: str, step: int, begin: Callable[[], Pending[T]]) -> Asked[T]:
         """Have `begin` called when the devices of the role are free: now, or while `finish` waits."""
@@ -68,14 +74,14 @@ class Calls:
         """
         while not all(one.ended for one in wanted):
             running = list(self._running.values())
-            at = 0 if len(running) == 1 else first_to_arrive([one.pending for one in running if one.pending])
-            self._end(running[at])
+            self._end(running[0 if len(running) == 1 else first_done([one.pending for one in running])])
             self._begin_what_can()
 
     def finish_pool(self, role: str) -> None:
         """Wait until the devices of the role are free."""
         pool = self._pool_of(role)
-        self.finish(*[one for one in (*self._running.values(), *self._queue) if one.pool == pool])
+        begun = [one.asked for one in self._running.values()]
+        self.finish(*[one for one in (*begun, *self._queue) if one.pool == pool])
 
     def is_busy(self, role: str) -> bool:
         """Whether a pass is running on the devices of the role."""
@@ -83,7 +89,8 @@ class Calls:
 
     def is_over(self, asked: Asked[Any]) -> bool:
         """Whether `finish` would not wait for it."""
-        return asked.ended or (asked.pending is not None and asked.pending.arrived())
+        running = self._running.get(asked.pool)
+        return asked.ended or (running is not None and running.asked is asked and running.pending.done())
 
     def forget(self) -> None:
         """Nobody wants what was asked for: the ranks have been lost."""
@@ -93,27 +100,24 @@ class Calls:
         for one in list(self._queue):
             if one.pool not in self._running:
                 self._queue.remove(one)
-                self._running[one.pool] = one
-                one.span = self._timeline.begin(one.phase, one.step)
+                span = self._timeline.begin(one.phase, one.step)
                 try:
-                    one.pending = one.begin()
+                    pending = one.begin()
                 except BaseException as error:
-                    self._close(one, type(error).__name__)
+                    span.end(error=type(error).__name__)
                     raise
+                self._running[one.pool] = _Running(one, pending, span)
                 if one.pool != self._pool_of("actor"):  # the loop waits for the policy, and sees its end itself
-                    one.pending.note_end()
+                    pending.note_end()
 
-    def _end(self, one: Asked[Any]) -> None:
-        assert one.pending is not None
+    def _end(self, one: _Running) -> None:
+        error = ""
         try:
-            one._value = one.pending.result()
-        except BaseException as error:
-            self._close(one, type(error).__name__)
+            one.asked._value = one.pending.result()
+            one.asked.ended = True
+        except BaseException as raised:
+            error = type(raised).__name__
             raise
-        one.ended = True
-        self._close(one)
-
-    def _close(self, one: Asked[Any], error: str = "") -> None:
-        del self._running[one.pool]
-        assert one.span is not None
-        one.span.end(one.pending.ended_at if one.pending else None, error)
+        finally:
+            del self._running[one.asked.pool]
+            one.span.end(one.pending.ended_at, error)

@@ -162,9 +162,9 @@ class _MadeAgain:
                 self._recover(error)
             self._call = self._made()
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         """Whether the present call has ended; it may have failed."""
-        return self._call.arrived()
+        return self._call.done()
 
     @property
     def open_refs(self) -> list[Any]:

@@ -216,8 +216,7 @@ class RLTrainer:
         its own the critic is updated beside the policy, and goes on when this returns."""
         seed, phase, asked = self.update_seed(), self.session.timeline.phase, None
         if critic := self.critic:
-            method = ModelWorker.update_critic
-            begin = partial(critic.begin_update, method, batch, seed)
+            begin = partial(critic.begin_update, ModelWorker.update_critic, batch, seed)
             asked = self.calls.ask("critic", "update_critic", self.step, begin)
         self.calls.finish_pool("actor")
         trained = Trained(self.step, batch, batch, {}, asked)

@@ -14,7 +14,6 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.planning.devices import read_cluster
 from hybridflow.planning.job import Assumed, job_of
 from hybridflow.planning.plan import Plan, make_plan
-from hybridflow.planning.schedule import Timed, begins
 from hybridflow.trainer.groups import ModelGroup
 from hybridflow.trainer.session import Session
 from hybridflow.workers.role import RoleWorker
@@ -79,8 +78,7 @@ def compare(
 def _measured_begins(plan: Plan, measured: Mapping[str, float]) -> list[float]:
     """When each phase begins in a step of the measured seconds."""
     took = {PHASES[name]: seconds for name, seconds in measured.items()}
-    timed = [Timed(took.get(phase.name, 0.0), phase.devices, phase.stage) for phase in plan.phases]
-    return begins(timed, plan.job.engine_pool)
+    return replace(plan, phases=tuple(replace(one, seconds=took.get(one.name, 0.0)) for one in plan.phases)).begins
 
 
 def _plan(config: RunConfig, hf_config: Mapping[str, Any], steps: list[dict[str, Any]]) -> Plan:

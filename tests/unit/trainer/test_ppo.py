@@ -171,7 +171,7 @@ def test_the_critic_values_before_advantages_and_learns_before_the_policy(tmp_pa
 
 
 class SlowCritic(Critic):
-    """Its ranks end an update when it is waited for."""
+    """A critic whose update ends when somebody waits for it."""
 
     def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
         updates = list(self.update(method, batch, seed))
@@ -187,7 +187,7 @@ class Working:
     def __init__(self, end: Callable[[], Any]) -> None:
         self.end = end
 
-    def arrived(self) -> bool:
+    def done(self) -> bool:
         return False
 
     def note_end(self) -> None:
@@ -207,8 +207,8 @@ def with_critic_at(trainer: RLTrainer, placement: Any, pool: str | None = None) 
 def test_the_update_of_a_critic_with_devices_of_its_own_lasts_into_the_next_generation(
     tmp_path: Path, placement: Any, pool: str | None
 ) -> None:
-    """It ends before the critic is asked again, and before a checkpoint. One that shares devices with policy or engines
-    ends before these go on."""
+    """The update ends before the critic computes again, and before a checkpoint. Where the critic shares devices with
+    policy or engines, it ends before these go on."""
     world = PpoWorld()
     critic = SlowCritic(world)
     trainer = ppo_of(tmp_path, world, critic, total_steps=4, save_every_steps=3)

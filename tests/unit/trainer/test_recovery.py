@@ -24,7 +24,7 @@ from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.recovery import fit_with_restarts
 from hybridflow.workers.model_role import ModelWorker
 from tests.models import TINY
-from tests.unit.trainer.worlds import Immediate, World, config_of, records, trainer_of
+from tests.unit.trainer.worlds import Immediate, World, config_of, ended, records, trainer_of
 
 
 def lost(role: str) -> WorkerError:
@@ -113,7 +113,7 @@ class OwnCritic(Immediate):
     def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
         response = batch.jagged("response_ids")
         values = Jagged(np.zeros(len(response.values), np.float32), response.offsets)
-        return Pending.ended(DataProto.from_columns({"values": values}))
+        return ended(DataProto.from_columns({"values": values}))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         self.updates += 1

@@ -18,6 +18,7 @@ from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
 from hybridflow.trainer.supervised import RewardTrainer, pair_accuracy
 from hybridflow.workers.model_role import ModelWorker
+from tests.unit.trainer.worlds import ended
 
 PAIRS = 10
 
@@ -48,7 +49,7 @@ class Model:
         return getattr(self, method.__name__)(*args)
 
     def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
-        return Pending.ended(self.run(method, batch))
+        return ended(self.run(method, batch))
 
     def update(self, method: Callable[..., Any], batch: DataProto) -> list[Update]:
         assert method is ModelWorker.pair_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from hybridflow.observe.jsonl import read_jsonl
 from hybridflow.rollout.evaluation import Validator
 from hybridflow.rollout.protocols import SyncReport
 from hybridflow.single_controller import Pending
+from hybridflow.single_controller.pending import Ended
 from hybridflow.trainer.loop import RLTrainer
 from hybridflow.trainer.protocols import Update
 from hybridflow.trainer.session import Session
 from hybridflow.workers.policy import PolicyWorker
 
 ROWS, PROMPTS, N = 10, 4, 2
+
+
+def ended(value: Any) -> Pending[Any]:
+    """A call that needs no waiting."""
+    return Pending([Ended(value)], itemgetter(0))
 
 
 class Immediate:
@@ -36,13 +43,13 @@ class Immediate:
         return getattr(self, method.__name__)(*args)
 
     def begin(self, method: Callable[..., Any], batch: DataProto) -> Pending[DataProto]:
-        return Pending.ended(self.run(method, batch))
+        return ended(self.run(method, batch))
 
     def update(self, method: Callable[..., Any], batch: DataProto, seed: int | None = None) -> Sequence[Update]:
         raise AssertionError("it is not trained")
 
     def begin_update(self, method: Callable[..., Any], batch: DataProto, seed: int) -> Pending[list[Update]]:
-        return Pending.ended(list(self.update(method, batch, seed)))
+        return ended(list(self.update(method, batch, seed)))
 
 
 class World(Immediate):
@@ -70,7 +77,7 @@ class World(Immediate):
         self.calls.append("freeze_reference")
 
     def begin_log_probs(self, batch: DataProto) -> Pending[DataProto]:
-        return Pending.ended(self.log_probs(batch))
+        return ended(self.log_probs(batch))
 
     def log_probs(self, batch: DataProto) -> DataProto:
         self.calls.append("log_probs")
