@@ -90,6 +90,13 @@ class Platform:
 
         return torch.device("cuda", torch.cuda.current_device()) if self.kind == "cuda" else torch.device("cpu")
 
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor on the current device. The host does not wait for what is queued there, as it would in a copy
+        of memory that is not pinned."""
+        if self.kind == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.current_device(), non_blocking=True)
+
     def device_count(self) -> int:
         """Devices that this process sees; 0 on cpu."""
         return _cuda().device_count() if self.kind == "cuda" else 0

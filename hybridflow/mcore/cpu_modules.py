@@ -8,8 +8,9 @@ one HF map serves both.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.device.platform import Platform
 from hybridflow.mcore.packed_attention import PackedAttention
-from hybridflow.mcore.torch_functions import rms_norm, rotate, swiglu
+from hybridflow.mcore.torch_functions import GroupedProduct, SwiGlu, permute, rms_norm, rotate, takes_grouped_product
 
 
 class RMSNorm(nn.Module):
@@ -125,8 +127,12 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
         """x [rows, in], the first m_splits[0] rows belong to expert 0, and so on. Returns ([rows, out], no bias)."""
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        if takes_grouped_product(x, weights[0]):
+            ends = torch.tensor(list(m_splits)).cumsum(0, dtype=torch.int32)
+            return GroupedProduct.apply(x, Platform.detect().upload(ends), *weights), None
         runs = torch.split(x, list(m_splits))
-        return torch.cat([F.linear(run, getattr(self, f"weight{i}")) for i, run in enumerate(runs)]), None
+        return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
 
     def backward_dw(self) -> None:
         """Megatron's delayed weight gradient hook; nothing is delayed here."""
@@ -180,7 +186,7 @@ class TorchSpecProvider(BackendSpecProvider):
         """Cut by output rows, with the norm in front."""
         return NormColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         """Every norm of the families here is an RMS norm."""
         return RMSNorm
 
@@ -188,27 +194,32 @@ class TorchSpecProvider(BackendSpecProvider):
         """Attention over packed sequences, with context parallelism."""
         return PackedAttention
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
-    ) -> tuple[type, MLPSubmodules]:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
         """TEGroupedMLP itself needs nothing of TE once its linears are ours."""
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
+        if not hasattr(experts, "GroupedMLPSubmodules"):  # 0.16: a class and its parts; the caller adds the activation
+            return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
+        parts = experts.GroupedMLPSubmodules(
+            linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear, activation_func=self.activation_func()
+        )
+        return functools.partial(experts.TEGroupedMLP, submodules=parts)  # 0.19: a function that builds it
 
-    def activation_func(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def activation_func(self) -> type:
         """Every gated MLP of the families here is a SwiGLU."""
-        return swiglu
+        return SwiGlu
 
 
 def install() -> None:
     """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent."""
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
+    from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention, transformer_block
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = TorchSpecProvider
+    transformer_engine_spec_provider.TESpecProvider = TorchSpecProvider  # 0.19: backends.py:209, for latent attention
     layer_specs.TENorm = RMSNorm
     rope_utils.fused_apply_rotary_pos_emb_thd = rotate
     transformer_block.LayerNormImpl = RMSNorm  # transformer_block.py:66 falls back to WrappedTorchNorm
@@ -221,6 +232,10 @@ def install() -> None:
         random.activation_recompute_forward = random.fp8_autocast = _without_fp8
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
+    if (
+        "align_size" not in inspect.signature(moe_utils.permute).parameters
+    ):  # 0.19 has another that does not wait either
+        token_dispatcher.permute = functools.partial(permute, moe_utils.permute)
     if not getattr(token_dispatcher.maybe_move_tensor_to_cpu, "from_hybridflow", False):
         token_dispatcher.maybe_move_tensor_to_cpu = _to_host(token_dispatcher.maybe_move_tensor_to_cpu)
 

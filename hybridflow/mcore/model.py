@@ -24,9 +24,8 @@ from hybridflow.config.derived import expert_tensor_size, virtual_pipeline_size
 from hybridflow.config.schema import ParallelConfig
 from hybridflow.device.platform import Platform
 from hybridflow.errors import ModelError
-from hybridflow.mcore import bootstrap
+from hybridflow.mcore import bootstrap, megatron_versions, rotary
 from hybridflow.mcore.parallel import coordinates
-from hybridflow.mcore.rotary import set_attention_factor, use_frequencies
 from hybridflow.mcore.scalar_output import replace_output_layer
 from hybridflow.models import Family
 from hybridflow.models.layout import Coordinates, LocalTensor, padded_vocab_size
@@ -40,7 +39,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CORE_ATTENTION = ("core_attn",)
 # of Megatron's config: with one of them a gated MLP is no plain SwiGLU
 OTHER_ACTIVATIONS = {"activation_func", "activation_func_clamp_value", "glu_linear_offset"}
-TRANSFORMER_ENGINE = ("2.9", "2.12")  # from, and below: what Megatron-Core 0.16.1 asks for in its extra `dev`
 
 
 def recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def transformer_config(
     settings |= device_settings(family, is_cuda, bootstrap.HAVE_TRANSFORMER_ENGINE)
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     config = kind(**settings)
-    set_attention_factor(config, family.rotary)
+    rotary.set_attention_factor(config, family.rotary)
     return config
 
 
@@ -128,10 +126,8 @@ def device_settings(family: Family, is_cuda: bool, transformer_engine: bool) -> 
     is_latent, is_mixture = (bool(config.get(name)) for name in ("multi_latent_attention", "num_moe_experts"))
     is_swiglu = bool(config.get("gated_linear_unit")) and not config.keys() & OTHER_ACTIVATIONS
     # its kernel for packed samples, and `torch_functions.rotate` in its place, are told no factor of cosines and sines
-    # (rope_utils.py:295), and of latent attention the kernel knows YaRN alone (transformer_config.py:2068); without
-    # either each layer waits for the lengths of the samples
-    has_kernel = transformer_engine or not is_cuda
-    fuses_rope = has_kernel and not is_latent and family.rotary.attention_factor == 1.0
+    # (rope_utils.py:295), and of latent attention the kernel knows YaRN alone (transformer_config.py:2068)
+    fuses_rope = not is_latent and family.rotary.attention_factor == 1.0
     return {
         "use_cpu_initialization": not is_cuda,
         "persist_layer_norm": is_cuda,
@@ -151,6 +147,8 @@ def build_model(
     recompute_modules: Sequence[str] = CORE_ATTENTION,
 ) -> list[GPTModel]:
     """This rank's stage with uninitialised weights: one model, or one for each virtual stage."""
+    rotary.install()
+    megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
         from hybridflow.mcore import cpu_modules
 
@@ -169,7 +167,7 @@ def build_model(
 
 def _check_transformer_engine(dtype: str) -> None:
     """Raise ModelError for a version that Megatron does not take, and for a dtype that it cannot compute in."""
-    version, (least, beyond) = get_te_version(), TRANSFORMER_ENGINE
+    version, (least, beyond) = get_te_version(), megatron_versions.transformer_engine_range(bootstrap.MEGATRON_VERSION)
     if not Version(least) <= version < Version(beyond):
         raise ModelError(
             f"node {socket.gethostname()} has Transformer Engine {version}; Megatron-Core {bootstrap.MEGATRON_VERSION} "
@@ -186,18 +184,20 @@ def _check_transformer_engine(dtype: str) -> None:
 
 def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:
     stage = at.vpp_rank if at.vpp_size > 1 else None
-    model = GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
-        vocab_size=padded_vocab_size(family.vocab_size, at.tp_size),
-        pre_process=at.is_first_stage,
-        post_process=at.is_last_stage,
-        parallel_output=True,
-        vp_stage=stage,
-        **family.gpt_model_kwargs(),
-    )
+    # Megatron's router and the modules of `cpu_modules` name no device
+    with Platform.detect().current_device():
+        model = GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage),
+            vocab_size=padded_vocab_size(family.vocab_size, at.tp_size),
+            pre_process=at.is_first_stage,
+            post_process=at.is_last_stage,
+            parallel_output=True,
+            vp_stage=stage,
+            **family.gpt_model_kwargs(),
+        )
     if family.rotary.kind != "default":
-        use_frequencies(model, config, family.rotary)
+        rotary.use_frequencies(model, config, family.rotary)
     if family.latent_norm_eps is not None:
         _set_latent_norm_eps(model, family.latent_norm_eps)
     if isinstance(family, ScalarHead):

@@ -21,8 +21,8 @@ from hybridflow.data.micro_batches import (
     tokens_read,
     values_of,
 )
+from hybridflow.device.platform import Platform
 from hybridflow.mcore.context_parallel import ZigZag
-from hybridflow.mcore.parallel import device
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ class MicroBatch:
         samples: rows of the batch, in packed order.
         length: t, the same for all micro-batches, so pipeline stages know the shape of what they receive.
         tokens, positions: [1, t'].
-        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own. `packed.real` [t']
-            says which of this rank's tokens are no padding (`expert_load`).
+        packed: bounds of the whole segments for Megatron; the padding tail is a segment of its own. `packed.bounds` has
+            them on the CPU; `packed.real` [t'] says which of this rank's tokens are no padding (`expert_load`).
         predict_rows: [n'] this rank's row whose output predicts a response token.
         targets: [n'] those tokens.
         places: [n'] which of the n response tokens they are; None without context parallelism (all, in order).
         lengths: [s] how many of the n each sample has.
+        num_targets: n; known on the host, which would wait for the sum of `lengths`.
         columns: per-response-token columns [n, ...] (old_log_probs, advantages, ...).
     """
 
@@ -78,12 +79,8 @@ class MicroBatch:
     targets: torch.Tensor
     places: torch.Tensor | None
     lengths: torch.Tensor
+    num_targets: int
     columns: Mapping[str, torch.Tensor]
-
-    @property
-    def num_targets(self) -> int:
-        """n."""
-        return int(self.lengths.sum())
 
 
 def build_micro_batches(
@@ -126,31 +123,33 @@ def _pack(
     layout = ZigZag.of(bounds, cut.size)
     mine = layout.rows_of(cut.rank)
     places = np.flatnonzero(layout.owner[predict_rows] == cut.rank)
-    here = device()
+    upload = Platform.detect().upload
     return MicroBatch(
         samples=rows,
         length=total,
-        tokens=torch.from_numpy(tokens[mine])[None].to(here),
-        positions=torch.from_numpy(positions[mine])[None].to(here),
-        packed=_segments(bounds, real[mine], here),
-        predict_rows=torch.from_numpy(layout.local[predict_rows[places]]).to(here),
-        targets=torch.from_numpy(np.array(responses.values[keep], dtype=np.int64)[places]).to(here),
-        places=torch.from_numpy(places).to(here) if cut.size > 1 else None,
-        lengths=torch.from_numpy(np.array(counts)).to(here),
+        tokens=upload(torch.from_numpy(tokens[mine])[None]),
+        positions=upload(torch.from_numpy(positions[mine])[None]),
+        packed=_segments(bounds, real[mine]),
+        predict_rows=upload(torch.from_numpy(layout.local[predict_rows[places]])),
+        targets=upload(torch.from_numpy(np.array(responses.values[keep], dtype=np.int64)[places])),
+        places=upload(torch.from_numpy(places)) if cut.size > 1 else None,
+        lengths=upload(torch.from_numpy(np.array(counts))),
+        num_targets=int(np.sum(counts)),
         columns={
-            name: torch.from_numpy(values_of(batch, name, rows, keep)).to(here)
+            name: upload(torch.from_numpy(values_of(batch, name, rows, keep)))
             for name in columns
             if name != RESPONSE_MASK
         },
     )
 
 
-def _segments(bounds: np.ndarray, real: np.ndarray, here: torch.device) -> PackedSeqParams:
-    cu_seqlens, longest = torch.from_numpy(bounds.astype(np.int32)).to(here), int(np.diff(bounds).max())
+def _segments(bounds: np.ndarray, real: np.ndarray) -> PackedSeqParams:
+    upload = Platform.detect().upload
+    cu_seqlens, longest = upload(torch.from_numpy(bounds.astype(np.int32))), int(np.diff(bounds).max())
     # max_seqlen is the longest *segment*: rope_utils.py:203 reads positions from it, and would not restart them at each
     # segment
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    packed.real = torch.from_numpy(real).to(here)
+    packed.bounds, packed.real = torch.from_numpy(bounds), upload(torch.from_numpy(real))
     return packed

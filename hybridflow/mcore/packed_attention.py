@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -17,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
+from hybridflow.device.platform import Platform
 from hybridflow.mcore.context_parallel import ZigZag
 
 
@@ -24,8 +24,8 @@ class SegmentClasses:
     """For each length class: `gather` [n, longest] row numbers (clamped inside the segment), `real` [n, longest] true
     where not padding. `places` [t]: where each packed row stands in the concatenation of the classes' padded rows."""
 
-    def __init__(self, cu_seqlens: torch.Tensor) -> None:
-        bounds = cu_seqlens.to(torch.int64)
+    def __init__(self, bounds: torch.Tensor) -> None:
+        """`bounds` [s + 1] int64 on the CPU: how many rows a class has must be known there."""
         starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         classes = torch.ceil(torch.log2(lengths.double())).long()
@@ -33,13 +33,19 @@ class SegmentClasses:
         for value in classes.unique().tolist():
             chosen = classes == value
             start, length = starts[chosen, None], lengths[chosen, None]
-            step = torch.arange(int(length.max()), device=bounds.device)[None, :]
+            step = torch.arange(int(length.max()))[None, :]
             self.groups.append((start + torch.minimum(step, length - 1), step < length))
         nothing = bounds.new_zeros(0)
         self.rows = torch.cat([nothing, *(gather.reshape(-1) for gather, _ in self.groups)])
         self.real = torch.cat([nothing.bool(), *(real.reshape(-1) for _, real in self.groups)])
         self.places = self.rows.new_empty(int(self.real.sum()))
         self.places[self.rows[self.real]] = self.real.nonzero()[:, 0]
+
+    def upload(self, platform: Platform) -> SegmentClasses:
+        """The classes with all indices on the device; the host does not wait for it."""
+        self.groups = [(platform.upload(gather), platform.upload(real)) for gather, real in self.groups]
+        self.rows, self.real, self.places = map(platform.upload, (self.rows, self.real, self.places))
+        return self
 
 
 class _Padded(torch.autograd.Function):
@@ -72,36 +78,43 @@ class _Packed(torch.autograd.Function):
         """0 at the padding."""
         found = grad.index_select(0, ctx.classes.rows)
         if len(ctx.classes.places) < len(ctx.classes.rows):
-            found[~ctx.classes.real] = 0.0
+            found.masked_fill_(~ctx.classes.real.view(-1, *[1] * (found.dim() - 1)), 0.0)
         return found, None
 
 
 class ContextClasses:
     """The same for one context-parallel rank: its queries against all keys, which arrive rank after rank.
 
-    `groups`: `queries` [n, longest query] rows here, `real` [n, longest query], `keys` [n, longest key] rows of the
-        concatenated ranks,
-    `mask` [n, 1, longest query, longest key] true where a query may attend. No padded key needs hiding: those repeat
-    the last key of the segment with a position behind every query's.
+    `groups`: `queries` [n, longest query] rows here, `keys` [n, longest key] rows of the concatenated ranks, `mask`
+    [n, 1, longest query, longest key] true where a query may attend. No padded key needs hiding: those repeat the last
+    key of the segment with a position behind every query's. `places` [t']: where each row here stands in the
+    concatenation of the classes' padded queries.
     """
 
-    def __init__(self, cu_seqlens: torch.Tensor, rank: int, size: int) -> None:
-        whole = SegmentClasses(cu_seqlens)
-        layout = ZigZag.of(cu_seqlens.cpu().numpy().astype(np.int64), size)
-        here, share = cu_seqlens.device, int(cu_seqlens[-1]) // size
-        owner, local = torch.from_numpy(layout.owner).to(here), torch.from_numpy(layout.local).to(here)
-        self.groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    def __init__(self, bounds: torch.Tensor, rank: int, size: int) -> None:
+        """`bounds` [s + 1] int64 on the CPU."""
+        whole = SegmentClasses(bounds)
+        layout = ZigZag.of(bounds.numpy(), size)
+        share = int(bounds[-1]) // size
+        owner, local = torch.from_numpy(layout.owner), torch.from_numpy(layout.local)
+        self.groups: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.places, behind = torch.empty(share, dtype=torch.int64), 0
         for gather, real in whole.groups:
             mine = real & (owner[gather] == rank)
             # a segment's rows of this rank, in order of position, in front; what follows them repeats the last
             step = torch.argsort(~mine, dim=1, stable=True)[:, : int(mine.sum(1).max())]
-            is_query = mine.gather(1, step)
+            queries, is_query = local[gather.gather(1, step)], mine.gather(1, step).reshape(-1)
             keys = owner[gather] * share + local[gather]
-            mask = torch.arange(gather.shape[1], device=here)[None, None, :] <= step[:, :, None]
-            self.groups.append((local[gather.gather(1, step)], is_query, keys, mask[:, None]))
-        order = torch.cat([queries[is_query] for queries, is_query, _, _ in self.groups])
-        self.restore = torch.empty_like(order)
-        self.restore[order] = torch.arange(len(order), device=here)
+            mask = torch.arange(gather.shape[1])[None, None, :] <= step[:, :, None]
+            self.groups.append((queries, keys, mask[:, None]))
+            self.places[queries.reshape(-1)[is_query]] = behind + is_query.nonzero()[:, 0]
+            behind += queries.numel()
+
+    def upload(self, platform: Platform) -> ContextClasses:
+        """The classes with all indices on the device; the host does not wait for it."""
+        self.groups = [tuple(map(platform.upload, group)) for group in self.groups]  # type: ignore[misc]
+        self.places = platform.upload(self.places)
+        return self
 
 
 class PackedAttention(MegatronModule):
@@ -121,10 +134,11 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, 1, heads*v]. sbhd: [s, b, ...] -> [s, b,
-        heads*v].
+        """thd: query, key [t, (kv) heads, d], value [t, kv heads, v] -> [t, heads*v], as Transformer Engine returns it.
+        sbhd: [s, b, ...] -> [s, b, heads*v].
 
-        v may differ from d (latent attention).
+        v may differ from d (latent attention). Megatron 0.19 pads the values to d first and cuts the result, for which
+        it takes three dimensions for sbhd (multi_latent_attention.py:106).
         """
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             if self.config.context_parallel_size > 1:
@@ -136,7 +150,7 @@ class PackedAttention(MegatronModule):
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
         classes = getattr(params, "segment_classes", None)
         if classes is None:
-            classes = params.segment_classes = SegmentClasses(params.cu_seqlens_q)
+            classes = params.segment_classes = SegmentClasses(params.bounds).upload(Platform.detect())
         padded = [_Padded.apply(t, classes) for t in (query, key, value)]
         outs, start = [], 0
         for gather, _ in classes.groups:
@@ -145,7 +159,7 @@ class PackedAttention(MegatronModule):
             outs.append(self._causal(*parts).transpose(1, 2).flatten(0, 1))
             start = end
         packed = _Packed.apply(outs[0] if len(outs) == 1 else torch.cat(outs), classes)
-        return packed.reshape(packed.shape[0], 1, -1)
+        return packed.reshape(packed.shape[0], -1)
 
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any
@@ -155,18 +169,19 @@ class PackedAttention(MegatronModule):
         group = parallel_state.get_context_parallel_group()
         classes = getattr(params, "context_classes", None)
         if classes is None:
-            classes = params.context_classes = ContextClasses(params.cu_seqlens_q, group.rank(), group.size())
+            classes = ContextClasses(params.bounds, group.rank(), group.size()).upload(Platform.detect())
+            params.context_classes = classes
         key, value = (
             gather_from_sequence_parallel_region(part.contiguous(), tensor_parallel_output_grad=True, group=group)
             for part in (key, value)
         )
         gqa, outs = key.shape[1] != query.shape[1], []
-        for queries, real, keys, mask in classes.groups:
+        for queries, keys, mask in classes.groups:
             parts = (query[queries].transpose(1, 2), key[keys].transpose(1, 2), value[keys].transpose(1, 2))
             out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=self.scale, enable_gqa=gqa)
-            outs.append(out.transpose(1, 2)[real])
-        packed = torch.cat(outs)[classes.restore]
-        return packed.reshape(packed.shape[0], 1, -1)
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        packed = torch.cat(outs).index_select(0, classes.places)
+        return packed.reshape(packed.shape[0], -1)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key [b, (kv) heads, s, d], value [b, kv heads, s, v] -> [b, heads, s, v]."""

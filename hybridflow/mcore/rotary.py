@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
 
 from hybridflow.device.platform import Platform
+from hybridflow.mcore.torch_functions import rotate_unfused
 from hybridflow.models.rotary import Rotary
 
 
@@ -31,6 +33,14 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         """[s, 1, 1, dim] angles of positions 0 to s - 1; in latent attention with the factor of their cosines."""
         angles: torch.Tensor = super().forward(*args, **kwargs)
         return angles if self.factor is None else (angles, self.factor)
+
+
+def install() -> None:
+    """Have Megatron rotate packed sequences without waiting for their lengths, where no fused kernel does. Idempotent.
+
+    Latent attention and a factor of cosines and sines take this way with and without Transformer Engine.
+    """
+    rope_utils._apply_rotary_pos_emb_thd = rotate_unfused
 
 
 def set_attention_factor(config: TransformerConfig, rotary: Rotary) -> None:

@@ -45,7 +45,7 @@ class RouterLosses:
             # called with the logits of the rank's tokens, before experts are chosen
             router.apply_z_loss = functools.partial(self._attach, router, queue)
         self._weight, self._tokens = 0.0, 0.0
-        self._sums = torch.zeros(2)
+        self._sums = torch.zeros(2, device=device())
 
     def begin(self, micro_batches: Sequence[MicroBatch], count: torch.Tensor) -> None:
         """An update begins. `count`: what the policy's loss counts in this data-parallel rank's micro-batches.
@@ -75,8 +75,9 @@ class RouterLosses:
             real = tensor_share(real)
         sums = torch.stack([self._balancing(router, logits, real), (logits.logsumexp(-1) ** 2 * real).sum()])
         self._sums += sums.detach()
-        coefs = torch.tensor(list(self.coefs.values()), device=logits.device, dtype=sums.dtype)
-        return MoEAuxLossAutoScaler.apply(logits, (coefs * sums).sum() * self._weight)
+        # by numbers of the host, as a tensor of them would make it wait for the device
+        loss = self.coefs[AUX] * sums[0] + self.coefs[Z] * sums[1]
+        return MoEAuxLossAutoScaler.apply(logits, loss * self._weight)
 
     def _balancing(self, router: Any, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """This rank's part of T_m * E * sum_i f_i P_i."""

@@ -264,7 +264,10 @@ class _RouterHook:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         given = self._given(routes)
-        chosen = torch.where(given == FREE, live, given)
+        # routes that name an expert twice are not taken: Megatron counts on topk experts a token (`_observe` reports it)
+        ordered = given.sort(1).values
+        repeats = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)  # and so does FREE
+        chosen = torch.where(repeats, live, given)
         self._live = live
         return scores.gather(1, chosen), chosen
 
@@ -287,7 +290,8 @@ class _RouterHook:
             return
         given = self._given(routes)
         wanted = given[:, 0] != FREE
-        same = routing_map.gather(1, given.clamp(min=0)).all(1) & (routing_map.sum(1) == self.topk)
+        named = torch.zeros_like(routing_map).scatter(1, given.clamp(min=0), True)
+        same = (routing_map == named).all(1) & (named.sum(1) == self.topk)
         if routes.action == "compare":
             self.replay.count(used=wanted, differing=wanted & ~same)
         elif not self._recomputed:
@@ -308,4 +312,4 @@ def marked(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 def _segment_bounds(micro: MicroBatch) -> np.ndarray:
     """[segments + 1] packed rows where the samples, in order, and the padding tail begin; the last is the length."""
-    return micro.packed.cu_seqlens_q.cpu().numpy()
+    return np.asarray(micro.packed.bounds.numpy())

@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 def rotate(
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """t [t, heads, d] of packed sequences, rotated by the angles of each token's position in its sequence; stands where
     Megatron expects Transformer Engine's `fused_apply_rotary_pos_emb_thd`.
@@ -20,25 +26,50 @@ def rotate(
         cu_seqlens: [s + 1] bounds of the whole sequences, over all context-parallel ranks.
         freqs: [longest, 1, 1, r] angles of the positions; the components behind r <= d stay as they are.
         cp_size, cp_rank: of the context-parallel group.
+        interleaved: whether neighbours turn together, which Megatron 0.19 passes on. No family here has that.
+
+    Raises:
+        ValueError: `interleaved` is set.
     """
+    if interleaved:
+        raise ValueError("rotary_interleaved needs Transformer Engine")
     # all layers of a micro-batch, queries and keys, turn by the same angles
     known = getattr(cu_seqlens, "rotation", None)
     if known is None or known[0] is not freqs or known[1].dtype != t.dtype:
-        angles = freqs[_positions(cu_seqlens.to(torch.int64), cp_size, cp_rank), 0]
+        angles = freqs[_positions(cu_seqlens, len(t), cp_size, cp_rank), 0]
         known = freqs, angles.cos().to(t.dtype), angles.sin().to(t.dtype)
         cu_seqlens.rotation = known  # type: ignore[attr-defined]
     rotated: torch.Tensor = _Rotation.apply(t, known[1], known[2])
     return rotated
 
 
-def _positions(bounds: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """[t] the position of each token of this rank, which holds two of the 2 cp_size equal pieces of a sequence."""
-    here = bounds // cp_size
+def rotate_unfused(
+    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *settings: Any, cp_group: Any, **named: Any
+) -> torch.Tensor:
+    """t [t, heads, d] of packed sequences, rotated as the other settings say; replaces Megatron's
+    `_apply_rotary_pos_emb_thd`, which loops over the sequences and waits for their lengths in every layer.
+
+    Args: as for `rotate`; cp_group is the context-parallel group, and the rest goes to Megatron's own formula.
+    """
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    angles = freqs[_positions(cu_seqlens, len(t), cp_group.size(), cp_group.rank())]
+    rotated: torch.Tensor = _apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *settings, **named).squeeze(1)
+    return rotated
+
+
+def _positions(cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """[t] the position of each of this rank's `tokens`; it holds two of the 2 cp_size equal pieces of a sequence.
+
+    The number of tokens is an argument because reading it from the bounds would wait for a GPU.
+    """
+    here = cu_seqlens.to(torch.int64) // cp_size
     lengths = here.diff()
-    step = torch.arange(int(here[-1]), device=bounds.device) - here[:-1].repeat_interleave(lengths)
+    starts = here[:-1].repeat_interleave(lengths, output_size=tokens)
+    step = torch.arange(tokens, device=here.device) - starts
     if cp_size == 1:
         return step
-    piece = (lengths // 2).repeat_interleave(lengths)
+    piece = (lengths // 2).repeat_interleave(lengths, output_size=tokens)
     return torch.where(step < piece, step + cp_rank * piece, step + (2 * cp_size - 2 - cp_rank) * piece)
 
 
@@ -80,6 +111,17 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class SwiGlu(nn.Module):
+    """`swiglu` as the layer spec names it: a module that Megatron builds with its config."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., 2 f] -> [..., f]."""
+        return swiglu(x)
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -100,6 +142,57 @@ class _SwiGlu(torch.autograd.Function):
         torch.mul(grad, up, out=of_gate)
         torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
         return found
+
+
+def takes_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `GroupedProduct` computes rows [t, in] with weights [out, in]: torch's kernel wants a GPU, bfloat16 and
+    rows of whole 16 bytes."""
+    on_device = x.device.type != "cpu" and x.dtype == weight.dtype == torch.bfloat16
+    return on_device and len(x) > 0 and not any(size % 8 for size in weight.shape)
+
+
+def permute(
+    original: Any,
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: Any = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> Any:
+    """Megatron's `moe_utils.permute`, tokens [t, h] in the order of their experts, without waiting for a GPU to say how
+    many there are where the caller knows it (`num_out_tokens` is a number). `original` serves all other calls."""
+    if fused or drop_and_pad or not isinstance(num_out_tokens, int):
+        return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+    chosen = torch.nonzero_static(routing_map.t().reshape(-1), size=num_out_tokens)[:, 0]
+    order = chosen % len(tokens)
+    permuted_probs = None if probs is None else probs.t().reshape(-1).index_select(0, chosen)
+    return tokens.index_select(0, order), permuted_probs, order
+
+
+class GroupedProduct(torch.autograd.Function):
+    """Consecutive runs of rows, each times a weight of its own, in one kernel.
+
+    The kernel wants the weights in one tensor. They are put together anew in the backward pass, so that no copy of a
+    layer's experts is kept in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """x [t, in], ends [g] int32 first row behind each run, g weights [out, in] -> [t, out]."""
+        ctx.save_for_backward(x, ends, *weights)
+        return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Only what is asked for is computed: frozen experts have no gradient."""
+        x, ends, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = F.grouped_mm(grad, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        of_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = F.grouped_mm(grad.t(), x, offs=ends).unbind(0)
+        return of_x, None, *of_weights
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

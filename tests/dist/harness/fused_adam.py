@@ -32,8 +32,9 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        capturable: bool = False,
     ) -> None:
-        assert adam_w_mode and master_weights and use_decoupled_grad and not store_param_remainders
+        assert adam_w_mode and master_weights and use_decoupled_grad and not (store_param_remainders or capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.dtypes = dict(zip(NAMES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         self.scales: dict[Any, dict[str, torch.Tensor]] = {}

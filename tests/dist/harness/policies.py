@@ -49,6 +49,7 @@ def policy_of(
     std: float = 0.2,
     dtype: str = "float32",
     lora: dict[str, Any] | None = None,
+    backend: str | None = None,
     **options: Any,
 ) -> Any:
     from megatron.core import parallel_state
@@ -60,7 +61,7 @@ def policy_of(
 
     config = ParallelConfig(**parallel)
     if not parallel_state.model_parallel_is_initialized():
-        groups.initialize(config, seed=1, backend=Platform.detect().collective_backend, timeout_s=180)
+        groups.initialize(config, seed=1, backend=backend or Platform.detect().collective_backend, timeout_s=180)
     family = family_of(hf)
     if lora is not None:
         options["lora"] = AdapterMap(family, LoraConfig(**lora), seed=3)

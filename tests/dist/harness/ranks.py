@@ -64,6 +64,11 @@ def free_port() -> int:
             return port
 
 
+def import_path() -> str:
+    """PYTHONPATH of ranks: the repository, then the caller's own, where a test puts another Megatron."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def run_ranks(
     world: int,
     function: str,
@@ -85,7 +90,7 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": import_path(),
         "GLOO_SOCKET_IFNAME": "lo",
         "HYBRIDFLOW_PLATFORM": platform,
         **({"CUDA_VISIBLE_DEVICES": ""} if platform == "cpu" else {}),

@@ -37,7 +37,7 @@ from hybridflow.sync.schedule import EngineLayout, PlanFacts, make_weight_plan, 
 from hybridflow.sync.session import Order, Outcome
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_node import RolloutNodeWorker
-from tests.dist.harness.ranks import free_port
+from tests.dist.harness.ranks import free_port, import_path
 from tests.dist.harness.sync_senders import tensors_of
 from tests.dist.harness.threads import Threads
 
@@ -76,7 +76,7 @@ class Senders:
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "PYTHONPATH": import_path(),
             "GLOO_SOCKET_IFNAME": "lo",
         }
         env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size)}

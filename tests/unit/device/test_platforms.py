@@ -40,5 +40,6 @@ def test_rope_is_fused_where_its_kernel_computes_the_same(factor: float, monkeyp
     from hybridflow.mcore.model import device_settings
 
     family: object = SimpleNamespace(megatron_config=dict, rotary=SimpleNamespace(attention_factor=factor))
-    assert device_settings(family, True, True)["apply_rope_fusion"] is (factor == 1.0)  # type: ignore[arg-type]
-    assert device_settings(family, True, False)["apply_rope_fusion"] is False  # type: ignore[arg-type]
+    for transformer_engine in (True, False):
+        settings = device_settings(family, True, transformer_engine)  # type: ignore[arg-type]
+        assert settings["apply_rope_fusion"] is (factor == 1.0)

@@ -1,8 +1,10 @@
-"""Rotation, SwiGLU, RMS norm and packed attention compute what the operators that they stand for do, forward and
-backward."""
+"""Rotation, SwiGLU, RMS norm, grouped products, permutation and packed attention compute what the operators that they
+replace do, forward and backward."""
 
 from __future__ import annotations
 
+import functools
+import runpy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 
 import hybridflow.mcore.bootstrap  # noqa: F401  (before megatron)
 from hybridflow.mcore.packed_attention import PackedAttention
-from hybridflow.mcore.torch_functions import rms_norm, rotate, swiglu
+from hybridflow.mcore.torch_functions import GroupedProduct, permute, rms_norm, rotate, rotate_unfused, swiglu
 
 LENGTHS = [8, 24, 8, 16, 0, 4]
 
@@ -30,12 +32,19 @@ def both(function: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+@functools.cache
+def megatrons_rotation() -> Any:
+    """From a copy of its module, in which nothing was replaced."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return runpy.run_path(rope_utils.__file__)["_apply_rotary_pos_emb_thd"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("turned", [8, 6])
 def test_the_rotation_is_megatrons(turned: int, size: int, rank: int, dtype: torch.dtype) -> None:
-    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
-
+    _apply_rotary_pos_emb_thd = megatrons_rotation()
     torch.manual_seed(1)
     half = torch.randn(max(LENGTHS), 1, 1, turned // 2)
     freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(LENGTHS)
@@ -44,6 +53,65 @@ def test_the_rotation_is_megatrons(turned: int, size: int, rank: int, dtype: tor
     expected = both(lambda leaf: _apply_rotary_pos_emb_thd(leaf, cu_seqlens, freqs, cp_group=group), t)
     for found, wanted in zip(both(lambda leaf: rotate(leaf, cu_seqlens, freqs, size, rank), t), expected, strict=True):
         assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("settings", [{"mscale": 1.3}, {"multi_latent_attention": True}, {"rotary_interleaved": True}])
+def test_the_unfused_rotation_is_megatrons(settings: dict[str, Any], size: int, rank: int) -> None:
+    torch.manual_seed(1)
+    half = torch.randn(max(LENGTHS), 1, 1, 3)
+    freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(LENGTHS)
+    t = torch.randn(sum(LENGTHS) // size, 3, 8).bfloat16()
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    for found, wanted in zip(
+        both(lambda leaf: rotate_unfused(leaf, cu_seqlens, freqs, cp_group=group, **settings), t),
+        both(lambda leaf: megatrons_rotation()(leaf, cu_seqlens, freqs, cp_group=group, **settings), t),
+        strict=True,
+    ):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("runs", [[3, 0, 9, 4], [16], [0, 0, 16]])
+def test_a_grouped_product_is_one_product_a_run(runs: list[int]) -> None:
+    """Up to one rounding of bfloat16: both add up in float32."""
+    torch.manual_seed(1)
+    x = torch.randn(sum(runs), 16).bfloat16()
+    weights = [torch.randn(24, 16).bfloat16() for _ in runs]
+    ends = torch.tensor(runs).cumsum(0).int()
+
+    def one_by_one(whole: torch.Tensor, *each: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(run, weight) for run, weight in zip(whole.split(runs), each, strict=True)])
+
+    found = both(lambda whole, *each: GroupedProduct.apply(whole, ends, *each), x, *weights)
+    expected = both(one_by_one, x, *weights)
+    assert len(found) == len(expected) == 2 + len(runs)
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=2**-7, atol=2**-7)
+
+
+def test_frozen_weights_of_a_grouped_product_get_no_gradient() -> None:
+    x, weights = torch.randn(4, 8).bfloat16().requires_grad_(), [torch.randn(8, 8).bfloat16() for _ in range(2)]
+    GroupedProduct.apply(x, torch.tensor([1, 4], dtype=torch.int32), *weights).sum().backward()
+    assert x.grad is not None and [weight.grad for weight in weights] == [None, None]
+
+
+def test_the_permutation_is_megatrons() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    torch.manual_seed(1)
+    tokens, scores, topk = torch.randn(12, 5), torch.rand(12, 6), 2
+    chosen = torch.zeros(12, 6).scatter(1, scores.topk(topk).indices, 1).bool()
+    arguments = {"routing_map": chosen, "num_out_tokens": 12 * topk}
+
+    def parts(function: Any) -> Any:
+        return lambda t, p: torch.cat([part.reshape(-1) for part in function(t, probs=p, **arguments)[:2]])
+
+    ours = functools.partial(permute, None)
+    for found, wanted in zip(
+        both(parts(ours), tokens, scores), both(parts(moe_utils.permute), tokens, scores), strict=True
+    ):
+        assert torch.equal(found, wanted)
+    assert torch.equal(ours(tokens, **arguments)[2], moe_utils.permute(tokens, **arguments)[2])
 
 
 def test_other_angles_of_the_same_sequences_are_not_taken_for_the_first() -> None:
@@ -104,14 +172,14 @@ def test_each_packed_sequence_attends_to_itself_alone() -> None:
     lengths = [5, 1, 8, 3, 7, 8]
     query, key, value = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
     layer = PackedAttention(SimpleNamespace(context_parallel_size=1), 1)
-    params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=bounds(lengths))
+    params = SimpleNamespace(qkv_format="thd", bounds=bounds(lengths).long())
 
     def one_by_one(*whole: torch.Tensor) -> torch.Tensor:
         outs = []
         for parts in zip(*(tensor.split(lengths) for tensor in whole), strict=True):
             one = (part.transpose(0, 1)[None] for part in parts)
             out = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1).flatten(1)[:, None])
+            outs.append(out[0].transpose(0, 1).flatten(1))
         return torch.cat(outs)
 
     found = both(lambda *whole: layer(*whole, packed_seq_params=params), query, key, value)

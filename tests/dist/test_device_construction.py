@@ -1,0 +1,29 @@
+"""On a stand-in for a GPU: construction leaves nothing on the CPU, and no layer makes the host wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.harness.ranks import run_ranks
+from tests.models import FAMILIES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
+    (found,) = run_ranks(1, "tests.dist.cases.construction:left_on_the_cpu", family=family, dtype=dtype)
+    assert len(found) == 6
+    for role, (on_cpu, on_device) in found.items():
+        assert on_cpu == [] and on_device > 20, role
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_waits_once_a_layer_of_experts_and_in_no_other(family: str, recompute: str) -> None:
+    """Reading a value raises. Megatron's token dispatcher moves two tensors behind one event: how many rows each expert
+    has, and from which rank."""
+    (found,) = run_ranks(1, "tests.dist.cases.construction:host_waits", family=family, recompute=recompute)
+    passes = 2 if recompute == "full" else 1
+    assert found["moved"] == 2 * passes * found["layers"]
