@@ -5,7 +5,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 TESTS := $(PY) tests/run.py
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full gpu faults kills lint type arch schema hooks bench clean \
+.PHONY: help setup setup-dev setup-slurm demo check test test-fast test-full gpu gpu-wheels faults kills lint type arch schema hooks bench clean \
   distclean
 
 help: ## list the targets
@@ -35,8 +35,13 @@ test-fast: setup-dev ## tests that start no engine and no cluster (about 2 minut
 test-full: setup-dev setup-slurm ## every test
 	@$(TESTS) $(ARGS)
 
-gpu: setup-dev ## what only a GPU can show, on one GPU; says so and runs nothing where there is none (status 5)
-	@$(PY) -m tests.gpu $(ARGS)
+# on a machine without an index: its own Python, and the wheels that were brought along
+BROUGHT := $(and $(wildcard wheels/device/*/*.whl),$(if $(wildcard $(PY)),,yes))
+gpu: $(if $(BROUGHT),,setup-dev) ## what only a GPU can show, in 8 minutes on one GPU; ARGS="--part 2", ARGS=--rehearse on a CPU
+	@$(if $(BROUGHT),python3,$(PY)) -m tests.gpu $(ARGS)
+
+gpu-wheels: ## wheels for `make gpu` on a machine without a package index, in pieces of at most 58 MiB
+	@python3 requirements/device_wheels.py $(ARGS)
 
 faults: setup-dev ## disturb whole runs at seeded moments; ARGS="--campaigns 15 --seed 1", then ARGS="--table"
 	@$(PY) -m tests.faults $(ARGS)

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.device.platform import Platform
-from tests.dist.harness.ranks import NOTHING, run_ranks
+from tests.gpu.lane import KIND, needs_gpu, on
 
-pytestmark = pytest.mark.skipif(Platform.detect().kind != "cuda", reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("torch_modules", [True, False])
 @pytest.mark.parametrize("hf", ["TINY", "DENSE"])
 def test_resuming_equals_going_on(hf: str, torch_modules: bool, tmp_path: Path) -> None:
-    (found,) = run_ranks(
-        1, "tests.gpu.cases:resumed", loaded=NOTHING, platform="cuda",
-        hf=hf, dtype="bfloat16", torch_modules=torch_modules, folder=str(tmp_path / "saved"),
-    )  # fmt: skip
+    folder = str(tmp_path / "saved")
+    found = on(KIND, "resumed", hf=hf, dtype="bfloat16", torch_modules=torch_modules, folder=folder)
     assert found["steps"] == [2, 3, 3], found
     # kernels that add in another order each time may differ by one rounding of bfloat16
     assert found["off"] <= 2**-7 and found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-3), found

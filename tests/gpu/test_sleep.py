@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.gpu.lane import KIND, needs_gpu, on
 
-from hybridflow.device.platform import Platform
-from tests.dist.harness.ranks import NOTHING, run_ranks
-
-pytestmark = pytest.mark.skipif(Platform.detect().kind != "cuda", reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 def test_twenty_times_lose_no_byte() -> None:
-    (found,) = run_ranks(1, "tests.gpu.cases:slept", loaded=NOTHING, platform="cuda", hf="TINY", count=20)
+    found = on(KIND, "slept", hf="TINY", count=20)
     assert found["same"] == [True] * 20
     assert max(found["away"][2:]) <= found["away"][1], found["away"]  # the first time allocates what is kept

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from hybridflow.device.platform import Kind, Platform
-from tests.dist.harness.ranks import NOTHING, run_ranks
+from tests.gpu.lane import KIND, needs_gpu, on
 
-pytestmark = pytest.mark.skipif(Platform.detect().kind != "cuda", reason="needs a GPU")
+pytestmark = needs_gpu
 MODELS = ("TINY", "DENSE", "LLAMA", "DEEPSEEK")
-
-
-def on(platform: Kind, function: str, **arguments: Any) -> Any:
-    return run_ranks(1, f"tests.gpu.cases:{function}", loaded=NOTHING, platform=platform, **arguments)[0]
 
 
 @pytest.mark.parametrize("hf", MODELS)
 def test_torchs_layers_compute_what_a_cpu_computes(hf: str) -> None:
     arguments = {"hf": hf, "dtype": "float32", "torch_modules": True}
-    np.testing.assert_allclose(on("cuda", "scores", **arguments), on("cpu", "scores", **arguments), atol=1e-4)
+    np.testing.assert_allclose(on(KIND, "scores", **arguments), on("cpu", "scores", **arguments), atol=1e-4)
 
 
 @pytest.mark.parametrize("hf", MODELS)
 def test_transformer_engines_layers_compute_what_torchs_do(hf: str) -> None:
-    if not on("cuda", "has_transformer_engine"):
+    if not on(KIND, "has_transformer_engine"):
         pytest.skip("Transformer Engine is not installed")
     mine, theirs = (
-        np.array(on("cuda", "scores", hf=hf, dtype="bfloat16", torch_modules=plain)) for plain in (False, True)
+        np.array(on(KIND, "scores", hf=hf, dtype="bfloat16", torch_modules=plain)) for plain in (False, True)
     )
     assert np.abs(mine - theirs).mean() < 2e-2
 
 
 def test_what_is_offloaded_leaves_the_gpu_and_comes_back() -> None:
-    found = on("cuda", "offloaded", hf="TINY")
+    found = on(KIND, "offloaded", hf="TINY")
     assert found["after"] == found["before"]
     assert found["held"] - found["away"] >= 0.9 * found["freed"] > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
 
@@ -23,14 +25,17 @@ def through_empty_updates(world: SyncWorld, number: int) -> list[Any]:
     return [*found, weights_checksum(client)]
 
 
-def after_sleep(world: SyncWorld, seed: int) -> None:
-    """New weights for engines that sleep, as in a colocated run: weights wake, are filled, then the cache wakes."""
+def after_sleep(world: SyncWorld, seed: int) -> int:
+    """New weights for engines that sleep, as in a colocated run: weights wake, are filled, then the cache wakes.
+    Returns the MiB of the device that are in use while they sleep, by whatever process."""
     version = world.train(seed)
     world.engines.sleep()
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     world.engines.wake(["weights"])
     report = world.sync.sync(version)
     assert report.stale == {}, report.stale
     world.engines.wake(["kv_cache"])
+    return (total - free) >> 20
 
 
 def cold_start(world: SyncWorld, number: int, seed: int) -> Any:
