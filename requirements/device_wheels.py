@@ -139,7 +139,8 @@ def compile_te(python: str, out: Path) -> Path:
         pip("download", "--no-deps", "-d", temporary, *CUDA_HEADERS, python=python)
         for wheel in Path(temporary).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(Path(temporary, "headers"))
+                for item in archive.infolist():  # `extractall` drops the mode, and nvcc is asked for its version
+                    Path(archive.extract(item, Path(temporary, "headers"))).chmod(0o755)
         for source in (site / "nvidia/cu13", Path(temporary, "headers/nvidia/cu13")):
             shutil.copytree(
                 source, cuda, symlinks=True, dirs_exist_ok=True, copy_function=os.symlink, ignore=_present(source, cuda)

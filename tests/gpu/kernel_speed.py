@@ -46,7 +46,7 @@ def log_probs(tokens: int, hidden_size: int, vocabulary: int) -> dict[str, float
 
 
 def _product_seconds(hidden: torch.Tensor, weight: torch.Tensor) -> float:
-    """Of the bare product; its result, which the kernels never hold, is given back before they run."""
+    """Seconds of the bare product. Its result, which the kernels never hold, is freed before they run."""
     logits = torch.empty(len(hidden), len(weight), device=DEVICE, dtype=BF16)
     return seconds(lambda: torch.mm(hidden, weight.t(), out=logits))
 

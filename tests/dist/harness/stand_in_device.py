@@ -18,7 +18,7 @@ DEVICE = torch.device("meta")
 
 
 def install() -> None:
-    """Make this process take `meta` for its GPU, for the rest of its life.
+    """Make this process take `meta` for its GPU until it ends.
 
     `mcore.cpu_compat`, which sends what Megatron asks of CUDA to the CPU, sends it to `meta` instead.
     """
