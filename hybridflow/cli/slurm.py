@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,13 +138,17 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
     # The number of an array's task stands in for %a, so that the recipe is checked as the first task reads it.
     overrides = [word.replace("%a", "1") for word in args.overrides]
     run = load_config(args.config_name, overrides, args.config_dir)
-    check(run, args.job)
-    if run.cluster.address is not None:
-        raise ConfigError("cluster.address is set: a Slurm job starts its own Ray cluster; remove the key")
+    if run.cluster.in_process:
+        raise ConfigError(
+            f"{args.config_name} runs in one process (cluster.in_process=true), without Ray: give it to sbatch itself, "
+            f"as in sbatch --wrap='hybridflow {args.job} --config-name {args.config_name}', or add cluster=one-process"
+        )
+    _check_address(run.cluster.address, overrides)
+    # the job's own head takes the place of what the recipe's group says (`launch.driver.run`)
+    joined = [*overrides, "cluster.address='127.0.0.1:1'"]
+    check(load_config(args.config_name, joined, args.config_dir), args.job)
     if run.trainer.resume == "disable":
         raise ConfigError("trainer.resume=disable: a requeued job would begin again; choose another name=... instead")
-    joined = [*overrides, "cluster.address='127.0.0.1:1'"]  # the job's own head: some settings go only without one
-    check(load_config(args.config_name, joined, args.config_dir), args.job)
     site = _site(args)
     words = [args.job, "--config-name", args.config_name]
     words += ["--config-dir", str(args.config_dir.resolve())] if args.config_dir else []
@@ -172,6 +178,15 @@ def _job(args: argparse.Namespace) -> tuple[Job, Site]:
         options=tuple(args.sbatch),
     )
     return job, site
+
+
+def _check_address(address: str | None, overrides: Sequence[str]) -> None:
+    """ConfigError where the user names a cluster for a job, which starts its own; a line where the recipe does."""
+    if address in (None, "auto"):
+        return
+    if any(word.lstrip("+").startswith("cluster.address=") for word in overrides):
+        raise ConfigError(f"cluster.address={address}: a Slurm job starts its own Ray cluster; leave the key out")
+    print(f"cluster.address={address} of the recipe is not used: the job starts its own Ray cluster", file=sys.stderr)
 
 
 def _site(args: argparse.Namespace) -> Site:

@@ -139,6 +139,11 @@ class Jobs:
         )
         return _number(said)
 
+    def submit_recipe(self, recipe: str, *words: str) -> str:
+        """The number of a new job of a shipped recipe, whose run has its name."""
+        self._check_new(recipe)
+        return _number(self.run("submit", "--config-name", recipe, *words))
+
     def _check_new(self, name: str) -> None:
         """The tests share a folder: a second job of the same name would resume the first one's run."""
         assert not (self.folder / "runs" / name).exists(), f"another test has a run called {name!r}"

@@ -1,0 +1,105 @@
+"""Every recipe for a cluster, from an empty folder with a model folder and prompts: its sbatch file, its explanation
+and its plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.config.locate import shipped_config_dir
+from hybridflow.models.published import published
+from hybridflow.planning import recipes
+
+pytestmark = pytest.mark.slow
+
+IN_ONE_PROCESS = "tiny-rloo"
+ADDRESS = "cluster.address=10.0.0.1:6379"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = tmp_path_factory.mktemp("an empty folder")
+    rows = [
+        {
+            "data_source": "mine",
+            "prompt": [{"role": "user", "content": f"Say {number}."}],
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "extra_info": {"index": number},
+        }
+        for number in range(4)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), found / "train.parquet")
+    return found
+
+
+def words_for(name: str, folder: Path) -> list[str]:
+    """What a user adds to a recipe, with the config of the published model in a folder."""
+    model = folder / name
+    model.mkdir(exist_ok=True)
+    size = name.partition("-")[2].rpartition("-")[0]
+    (model / "config.json").write_text(json.dumps(published(size)))
+    files = f"[{folder / 'train.parquet'}]"
+    return ["--config-name", name, f"model.path={model}", f"data.train_files={files}", f"data.val_files={files}"]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_is_submitted_explained_and_planned(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = words_for(name, folder)
+    assert main(["slurm", "render", *words]) == 0, capsys.readouterr().err
+    script = capsys.readouterr().out
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    nodes, devices = map(int, name.rpartition("-")[2].split("x"))
+    assert f"#SBATCH --nodes={nodes}\n" in script and f"#SBATCH --gpus-per-node={devices}\n" in script
+    assert f"TRAIN=(train --config-name {name} " in script and "cluster.address" not in script
+    for command in (["train", *words, "--explain"], ["plan", *words]):
+        assert main(command) == 0, capsys.readouterr().err
+        capsys.readouterr()
+
+
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="shellcheck is not installed: make setup-slurm brings it"
+)
+@pytest.mark.parametrize("name", ["grpo-qwen3-8b-1x8", "grpo-qwen3-30b-a3b-4x8", "ppo-llama-3.1-70b-4x8"])
+def test_shellcheck_finds_nothing_in_a_recipes_job(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["slurm", "render", *words_for(name, folder)]) == 0
+    script = capsys.readouterr().out
+    checked = subprocess.run(["shellcheck", "-"], input=script, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_cluster_that_the_user_names_is_refused_and_one_that_a_recipe_names_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = words_for("grpo-qwen3-8b-1x8", folder)
+    assert main(["slurm", "render", *words, ADDRESS]) == 2
+    assert "cluster.address=10.0.0.1:6379: a Slurm job starts its own Ray cluster" in capsys.readouterr().err
+    (folder / "mine").mkdir()
+    recipe = "defaults: [grpo-qwen3-8b-1x8, _self_]\nname: mine\ncluster: {address: '10.0.0.1:6379'}\n"
+    (folder / "mine/mine.yaml").write_text(recipe)
+    assert main(["slurm", "render", "--config-dir", "mine", "--config-name", "mine", *words[2:]]) == 0
+    shown = capsys.readouterr()
+    assert "cluster.address=10.0.0.1:6379 of the recipe is not used" in shown.err and "10.0.0.1" not in shown.out
+
+
+def test_a_recipe_for_one_process_names_the_command_that_submits_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert (shipped_config_dir() / f"{IN_ONE_PROCESS}.yaml").is_file()
+    assert main(["slurm", "submit", "--config-name", IN_ONE_PROCESS]) == 2
+    assert f"sbatch --wrap='hybridflow train --config-name {IN_ONE_PROCESS}'" in capsys.readouterr().err
