@@ -14,7 +14,8 @@ lane_file=$venv/.hybridflow-lane  # apart from the stamp, so that an interrupted
 locks=("requirements/build.txt" "requirements/$lane.txt")
 [[ $lane == cpu ]] && locks+=("requirements/torch-cpu.txt")
 wanted="$lane $(cat "${locks[@]}" setup.py "$0" | sha256sum | cut -c1-64)"
-wanted_dev="$lane $(cat "${locks[@]}" requirements/dev.txt setup.py "$0" | sha256sum | cut -c1-64)"
+next=requirements/megatron-0.19.txt  # the gpu lane's Megatron, for the tests of the cpu lane
+wanted_dev="$lane $(cat "${locks[@]}" requirements/dev.txt "$next" setup.py "$0" | sha256sum | cut -c1-64)"
 
 # Transformer Engine is compiled against the installed torch, where there is a compiler. Its wheels are kept in wheels/.
 engine=requirements/transformer-engine.txt
@@ -25,12 +26,17 @@ lacks_engine() { [[ $lane == gpu ]] && compiler && ! holds "$stamp-engine" "$wan
 holds() { [[ -x $venv/bin/python && -f $1 && $(<"$1") == "$2" ]]; }
 if holds "$stamp" "$wanted" && { [[ -z $dev ]] || holds "$stamp-dev" "$wanted_dev"; } && ! lacks_engine; then exit 0; fi
 
-# Exactly 3.11: the locks were resolved for it.
+# Exactly this one: the lane's lock was resolved for it, and only the cpu lane's torch decides for 3.11 (docs/adr/0055).
+version=3.11
+[[ $lane == gpu ]] && version=3.12
 find_python() {
-  for candidate in ${PYTHON:-} python3.11 python3; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then echo "$candidate"; return; fi
+  for candidate in ${PYTHON:-} "python$version" python3; do
+    if [[ $("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == "$version" ]]; then
+      echo "$candidate"
+      return
+    fi
   done
-  echo "setup: Python 3.11 with venv is needed; give its path as PYTHON=..." >&2
+  echo "setup: the $lane lane needs Python $version with venv; give its path as PYTHON=..." >&2
   return 1
 }
 step() { printf 'setup [%3d s] %s\n' "$SECONDS" "$1"; }
@@ -47,6 +53,9 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   fresh
 elif [[ -f $lane_file && $(<"$lane_file") != "$lane" ]]; then
   step "$venv holds the $(<"$lane_file") lane; starting over for $lane"
+  fresh
+elif [[ -f $venv/pyvenv.cfg ]] && ! grep -q "^version = $version\." "$venv/pyvenv.cfg"; then
+  step "$venv has another Python than $version; starting over"
   fresh
 fi
 echo "$lane" > "$lane_file"
@@ -82,6 +91,10 @@ fi
 if [[ -n $dev ]] && ! holds "$stamp-dev" "$wanted_dev"; then
   step "development tools"
   install -r requirements/dev.txt
+  if [[ $lane == cpu ]]; then
+    rm -rf "$venv/megatron-0.19"
+    install --target "$venv/megatron-0.19" --python-version 3.12 --ignore-requires-python --only-binary=:all: -r "$next"
+  fi
   "$venv/bin/python" requirements/verify.py "$lane" "${locks[@]}" requirements/dev.txt
   echo "$wanted_dev" > "$stamp-dev"
 fi

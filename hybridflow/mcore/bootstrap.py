@@ -1,6 +1,6 @@
 """To be imported before any `megatron` module: makes Megatron importable on the device at hand.
 
-On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core 0.16.1 calls
+On CUDA nothing is changed. Without CUDA, `cpu_compat` replaces the CUDA state functions that Megatron-Core calls
 unconditionally.
 """
 
@@ -21,6 +21,8 @@ if Platform.detect().kind == "cpu":
 
     cpu_compat.install()
 
+# package_info.py:20 (0.19) starts git and adds the commit of the repository around it, which is not Megatron's
+os.environ.setdefault("NO_VCS_VERSION", "1")
 # five modules of megatron warn that these are absent; `backend_name` says once what is used instead
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
 import megatron.core  # noqa: E402

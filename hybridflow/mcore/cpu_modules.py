@@ -209,7 +209,10 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def install() -> None:
-    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent."""
+    """Make Megatron's TE layer spec use `TorchSpecProvider`, and fix what goes wrong without TE. Idempotent.
+
+    Lines are those of Megatron-Core 0.16.1 where no version is named.
+    """
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
     from megatron.core.extensions import transformer_engine_spec_provider

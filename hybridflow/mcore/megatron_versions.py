@@ -11,13 +11,13 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
 
 # Megatron-Core from that version on: Transformer Engine from, and below. 0.16.1 asks for its range in its extra `dev`.
-# 0.19.2 asks for no version in its extra `te`, but its fused experts need 2.14 (moe/experts.py:349), and 2.20.2 was the
-# newest at its release.
-_TRANSFORMER_ENGINE = {"0.19": ("2.14", "2.21"), "0": ("2.9", "2.12")}
+# 0.19.2 asks for no version in its extra `te`, and asks for newer features than 2.9's by version, up to 2.14; 2.20 is
+# the newest that there is.
+_TRANSFORMER_ENGINE = {"0.19": ("2.9", "2.21"), "0": ("2.9", "2.12")}
 
 
 def transformer_engine_range(megatron: str) -> tuple[str, str]:
-    """(least, beyond): the versions of Transformer Engine for this version of Megatron-Core."""
+    """The versions of Transformer Engine for this version of Megatron-Core: from the first, and below the second."""
     return next(found for first, found in _TRANSFORMER_ENGINE.items() if Version(megatron) >= Version(first))
 
 

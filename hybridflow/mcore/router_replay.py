@@ -264,10 +264,10 @@ class _RouterHook:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         _, live = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         given = self._given(routes)
-        # routes that name an expert twice are not taken: Megatron counts on topk experts a token (`_observe` reports it)
+        # Megatron counts on topk experts a token: routes that name one twice are left out, and `_observe` reports them
         ordered = given.sort(1).values
-        repeats = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)  # and so does FREE
-        chosen = torch.where(repeats, live, given)
+        repeats = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)
+        chosen = torch.where(repeats | (given == FREE), live, given)
         self._live = live
         return scores.gather(1, chosen), chosen
 

@@ -121,6 +121,10 @@ class SwiGlu(nn.Module):
         """x [..., 2 f] -> [..., f]."""
         return swiglu(x)
 
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """It has no state; `MLP` of Megatron 0.16 asks all its parts (mlp.py:260)."""
+        return {}
+
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod

@@ -4,6 +4,8 @@ belong."""
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
 import shutil
 import subprocess
 from importlib import metadata
@@ -13,6 +15,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+NEXT_MEGATRON = "requirements/megatron-0.19.txt"
 # Stands for the interpreter of .venv: notes what it is asked to do and fails when told to.
 STUB = """#!/usr/bin/env bash
 echo "$*" >> calls
@@ -74,7 +77,43 @@ def test_a_second_setup_installs_nothing(tree: Tree) -> None:
 def test_development_tools_come_on_top(tree: Tree) -> None:
     tree.setup("cpu")
     _, calls = tree.setup("cpu", "dev")
-    assert [call.split()[-1] for call in calls if " install " in call] == ["requirements/dev.txt"]
+    installs = [call.split()[-1] for call in calls if " install " in call]
+    assert installs == ["requirements/dev.txt", NEXT_MEGATRON]
+
+
+def test_the_other_lanes_megatron_is_unpacked_beside_the_cpu_lane_alone(tree: Tree) -> None:
+    [unpacked] = [call for call in tree.setup("cpu", "dev")[1] if call.endswith(NEXT_MEGATRON)]
+    assert "--target .venv/megatron-0.19 --python-version 3.12 --ignore-requires-python --only-binary=:all:" in unpacked
+    assert not any(NEXT_MEGATRON in call for call in tree.setup("gpu", "dev")[1])
+    wanted = [line for line in (ROOT / NEXT_MEGATRON).read_text().splitlines() if not line.startswith("#")]
+    assert set(wanted) <= set((ROOT / "requirements" / "gpu.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("lane", "version"), [("cpu", "3.11"), ("gpu", "3.12")])
+def test_each_lane_takes_the_python_of_its_lock(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, lane: str, version: str
+) -> None:
+    shutil.rmtree(tree.folder / ".venv")
+    (tree.folder / "bin").mkdir()
+    for found in ("3.11", "3.12"):
+        python = tree.folder / "bin" / f"python{found}"
+        # makes an environment, whose interpreter is the stub
+        stub = shlex.quote(STUB)
+        python.write_text(
+            f"#!/usr/bin/env bash\n"
+            f"[[ $1 == -c ]] && {{ echo {found}; exit; }}\n"
+            f'echo "$0 $*" >> made; mkdir -p "$3/bin"; printf %s {stub} > "$3/bin/python"; chmod +x "$3/bin/python"\n'
+        )
+        python.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tree.folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTHON", raising=False)
+    made = tree.folder / "made"
+    assert tree.setup(lane)[0] == 0
+    assert made.read_text().split()[0].endswith(f"/python{version}")
+    (tree.folder / ".venv" / "pyvenv.cfg").write_text("version = 3.10.2\n")  # of a lock for another Python
+    (tree.folder / ".venv" / ".hybridflow-setup").unlink()
+    assert tree.setup(lane)[0] == 0
+    assert len(made.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +124,7 @@ def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
     with (tree.folder / changed).open("a") as file:
         file.write("# changed\n")
     _, calls = tree.setup("cpu", "dev")
-    assert len([call for call in calls if " install " in call]) == 5
+    assert len([call for call in calls if " install " in call]) == 6
 
 
 @pytest.mark.parametrize(
@@ -127,7 +166,7 @@ def test_transformer_engine_is_built_once_where_there_is_a_compiler(tree: Tree, 
     assert any(" install " in call and f"{folder.name}/" in call for call in calls[calls.index(build) :])
     assert tree.setup("gpu") == (0, [])
     folder.mkdir(parents=True)
-    (folder / "transformer_engine_torch-2.10.0-cp311-linux_x86_64.whl").touch()
+    (folder / "transformer_engine_torch-2.20.2-cp312-linux_x86_64.whl").touch()
     for stamp in (tree.folder / ".venv").glob(".hybridflow-setup*"):
         stamp.unlink()
     _, again = tree.setup("gpu")  # a new environment takes the wheel that was kept

@@ -1,12 +1,15 @@
 """Every layout trains as one process does: log-probs, loss, gradient norm and weights after three clipped and scheduled
 updates.
 
-`PARITY_TABLE=docs/parity.md pytest -m full tests/dist/test_parity.py` writes the table of measured differences.
+`PARITY_TABLE=docs/parity.md pytest -m full tests/dist/test_parity.py` writes the table of measured differences. The
+gpu lane's Megatron is measured too; `PYTHONPATH=.venv/megatron-0.19 pytest tests/dist` runs other tests against it.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,21 @@ from tests.dist.harness.ranks import run_ranks
 
 TOLERANCE = 1e-5
 LONG_S = 1500  # for all layouts in one set of processes, 8 of them on 2 cores
+UNPACKED = Path(sys.prefix) / "megatron-0.19"  # by requirements/setup.sh on the cpu lane; the gpu lane has it installed
+
+
+@pytest.fixture(params=["installed", "0.19"])
+def megatron(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The version of Megatron-Core that ranks import."""
+    installed = metadata.version("megatron-core")
+    if request.param == "installed":
+        return installed
+    if installed.startswith("0.19."):
+        pytest.skip("the installed Megatron-Core is the one of the gpu lane")
+    [unpacked] = metadata.distributions(name="megatron-core", path=[str(UNPACKED)])  # absent: run `make setup-dev`
+    path = [str(UNPACKED), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    return unpacked.version
 
 
 def run(names: list[str], folder: Path, timeout_s: float = 230) -> list[dict[str, Any]]:
@@ -27,16 +45,17 @@ def run(names: list[str], folder: Path, timeout_s: float = 230) -> list[dict[str
     return [by_name[name] for name in names]
 
 
-def failures(results: list[dict[str, Any]]) -> list[str]:
+def failures(results: list[dict[str, Any]], megatron: str) -> list[str]:
+    assert {result["megatron"] for result in results} == {megatron}
     quantities = ("log_probs", "loss", "grad_norm", "weights")
     # not (x < t): a NaN fails
     return [f"{r['name']}: {q} off by {r[q]:.1e}" for r in results for q in quantities if not r[q] < TOLERANCE]
 
 
 @pytest.mark.slow
-def test_a_covering_subset_trains_as_one_process(tmp_path: Path) -> None:
+def test_a_covering_subset_trains_as_one_process(tmp_path: Path, megatron: str) -> None:
     results = run([name for name, case in CASES.items() if case.quick and case.world <= 4], tmp_path)
-    assert failures(results) == []
+    assert failures(results, megatron) == []
     one = results[0]["history"]
     assert min(norm for _, norm, _ in one) > 1.0  # or nothing would have been clipped
     assert [rate for _, _, rate in one] == pytest.approx([5e-3, 1e-2, 8.681981e-3], rel=1e-5)  # warm-up, then cosine
@@ -44,15 +63,16 @@ def test_a_covering_subset_trains_as_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_every_layout_trains_as_one_process(tmp_path: Path) -> None:
+def test_every_layout_trains_as_one_process(tmp_path: Path, megatron: str) -> None:
     assert len(CASES) >= 30
     small = run([name for name, case in CASES.items() if case.world <= 4], tmp_path, LONG_S)
     # the files of the one-process cases are there
     large = run([name for name, case in CASES.items() if case.world > 4], tmp_path, LONG_S)
     results = small + large
-    if path := os.environ.get("PARITY_TABLE"):
+    path = os.environ.get("PARITY_TABLE")
+    if path and megatron == metadata.version("megatron-core"):
         Path(path).write_text(table(results))
-    assert failures(results) == []
+    assert failures(results, megatron) == []
 
 
 def table(results: list[dict[str, Any]]) -> str:

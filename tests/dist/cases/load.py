@@ -127,10 +127,10 @@ class _noted:
     def __exit__(self, *_: Any) -> None:
         self.module._update_router_expert_bias = self.original
 
-    def _note(self, model: Any, config: Any) -> None:
+    def _note(self, *arguments: Any, **named: Any) -> None:
         for router in self.routers:
             self.counts[router.layer_number - 1] += router.local_tokens_per_expert
-        self.original(model, config)
+        self.original(*arguments, **named)
         for bias, before in self.biases:
             assert not torch.equal(bias, before)
             bias.copy_(before)

@@ -160,6 +160,8 @@ def run_cases(names: list[str], folder: str) -> list[dict[str, Any]]:
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Train; differences from one process (which comes first and writes its values)."""
+    from hybridflow.mcore import bootstrap
+
     started = time.perf_counter()
     policy = policy_of(case.parallel, MODELS[case.model], **case.options)
     _check_coordinates(case)
@@ -182,6 +184,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "name": case.name,
         "world": case.world,
+        "megatron": bootstrap.MEGATRON_VERSION,
         "log_probs": float((mine["log_probs"] - reference["log_probs"]).abs().max()),
         "loss": float((ours[:, 0] - one[:, 0]).abs().max()),
         "grad_norm": float(((ours[:, 1] - one[:, 1]) / one[:, 1]).abs().max()),

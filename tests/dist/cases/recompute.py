@@ -92,7 +92,7 @@ def _gradients(hf: dict[str, Any], parallel: dict[str, Any], **options: Any) -> 
                 if part and name.endswith(part) and not isinstance(module, IdentityOp):
                     module.register_forward_pre_hook(count(kind))
             if name.endswith("mlp.experts"):
-                _count_activations(module, calls)
+                module.activation_func.register_forward_pre_hook(count("moe_act"))
     policy.set_optimizer(OptimConfig(lr=1e-2, clip_grad=0.0))
     policy.train_mini_batch(
         share_of(batch_of(16, 3)), sft_loss, columns=(), max_tokens=64, temperature=1.0, with_entropy=False
@@ -103,23 +103,3 @@ def _gradients(hf: dict[str, Any], parallel: dict[str, Any], **options: Any) -> 
         for name, parameter in model.named_parameters()
     }
     return found, calls
-
-
-def _count_activations(experts: Any, calls: dict[str, int]) -> None:
-    activation = experts.activation_func
-
-    def counted(values: torch.Tensor) -> torch.Tensor:
-        calls["moe_act"] += 1
-        return activation(values)  # type: ignore[no-any-return]
-
-    config = experts.config = _with(experts.config, activation_func=counted)
-    experts.activation_func = config.activation_func
-
-
-def _with(config: Any, **changes: Any) -> Any:
-    import copy
-
-    changed = copy.copy(config)
-    for key, value in changes.items():
-        setattr(changed, key, value)
-    return changed

@@ -77,7 +77,7 @@ def test_the_apptainer_definition_is_the_same_image() -> None:
 
 ENGINE_BUILT = "test -f .venv/.hybridflow-setup-engine"
 PACKAGES = shlex.split(
-    "python3.11 python3.11-devel python3.11-pip gcc-c++ git make ninja-build numactl-libs libibverbs librdmacm iproute "
+    "python3.12 python3.12-devel python3.12-pip gcc-c++ git make ninja-build numactl-libs libibverbs librdmacm iproute "
     "procps-ng"
 )
 

@@ -60,8 +60,10 @@ def test_the_rotation_is_megatrons(turned: int, size: int, rank: int, dtype: tor
 def test_the_unfused_rotation_is_megatrons(settings: dict[str, Any], size: int, rank: int) -> None:
     torch.manual_seed(1)
     half = torch.randn(max(LENGTHS), 1, 1, 3)
-    freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(LENGTHS)
-    t = torch.randn(sum(LENGTHS) // size, 3, 8).bfloat16()
+    # Megatron 0.19 takes no empty sequence with this setting (rope_utils.py:89)
+    lengths = [length for length in LENGTHS if length or "rotary_interleaved" not in settings]
+    freqs, cu_seqlens = torch.cat((half, half), dim=-1), bounds(lengths)
+    t = torch.randn(sum(lengths) // size, 3, 8).bfloat16()
     group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
     for found, wanted in zip(
         both(lambda leaf: rotate_unfused(leaf, cu_seqlens, freqs, cp_group=group, **settings), t),

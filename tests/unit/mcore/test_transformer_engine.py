@@ -13,6 +13,7 @@ from packaging.version import Version
 from hybridflow.config.schema import OptimConfig, ParallelConfig
 from hybridflow.errors import ModelError
 from hybridflow.mcore import bootstrap, model
+from hybridflow.mcore.megatron_versions import transformer_engine_range
 from hybridflow.mcore.optimizer import Optimizer
 from hybridflow.models import family_of
 from tests.models import TINY
@@ -44,16 +45,29 @@ def test_fp32_is_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
         model.build_model(nothing, nothing, "float32")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("version", ["1.13.0", "2.8.0", "2.12.0", "3.0"])
+@pytest.mark.parametrize(
+    ("megatron", "version", "beyond"),
+    [
+        *(("0.16.1", version, "2.12") for version in ("1.13.0", "2.8.0", "2.12.0", "3.0")),
+        *(("0.19.2", version, "2.21") for version in ("2.8.0", "2.21.0")),
+    ],
+)
 def test_a_version_that_megatron_does_not_take_is_named_with_node_and_remedy(
-    monkeypatch: pytest.MonkeyPatch, version: str
+    monkeypatch: pytest.MonkeyPatch, megatron: str, version: str, beyond: str
 ) -> None:
+    monkeypatch.setattr(bootstrap, "MEGATRON_VERSION", megatron)
     monkeypatch.setattr(bootstrap, "HAVE_TRANSFORMER_ENGINE", True)
     monkeypatch.setattr(model, "get_te_version", lambda: Version(version))
     nothing: object = None
-    said = rf"node {socket.gethostname()} has Transformer Engine {version}; .* takes 2\.9 to below 2\.12: .*LANE=gpu"
-    with pytest.raises(ModelError, match=said):
+    said = rf"Transformer Engine {version}; Megatron-Core {megatron} takes 2\.9 to below {beyond}: .*LANE=gpu"
+    with pytest.raises(ModelError, match=rf"node {socket.gethostname()} has {said}"):
         model.build_model(nothing, nothing, "bfloat16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("megatron", "locked"), [("0.16.1", "2.10.0"), ("0.19.2", "2.20.2")])
+def test_the_version_that_is_locked_is_taken(megatron: str, locked: str) -> None:
+    least, beyond = transformer_engine_range(megatron)
+    assert Version(least) <= Version(locked) < Version(beyond)
 
 
 def test_a_dispatcher_whose_package_is_missing_is_named() -> None:
