@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.cli.extras import require
+
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
 
@@ -45,6 +47,7 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
 
 def run_job(job: str, run: RunConfig) -> None:
     """Run a checked configuration as `train`, `sft` or `train-reward`."""
+    require("torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
     from hybridflow.config.derived import generates
     from hybridflow.trainer.preload import Preload
 

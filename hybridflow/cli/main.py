@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import hybridflow
 from hybridflow.cli import bench, checkpoint, config, doctor, plan, replay, slurm
 from hybridflow.cli.command import Handler, add_command, add_recipe, run_job
+from hybridflow.cli.extras import missing_package
 from hybridflow.config.keys import PREPARE_TASK
 from hybridflow.config.registry import is_user_entry
 from hybridflow.errors import ConfigError, HybridFlowError, StorageError
@@ -74,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"hybridflow: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        message = missing_package(error)
+        if message is None or os.environ.get("HYBRIDFLOW_TRACEBACK") == "1":
+            raise
+        print(f"hybridflow: {message}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("hybridflow: interrupted", file=sys.stderr)
         return 130

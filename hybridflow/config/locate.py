@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,13 @@ class Recipe:
 
 
 def shipped_dir(name: str) -> Path:
-    """The folder `name` of the checkout, else the one installed beside the package. ConfigError: neither exists."""
+    """The folder `name` of the checkout, else the one installed in the package. ConfigError: neither exists."""
     root = Path(__file__).resolve().parents[2]
     checkout = root / name
     # A site-packages folder may hold somebody else's "configs"; ours is the one beside setup.py.
     if checkout.is_dir() and (root / "setup.py").is_file():
         return checkout
-    installed = Path(sysconfig.get_path("data")) / "share" / "hybridflow" / name
+    installed = Path(__file__).resolve().parents[1] / "shipped" / name
     if not installed.is_dir():
         raise ConfigError(f"no {name} found, neither in {checkout} nor in {installed}: reinstall the package")
     return installed

@@ -3,6 +3,7 @@ sampled it, and what the policy did not sample."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,11 @@ def open_decoder(folder: Path) -> Decode | None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    import tokenizers
-
+    try:
+        import tokenizers
+    except ImportError:
+        logging.getLogger(__name__).warning("tokenizers is not installed: the texts of single tokens are left out")
+        return None
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception:  # the library raises a bare Exception for a damaged file

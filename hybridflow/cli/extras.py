@@ -1,0 +1,36 @@
+"""Which extra of the package brings a module that a command did not find."""
+
+from __future__ import annotations
+
+import importlib.util
+
+# import name -> (distribution, extra); those without an extra come with the package itself
+MODULES = {
+    **{name: (name, "") for name in ("numpy", "pyarrow", "jinja2", "rich", "psutil", "xxhash", "omegaconf")},
+    "hydra": ("hydra-core", ""),
+    "yaml": ("PyYAML", ""),
+    **{name: (name, "train") for name in ("torch", "ray", "transformers", "safetensors", "tensorboard")},
+    "megatron": ("megatron-core", "train"),
+    "tokenizers": ("tokenizers", "train"),
+    "jsonschema": ("jsonschema", "bench"),
+    "sglang": ("sglang", "sglang"),
+    "math_verify": ("math-verify", "math"),
+    "huggingface_hub": ("huggingface-hub", "hub"),
+}
+
+
+def require(*modules: str) -> None:
+    """Raise ModuleNotFoundError for the first of these that is not installed, before processes start that need it."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """What to install, as one message; None for a module that no extra brings."""
+    found = MODULES.get((error.name or "").partition(".")[0])
+    if found is None:
+        return None
+    distribution, extra = found
+    wanted = f"'hybridflow[{extra}]'" if extra else distribution
+    return f"this command needs {distribution}, which is not installed here: pip install {wanted}"

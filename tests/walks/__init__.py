@@ -1,0 +1,1 @@
+"""Journeys of users, from an empty folder, by public commands alone."""
