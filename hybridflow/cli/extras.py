@@ -13,7 +13,6 @@ MODULES = {
     "megatron": ("megatron-core", "train"),
     "tokenizers": ("tokenizers", "train"),
     "jsonschema": ("jsonschema", "bench"),
-    "sglang": ("sglang", "sglang"),
     "math_verify": ("math-verify", "math"),
     "huggingface_hub": ("huggingface-hub", "hub"),
 }

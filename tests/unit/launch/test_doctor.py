@@ -98,7 +98,10 @@ def test_the_table_counts_and_shows_remedies_below() -> None:
     ("words", "message"),
     [
         (["submit", "--config-name", "e2e"], "login node of a Slurm cluster"),
-        (["render", "--config-name", "e2e", "cluster.address=auto"], "cluster.address is set"),
+        (
+            ["render", "--config-name", "e2e", "cluster.address=1.2.3.4:6379"],
+            "starts its own Ray cluster; leave the key out",
+        ),
         (["render", "--config-name", "e2e", "trainer.resume=disable"], "trainer.resume=disable"),
         (["render", "--config-name", "e2e", "--site", "none.yaml"], "cannot be read"),
         (["render", "--config-name", "e2e", "actr.x=1"], "unknown key actr"),
