@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -228,14 +229,23 @@ def write_json(path: Path, value: Any) -> None:
         json.dump(value, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    # opened before the name appears: whoever waits for the file may rename the folder at once
+    with _opened(path.parent) as folder:
+        os.replace(temporary, path)
+        os.fsync(folder)
 
 
 def sync_folder(folder: Path) -> None:
     """Bring names that were created, renamed or removed in `folder` to the disk."""
+    with _opened(folder) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """A folder's descriptor, which stays valid when the folder is renamed."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)

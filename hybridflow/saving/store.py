@@ -217,6 +217,9 @@ class CheckpointStore:
         if final.exists() and self._points_to(final):
             final = final.with_name(f"{final.name}-{int(time.time())}")
         shutil.rmtree(final, ignore_errors=True)
+        # a rank may still be about to sync the name of its manifest
+        for folder in (partial, *filter(Path.is_dir, partial.iterdir())):
+            sync_folder(folder)
         os.replace(partial, final)
         sync_folder(self.folder)
         write_json(self.folder / LATEST, {"folder": final.name})

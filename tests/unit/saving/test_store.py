@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from hybridflow.errors import CheckpointError
 from hybridflow.saving import store as checkpoints
+from hybridflow.saving.manifest import MANIFEST, write_sealed
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 
 
@@ -64,6 +66,29 @@ def test_a_checkpoint_counts_only_when_its_manifest_is_there(tmp_path: Path) -> 
     latest = store.latest()
     assert latest is not None and (latest.step, latest.phase, latest.state) == (1, "rl", {"sampler": 7})
     assert names(tmp_path) == ["global_step_1", "latest.json"]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4])
+def test_a_rank_whose_file_system_is_slow_is_not_overtaken(
+    tmp_path: Path, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver commits as soon as it sees the manifest; the rank that has just renamed it into place syncs the folder
+    after that."""
+    replace = os.replace
+
+    def slow(source: Path, target: Path) -> None:
+        replace(source, target)
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(delay_s)
+
+    store, ranks = store_in(tmp_path), Ranks()
+    monkeypatch.setattr(os, "replace", slow)
+    for step in (1, 2):
+        store.save("rl", step, {}, ranks)
+        assert ranks.folder is not None
+        write_sealed(ranks.folder / MANIFEST, {})
+        store.wait()
+    assert names(tmp_path) == ["global_step_1", "global_step_2", "latest.json"]
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
