@@ -28,6 +28,7 @@ from hybridflow.engines.sglang.engine import SglangEngine
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.ranks import free_port
+from tests.dist.harness.rounding import FACTOR, distance
 from tests.dist.harness.sync_world import SyncWorld
 from tests.models import ENGINE_DEEPSEEK, ENGINE_MOE, ENGINE_MOONLIGHT
 
@@ -62,16 +63,12 @@ def save(folder: Path, model: dict[str, Any], seed: int) -> Path:
 def worst_difference(
     model: Path, completions: Sequence[Completion], prompt_log_probs: Sequence[Sequence[float]]
 ) -> float:
-    """Largest |log-prob of the engine - transformers'| over all tokens, prompts included."""
-    reference, worst = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
-    for prompt, completion, given in zip(PROMPTS, completions, prompt_log_probs, strict=True):
-        tokens = torch.tensor([*prompt, *completion.token_ids])
-        with torch.no_grad():
-            rows = torch.log_softmax(reference(tokens[None]).logits[0, :-1], dim=-1)
-        expected = rows.gather(1, tokens[1:, None])[:, 0]
-        found = torch.tensor([*given, *completion.log_probs])
-        worst = max(worst, float((expected - found).abs().max()))
-    return worst
+    """`rounding.distance` over all tokens, prompts included."""
+    rows = [
+        ([*prompt, *completion.token_ids], 1, [*given, *completion.log_probs])
+        for prompt, completion, given in zip(PROMPTS, completions, prompt_log_probs, strict=True)
+    ]
+    return distance(model, rows)
 
 
 def check(server: SglangEngine, model: Path) -> None:
@@ -80,7 +77,7 @@ def check(server: SglangEngine, model: Path) -> None:
     for _ in range(2):
         completions = client.generate(PROMPTS, SamplingConfig(), 12)
         assert {len(c.token_ids) for c in completions} == {12}
-        assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= 1e-5
+        assert worst_difference(model, completions, [prompt_log_probs(server, prompt) for prompt in PROMPTS]) <= FACTOR
 
 
 def prompt_log_probs(server: SglangEngine, prompt: list[int]) -> list[float]:
@@ -161,7 +158,7 @@ def test_slices_reach_engines_of_each_shape(tmp_path: Path, model: dict[str, Any
             world.configure(pause="abort")
         for seed in (1, 2):
             assert world.sync.sync(world.train(seed)).stale == {}
-            assert world.difference(0, seed) <= 1e-5
+            assert world.difference(0, seed) <= FACTOR
     finally:
         world.close()
 
@@ -199,14 +196,14 @@ def test_a_run_starts_engines_over_two_nodes_and_starts_them_again_as_a_whole(
     try:
         world.configure(pause="abort")  # which a pipeline needs
         assert world.sync.sync(world.train(1)).stale == {}
-        assert world.difference(0, 1) <= 1e-5
+        assert world.difference(0, 1) <= FACTOR
         assert (tmp_path / "engine-0.log").is_file() and (tmp_path / "engine-0.node1.log").is_file()
         (node,) = [other._node for other in world.others]
         assert node is not None and node.server is not None
         if killed:
             _kill_and_wait(world, node.server.pid)
         assert world.sync.sync(world.train(2)).stale == {}
-        assert world.difference(0, 2) <= 1e-5
+        assert world.difference(0, 2) <= FACTOR
         sessions = [world.workers[0].supervisor.engine.pid, node.server.pid]
     finally:
         world.close()

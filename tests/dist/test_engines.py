@@ -31,6 +31,7 @@ from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from tests.dist.harness.asking import generating
 from tests.dist.harness.ranks import run_ranks
+from tests.dist.harness.rounding import FACTOR, distance
 
 pytestmark = pytest.mark.slow
 LAYERS, VOCABULARY = 4, 96
@@ -100,16 +101,12 @@ def pair(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def worst_difference(
     model: Path, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float
 ) -> float:
-    """Largest |log-prob of the engine - log softmax(transformers' logits / temperature)| over all generated tokens."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    worst = 0.0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        with torch.no_grad():
-            logits = reference(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
-        rows = torch.log_softmax(logits / temperature, dim=-1)
-        expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        worst = max(worst, float((expected - torch.tensor(completion.log_probs)).abs().max()))
-    return worst
+    """`rounding.distance` from log softmax(logits / temperature) over all generated tokens."""
+    rows = [
+        ([*prompt, *completion.token_ids], len(prompt), completion.log_probs)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return distance(model, rows, temperature)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +116,7 @@ def worst_difference(
 def test_log_probs_are_those_of_the_tempered_softmax(pair: Pair, models: list[Path], sampling: SamplingConfig) -> None:
     for completions in pair.each(lambda client: client.generate(PROMPTS, sampling, 12)):
         assert {c.finish_reason for c in completions} == {"length"} and {len(c.token_ids) for c in completions} == {12}
-        assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= 1e-5
+        assert worst_difference(models[0], PROMPTS, completions, sampling.temperature or 1.0) <= FACTOR
 
 
 def test_routes_are_those_of_the_transformers_router_on_every_token(pair: Pair, models: list[Path]) -> None:

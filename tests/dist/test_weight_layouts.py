@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.harness.rounding import FACTOR, larger_epsilon, larger_scale
 from tests.dist.harness.sync_world import SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
 from tests.models import FAMILIES
@@ -98,7 +99,10 @@ def test_every_layout_reaches_every_engine(world: SyncWorld) -> None:
         report = world.sync.sync(world.train(seed))
         assert report.stale == {}, name
         differences = {number: world.difference(number, seed) for number in numbers}
-        assert max(differences.values()) <= 1e-5, (name, differences)
+        assert max(differences.values()) <= FACTOR, (name, differences)
+    # what the bound must find
+    for fault in (larger_epsilon, larger_scale):
+        assert world.difference(0, seed, change=fault) > FACTOR, fault.__name__
     for number in numbers:
         client = world.client(number)
         streamed = weights_checksum(client)
@@ -118,6 +122,6 @@ def test_megatron_ranks_of_a_family_reach_an_engine(tmp_path: Path, family: str)
         assert world.sync.sync(world.version).stale == {}
         folder = tmp_path / "export"
         world.senders.command("export", folder=str(folder))
-        assert world.difference(0, folder) <= 1e-5
+        assert world.difference(0, folder) <= FACTOR
     finally:
         world.close()

@@ -27,6 +27,7 @@ from hybridflow.rollout.protocols import SyncReport, answers
 from hybridflow.workers import rollout
 from hybridflow.workers.requests import CUT_SHORT
 from tests.dist.harness.asking import generating
+from tests.dist.harness.rounding import FACTOR
 from tests.dist.harness.sync_world import PROMPTS, SYNC, Senders, SyncWorld
 from tests.engine_weights import load_weights_from_disk, weights_checksum
 from tests.gpu.weights import after_sleep, cold_start, through_empty_updates
@@ -35,7 +36,7 @@ from tests.models import SYNC_MOE
 pytestmark = pytest.mark.slow
 SHAPE = {"ranks": 2, "pipeline": 2}
 TENSORS = (1, 2)
-CLOSE = 1e-5
+CLOSE = FACTOR  # of the rounding of float32
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.gpu.weights import after_sleep, cold_start, through_empty_updates
 from tests.models import SYNC_MOE
 
 pytestmark = pytest.mark.skipif(Platform.detect().kind != "cuda", reason="needs a GPU")
-CLOSE = 1e-3  # of float32 on a GPU beside transformers on the CPU
+CLOSE = 500  # times what float32 costs transformers on a CPU: an engine's attention on a GPU may multiply in TF32
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import requests
-import torch
 from safetensors.torch import save_file
 
 from hybridflow.config.schema import DataConfig, RolloutConfig, RunConfig, SamplingConfig, SyncConfig
@@ -268,20 +267,22 @@ class SyncWorld:
     def client(self, number: int, timeout_s: float = 20.0) -> EngineClient:
         return self.workers[number].supervisor.engine.client.with_timeout(timeout_s)
 
-    def difference(self, number: int, weights: int | Path, prompts: Sequence[list[int]] = PROMPTS) -> float:
-        """Largest |log-prob of the engine - transformers' under the weights of a seed or folder| over greedy tokens."""
-        from transformers import AutoModelForCausalLM
+    def difference(
+        self,
+        number: int,
+        weights: int | Path,
+        prompts: Sequence[list[int]] = PROMPTS,
+        change: Callable[[Any], None] | None = None,
+    ) -> float:
+        """`rounding.distance` of an engine's greedy tokens from transformers under the weights of a seed or folder."""
+        from tests.dist.harness.rounding import distance  # transformers takes seconds to import
 
         completions = self.client(number).generate(prompts, SamplingConfig(temperature=0.0), 8)
-        folder = weights if isinstance(weights, Path) else self.exported(weights)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        worst = 0.0
-        for prompt, completion in zip(prompts, completions, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            worst = max(worst, float((expected - torch.tensor(completion.log_probs)).abs().max()))
-        return worst
+        rows = [
+            ([*prompt, *completion.token_ids], len(prompt), completion.log_probs)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        return distance(weights if isinstance(weights, Path) else self.exported(weights), rows, change=change)
 
     def answers(self, number: int, wait_s: float = 1.5) -> bool:
         """Whether the engine, asked directly, produces a token: a paused one does not."""
