@@ -2,7 +2,8 @@
 and the matrix rate measured there.
 
 `make bench NAME=kernels` (under ten minutes). Without a GPU no figure is taken and nothing is written.
-`ARGS=--compile` prints registers and shared memory of each kernel as compiled for a Hopper, on any machine.
+`ARGS=--compile` prints registers, spills and shared memory of each kernel as its launch function has it compiled for a
+Hopper, on any machine.
 """
 
 from __future__ import annotations
@@ -113,6 +114,12 @@ def log_probs_peers(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
         found["verl"] = lambda: sum(x.sum() for x in linear_cross_entropy(hidden, weight, targets, 1.0)).backward()
     except ImportError:
         print("verl is not installed: left out")
+    try:
+        from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
+
+        found["cut-cross-entropy"] = lambda: cut_cross_entropy(hidden, weight, targets).backward()
+    except ImportError:
+        print("cut_cross_entropy is not installed: left out")
     return found
 
 

@@ -21,6 +21,7 @@ from hybridflow_kernels.digest import signed
 FP8_MAX = 448.0
 _LEAST = torch.finfo(torch.float32).tiny
 _LARGEST_BLOCK = 1 << 15  # elements that a program of the kernel holds; larger blocks take the torch form
+_STRIP_ROWS = 32  # of a block that a program holds, where 16 bytes cannot be moved at a time
 _STRIP = 1 << 22  # elements worked on at a time: bounds the float32 copies to 16 MiB each
 
 
@@ -140,6 +141,10 @@ def launch(
     # a tensor stands for each that is not given; nothing is written there
     some = scales if scales is not None else values.view(torch.uint8) if values is not None else weights
     given = some if values is None else values.view(torch.uint8)
+    # Threads hold an address for each element where they cannot move 16 bytes at a time: then they take fewer elements.
+    rows_2 = 1 << (block[0] - 1).bit_length()
+    places = (*weights.stride()[:2], *given.stride()[:2], c, at[1], at[1] + size[2])
+    vectors = weights.stride(2) == given.stride(2) == 1 and not any(place % 16 for place in places)
     _block_kernel[(number,)](
         weights,
         some if scales is None else scales,
@@ -160,8 +165,9 @@ def launch(
         0 if words is None else signed(words.seed),
         ROWS=block[0],
         COLUMNS=block[1],
-        ROWS_2=1 << (block[0] - 1).bit_length(),
+        ROWS_2=rows_2,
         COLUMNS_2=1 << (block[1] - 1).bit_length(),
+        STRIP=rows_2 if vectors else min(rows_2, _STRIP_ROWS),
         SCALES=scales is not None,
         VALUES=values is not None,
         DIGEST=words is not None,
@@ -194,7 +200,10 @@ if TRITON:
         found = tl.where(size < (121 << 23), subnormal, normal)
         return (tl.where(size >= 0x43F00000, 0x7F, found) | sign).to(tl.uint8)
 
-    @triton.jit(do_not_specialize=["begin", "seed"])
+    # an integer of 1 or a multiple of 16 compiles anew: only where addresses of 16 bytes follow from it
+    _PLAIN = ["r", "scales_n", "scales_r", "scales_c", "first_r", "first_c", "count_r", "count_c", "row", "height"]
+
+    @triton.jit(do_not_specialize=[*_PLAIN, "begin", "seed"])
     def _block_kernel(  # type: ignore[no-untyped-def]
         weights,
         scales,
@@ -225,42 +234,63 @@ if TRITON:
         COLUMNS: tl.constexpr,
         ROWS_2: tl.constexpr,
         COLUMNS_2: tl.constexpr,
+        STRIP: tl.constexpr,
         SCALES: tl.constexpr,
         VALUES: tl.constexpr,
         DIGEST: tl.constexpr,
         FP8_MAX: tl.constexpr,
         LEAST: tl.constexpr,
     ):
-        """One block: read once, its scale, and the scale and the values written."""
+        """One block: its scale, and the scale and the values written. It is read once; in several strips of STRIP rows
+        again, from the cache, for the values."""
         program = tl.program_id(0).to(tl.int64)
         matrix = program // (count_r * count_c)
         at_r = first_r + program // count_c % count_r
         at_c = first_c + program % count_c
-        in_r, in_c = tl.arange(0, ROWS_2), tl.arange(0, COLUMNS_2)
-        rows, columns = at_r * ROWS + in_r, at_c * COLUMNS + in_c
-        real = ((in_r < ROWS) & (rows < r))[:, None] & ((in_c < COLUMNS) & (columns < c))[None, :]
-        place = weights + matrix * stride_n + rows[:, None] * stride_r + columns[None, :] * stride_c
-        x = tl.load(place, mask=real, other=0.0).to(tl.float32)
-        lost = x != x  # noqa: PLR0124  not a number; the maximum of a GPU leaves it out
-        amax = tl.max(tl.max(tl.where(lost, 0.0, tl.abs(x)), 1), 0)
-        unknown = tl.max(tl.max(lost.to(tl.int32), 1), 0)
+        in_c = tl.arange(0, COLUMNS_2)
+        columns = at_c * COLUMNS + in_c
+        has_column = (in_c < COLUMNS) & (columns < c)
+        beside = columns[None, :] * stride_c
+        amax, unknown = 0.0, 0
+        x = tl.zeros((STRIP, COLUMNS_2), dtype=tl.float32)
+        for strip in range(0, ROWS_2, STRIP):
+            in_r = strip + tl.arange(0, STRIP)
+            rows = at_r * ROWS + in_r
+            has_row = (in_r < ROWS) & (rows < r)
+            place = weights + matrix * stride_n + rows[:, None] * stride_r + beside
+            x = tl.load(place, mask=has_row[:, None] & has_column[None, :], other=0.0).to(tl.float32)
+            lost = x != x  # noqa: PLR0124  not a number; the maximum of a GPU leaves it out
+            amax = tl.maximum(amax, tl.max(tl.max(tl.where(lost, 0.0, tl.abs(x)), 1), 0))
+            unknown = tl.maximum(unknown, tl.max(tl.max(lost.to(tl.int32), 1), 0))
         scale = tl.div_rn(amax, tl.full((), FP8_MAX, tl.float32))
         scale = tl.where(amax == 0.0, 1.0, tl.where(scale < LEAST, LEAST, scale))
         scale = tl.where(unknown > 0, float("nan"), scale)
         if SCALES:
             tl.store(scales + matrix * scales_n + at_r * scales_r + at_c * scales_c, scale)
         if VALUES:
-            found = _e4m3(tl.div_rn(x, tl.zeros((ROWS_2, COLUMNS_2), tl.float32) + scale))
-            tall, broad = (rows >= row) & (rows < height), (columns >= column) & (columns < width)
-            target = out + matrix * out_n + (rows - row)[:, None] * out_r + (columns - column)[None, :] * out_c
-            tl.store(target, found, mask=real & tall[:, None] & broad[None, :])
+            broad = has_column & (columns >= column) & (columns < width)
+            total = tl.zeros((), tl.int64)
+            for strip in range(0, ROWS_2, STRIP):
+                in_r = strip + tl.arange(0, STRIP)
+                rows = at_r * ROWS + in_r
+                has_row = (in_r < ROWS) & (rows < r)
+                if STRIP < ROWS_2:
+                    place = weights + matrix * stride_n + rows[:, None] * stride_r + beside
+                    x = tl.load(place, mask=has_row[:, None] & has_column[None, :], other=0.0).to(tl.float32)
+                found = _e4m3(tl.div_rn(x, tl.zeros((STRIP, COLUMNS_2), tl.float32) + scale))
+                tall = has_row & (rows >= row) & (rows < height)
+                target = out + matrix * out_n + (rows - row)[:, None] * out_r + (columns - column)[None, :] * out_c
+                tl.store(target, found, mask=tall[:, None] & broad[None, :])
+                if DIGEST:
+                    # rows of the message are whole words, so what is wanted of a word is all of it or nothing
+                    byte = tl.reshape(found, (STRIP, COLUMNS_2 // 8, 8)).to(tl.int64)
+                    word = tl.sum(byte << (8 * tl.arange(0, 8))[None, None, :], axis=2)
+                    in_w = 8 * tl.arange(0, COLUMNS_2 // 8)
+                    across = at_c * COLUMNS + in_w
+                    wanted = tall[:, None] & ((in_w < COLUMNS) & (across >= column) & (across < width))[None, :]
+                    offset = (
+                        (matrix * (height - row) + rows[:, None] - row) * (width - column) + across[None, :] - column
+                    )
+                    total += tl.sum(tl.where(wanted, kernel_word(word, (begin + offset) // 8, seed), 0))
             if DIGEST:
-                # rows of the message are whole words, so what is wanted of a word is all of it or nothing
-                byte = tl.reshape(found, (ROWS_2, COLUMNS_2 // 8, 8)).to(tl.int64)
-                word = tl.sum(byte << (8 * tl.arange(0, 8))[None, None, :], axis=2)
-                in_w = 8 * tl.arange(0, COLUMNS_2 // 8)
-                across = at_c * COLUMNS + in_w
-                wanted = ((in_r < ROWS) & tall)[:, None]
-                wanted &= ((in_w < COLUMNS) & (across >= column) & (across < width))[None, :]
-                offset = (matrix * (height - row) + rows[:, None] - row) * (width - column) + across[None, :] - column
-                tl.store(sums + program, tl.sum(tl.where(wanted, kernel_word(word, (begin + offset) // 8, seed), 0)))
+                tl.store(sums + program, total)

@@ -10,7 +10,8 @@ h alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,10 @@ import torch.nn.functional as F
 from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, check, uses_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-COLUMNS = 4096  # vocabulary rows whose logit gradients exist at a time, in the backward on a GPU
+COLUMNS = 8192  # vocabulary rows whose logit gradients exist at a time, in the backward on a GPU
+# Whether the forward reads tiles by tensor descriptors (TMA) where all begins at multiples of 16 bytes; to be measured.
+DESCRIPTORS = False
+_VECTOR = 16
 LOWEST = -3.0e38  # stands for the maximum of nothing: finite, so that differences with it are numbers
 
 
@@ -36,16 +40,21 @@ class Tiles:
     stages: int = 3
 
 
-def tiles_for(dtype: torch.dtype, with_best: bool = False) -> Tiles:
-    """The tiles for inputs of this dtype: small ones in the interpreter, so that tests have several of each, and where
-    the highest logits are sorted out too."""
+def tiles_for(dtype: torch.dtype, h: int, best: int = 0) -> Tiles:
+    """The tiles for inputs of this dtype and hidden size: small ones in the interpreter, so that tests have several of
+    each, and where registers are wanted for something else: fp32, sorting out the highest logits, or a hidden size that
+    is no multiple of a tile's depth."""
     if INTERPRETED:
         return Tiles(rows=8, columns=16, depth=8, split=32, group=2)
-    if with_best:
-        return Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
-    if dtype == torch.float32:
-        return Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
-    return Tiles(rows=128, columns=256, depth=64, split=8192, group=8)
+    large = Tiles(rows=128, columns=256, depth=64, split=8192, group=8)
+    small = Tiles(rows=64, columns=128, depth=32, split=8192, group=8)
+    if best and dtype == torch.float32:
+        return replace(small, rows=16, stages=2)
+    if best > 32:  # with half of the rows, whose products are those of older tensor cores
+        return replace(small, rows=32, warps=16 if best > 64 else 8)
+    if best or dtype == torch.float32 or h % large.depth:
+        return small
+    return large
 
 
 def partial_sums(
@@ -83,7 +92,7 @@ def partial_sums(
         return hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32), hidden_NH.new_zeros(
             (3, len(hidden_NH)), dtype=torch.float32
         )
-    if uses_triton(hidden_NH) and (best is None or best[0].shape[1] <= _most(hidden_NH.dtype)):
+    if uses_triton(hidden_NH) and (best is None or best[0].shape[1] <= _most(hidden_NH)):
         return _triton_sums(hidden_NH, weight_VH, targets_N, temperature, with_entropy, best)
     tops = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
     sums = tops.new_zeros((3, len(hidden_NH)))
@@ -195,9 +204,9 @@ def _check_best(hidden: torch.Tensor, weight: torch.Tensor, best: tuple[torch.Te
         )
 
 
-def _most(dtype: torch.dtype) -> int:
+def _most(hidden: torch.Tensor) -> int:
     """How many highest logits a program of the kernel keeps."""
-    return tiles_for(dtype, with_best=True).columns
+    return tiles_for(hidden.dtype, hidden.shape[1], best=1).columns
 
 
 def _triton_sums(
@@ -208,15 +217,16 @@ def _triton_sums(
     with_entropy: bool,
     best: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (n, h), v, tiles = hidden.shape, len(weight), tiles_for(hidden.dtype, best is not None)
-    splits = -(-v // tiles.split)
+    (n, h), v = hidden.shape, len(weight)
     kept = 0 if best is None else 1 << (best[0].shape[1] - 1).bit_length()
+    tiles = tiles_for(hidden.dtype, h, kept)
+    splits = -(-v // tiles.split)
     keys = hidden.new_empty((n, splits, kept), dtype=torch.int64)
     found = hidden.new_empty((3, splits, n), dtype=torch.float32)
     picked = hidden.new_zeros(n, dtype=torch.float32)
+    described = _described(hidden, weight, tiles)
     _sums_kernel[(-(-n // tiles.rows) * splits,)](
-        hidden,
-        weight,
+        *(described or (hidden, weight)),
         targets,
         found,
         picked,
@@ -226,7 +236,8 @@ def _triton_sums(
         h,
         splits,
         temperature,
-        **_constants(tiles, hidden.dtype),
+        **_constants(tiles, hidden),
+        DESCRIPTORS=described is not None,
         BEST=kept,
         SPLIT=tiles.split,
         ENTROPY=with_entropy,
@@ -262,14 +273,17 @@ def _triton_gradients(
     of_hidden: bool,
     grad_weight: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    (n, h), v, tiles = hidden.shape, len(weight), tiles_for(hidden.dtype)
+    (n, h), v = hidden.shape, len(weight)
+    tiles = tiles_for(hidden.dtype, h)
     columns = min(2 * tiles.split if INTERPRETED else COLUMNS, v)
-    buffer = hidden.new_empty((n, columns))
+    constants = _constants(tiles, hidden)
+    # rows of whole 16s of columns, so that 16 bytes are written at a time; what is behind the last column nobody reads
+    buffer = hidden.new_empty((n, -(-columns // 16) * 16))
     total = hidden.new_zeros((n, h), dtype=torch.float32) if of_hidden else None
     with_entropy = upstream.entropy is not None
     for first in range(0, v, columns):
         part = weight[first : first + columns]
-        grad = buffer.view(-1)[: n * len(part)].view(n, len(part))
+        grad = buffer[:, : len(part)]
         _logit_gradients_kernel[(-(-n // tiles.rows) * -(-len(part) // tiles.columns),)](
             hidden,
             part,
@@ -278,32 +292,55 @@ def _triton_gradients(
             upstream.entropy.contiguous() if upstream.entropy is not None else upstream.log_probs,
             upstream.log_z,
             upstream.entropies,
-            grad,
+            buffer,
             n,
             len(part),
             h,
+            buffer.shape[1],
             first,
             temperature,
-            **_constants(tiles, hidden.dtype),
+            **constants,
             ENTROPY=with_entropy,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
         if total is not None:
-            total += grad @ part
+            _add_product(total, grad, part)
         if grad_weight is not None:
-            grad_weight[first : first + columns] += grad.t() @ hidden
+            _add_product(grad_weight[first : first + columns], grad.t(), hidden)
     return None if total is None else total.to(hidden.dtype)
 
 
-def _constants(tiles: Tiles, dtype: torch.dtype) -> dict[str, object]:
+@torch.no_grad()
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, summed in fp32. On a GPU the product adds to `total` itself: nothing is rounded to the
+    operands' dtype, and there is no further pass over `total`."""
+    if total.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float(), right.float())
+
+
+def _described(hidden: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> tuple[Any, Any] | None:
+    """Tensor descriptors of both, where they are wanted and possible."""
+    places = hidden.data_ptr(), weight.data_ptr(), hidden.shape[1] * hidden.itemsize
+    if not DESCRIPTORS or any(place % _VECTOR for place in places):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows = TensorDescriptor.from_tensor(hidden, [tiles.rows, tiles.depth])
+    return rows, TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.depth])
+
+
+def _constants(tiles: Tiles, hidden: torch.Tensor) -> dict[str, object]:
     # bf16 products are wrong in the interpreter of Triton 3.7.1: operands are widened there
     return {
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
         "DEPTH": tiles.depth,
         "GROUP": tiles.group,
-        "WIDEN": INTERPRETED and dtype != torch.float32,
+        "WIDEN": INTERPRETED and hidden.dtype != torch.float32,
+        "EVEN": hidden.shape[1] % tiles.depth == 0,
     }
 
 
@@ -323,8 +360,8 @@ if TRITON:
     def _logits(  # type: ignore[no-untyped-def]
         hidden,
         weight,
-        rows,
-        columns,
+        row,
+        column,
         n,
         v,
         h,
@@ -332,24 +369,40 @@ if TRITON:
         COLUMNS: tl.constexpr,
         DEPTH: tl.constexpr,
         WIDEN: tl.constexpr,
+        EVEN: tl.constexpr,
+        DESCRIPTORS: tl.constexpr,
     ):
-        """[ROWS, COLUMNS] fp32 products of one tile."""
-        depth = tl.arange(0, DEPTH)
-        a = hidden + rows.to(tl.int64)[:, None] * h + depth[None, :]
-        b = weight + columns.to(tl.int64)[None, :] * h + depth[:, None]
+        """[ROWS, COLUMNS] fp32 products of the tile that begins at this row and column."""
         products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for start in range(0, h, DEPTH):
-            inside = depth < h - start
-            x = tl.load(a, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
-            y = tl.load(b, mask=(columns < v)[None, :] & inside[:, None], other=0.0)
-            if WIDEN:
-                x, y = x.to(tl.float32), y.to(tl.float32)
-            products = tl.dot(x, y, products, input_precision="ieee")
-            a += DEPTH
-            b += DEPTH
+        if DESCRIPTORS:
+            for start in range(0, h, DEPTH):
+                x, y = hidden.load([row, start]), weight.load([column, start])
+                if WIDEN:
+                    x, y = x.to(tl.float32), y.to(tl.float32)
+                products = tl.dot(x, y.T, products, input_precision="ieee")
+        else:
+            # Beyond the last row and column, read these again instead of masking; the results are not used.
+            rows = tl.minimum(row + tl.arange(0, ROWS), n - 1)
+            columns = tl.minimum(column + tl.arange(0, COLUMNS), v - 1)
+            depth = tl.arange(0, DEPTH)
+            a = hidden + rows.to(tl.int64)[:, None] * h + depth[None, :]
+            b = weight + columns.to(tl.int64)[None, :] * h + depth[:, None]
+            for start in range(0, h, DEPTH):
+                if EVEN:
+                    x, y = tl.load(a), tl.load(b)
+                else:
+                    inside = depth < h - start
+                    x = tl.load(a, mask=inside[None, :], other=0.0)
+                    y = tl.load(b, mask=inside[:, None], other=0.0)
+                if WIDEN:
+                    x, y = x.to(tl.float32), y.to(tl.float32)
+                products = tl.dot(x, y, products, input_precision="ieee")
+                a += DEPTH
+                b += DEPTH
         return products
 
-    @triton.jit
+    # an integer of 1 would be a constant, and each multiple of 16 compiles anew: h alone gains by it
+    @triton.jit(do_not_specialize=["n", "v", "splits", "temperature"])
     def _sums_kernel(  # type: ignore[no-untyped-def]
         hidden,
         weight,
@@ -367,6 +420,8 @@ if TRITON:
         DEPTH: tl.constexpr,
         GROUP: tl.constexpr,
         WIDEN: tl.constexpr,
+        EVEN: tl.constexpr,
+        DESCRIPTORS: tl.constexpr,
         BEST: tl.constexpr,
         SPLIT: tl.constexpr,
         ENTROPY: tl.constexpr,
@@ -376,7 +431,8 @@ if TRITON:
         the BEST highest logits."""
         tile, split = _place(tl.program_id(0), tl.cdiv(n, ROWS), splits, GROUP)
         rows = tile * ROWS + tl.arange(0, ROWS)
-        target = tl.load(targets + rows, mask=rows < n, other=-1)
+        target = tl.load(targets + rows, mask=rows < n, other=-1).to(tl.int32)
+        inverse = 1.0 / temperature
         top = tl.full((ROWS,), LOWEST, dtype=tl.float32)
         exponentials = tl.zeros((ROWS,), dtype=tl.float32)
         products = tl.zeros((ROWS,), dtype=tl.float32)
@@ -385,8 +441,11 @@ if TRITON:
             best = tl.full((ROWS, BEST), -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
         for start in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, v), COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
-            x = _logits(hidden, weight, rows, columns, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN) / temperature
+            x = inverse * _logits(
+                hidden, weight, tile * ROWS, start, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN, EVEN, DESCRIPTORS
+            )
             real = (columns < v)[None, :]
+            x = tl.where(real, x, LOWEST)
             if BEST > 0:
                 bits = x.to(tl.int32, bitcast=True)
                 ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
@@ -394,16 +453,14 @@ if TRITON:
                 highest_keys = tl.topk(tl.where(real, key, -0x7FFFFFFFFFFFFFFF), BEST)
                 best = tl.topk(tl.reshape(tl.join(best, highest_keys), (ROWS, 2 * BEST)), BEST)
             at_target += tl.sum(tl.where(columns[None, :] == target[:, None], x, 0.0), 1)
-            highest = tl.maximum(top, tl.max(tl.where(real, x, LOWEST), 1))
+            highest = tl.maximum(top, tl.max(x, 1))
             shifted = x - highest[:, None]
-            exponential = tl.where(real, tl.exp(shifted), 0.0)
+            exponential = tl.exp(shifted)
             shift = top - highest
             scale = tl.exp(shift)
             if ENTROPY:
                 # relative to the new maximum: exp(x - t') (x - t') = exp(t - t') exp(x - t) ((x - t) + (t - t'))
-                products = scale * (products + shift * exponentials) + tl.sum(
-                    tl.where(real, exponential * shifted, 0.0), 1
-                )
+                products = scale * (products + shift * exponentials) + tl.sum(exponential * shifted, 1)
             exponentials = scale * exponentials + tl.sum(exponential, 1)
             top = highest
         place = found + split.to(tl.int64) * n + rows
@@ -417,7 +474,7 @@ if TRITON:
             place = keys + (rows.to(tl.int64) * splits + split)[:, None] * BEST + tl.arange(0, BEST)[None, :]
             tl.store(place, best, mask=(rows < n)[:, None])
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n", "v", "first", "temperature"])
     def _logit_gradients_kernel(  # type: ignore[no-untyped-def]
         hidden,
         weight,
@@ -430,6 +487,7 @@ if TRITON:
         n,
         v,
         h,
+        stride,
         first,
         temperature,
         ROWS: tl.constexpr,
@@ -437,21 +495,27 @@ if TRITON:
         DEPTH: tl.constexpr,
         GROUP: tl.constexpr,
         WIDEN: tl.constexpr,
+        EVEN: tl.constexpr,
         ENTROPY: tl.constexpr,
     ):
-        """The gradient of one tile's logits before the temperature, [n, v] for the v vocabulary rows from `first`."""
+        """The gradient of one tile's products, [n, v] for the v vocabulary rows from `first`,
+        and whatever behind them up to `stride`."""
         tile, other = _place(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(v, COLUMNS), GROUP)
         rows, columns = tile * ROWS + tl.arange(0, ROWS), other * COLUMNS + tl.arange(0, COLUMNS)
-        x = _logits(hidden, weight, rows, columns, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN) / temperature
+        inverse = 1.0 / temperature
+        x = inverse * _logits(
+            hidden, weight, tile * ROWS, other * COLUMNS, n, v, h, ROWS, COLUMNS, DEPTH, WIDEN, EVEN, False
+        )
         real = rows < n
         log_p = x - tl.load(log_z + rows, mask=real, other=0.0)[:, None]
-        upstream = tl.load(from_log_probs + rows, mask=real, other=0.0)
-        target = tl.load(targets + rows, mask=real, other=-1) - first
-        factor = tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + upstream[:, None]
+        upstream = tl.load(from_log_probs + rows, mask=real, other=0.0) * inverse
+        target = tl.load(targets + rows, mask=real, other=-1).to(tl.int32) - first
         if ENTROPY:
             entropy = tl.load(entropies + rows, mask=real, other=0.0)
-            factor += tl.load(from_entropy + rows, mask=real, other=0.0)[:, None] * (log_p + entropy[:, None])
-        grad = tl.where(columns[None, :] == target[:, None], upstream[:, None], 0.0) - tl.exp(log_p) * factor
-        place = out + rows.to(tl.int64)[:, None] * v + columns[None, :]
-        value = (grad / temperature).to(out.dtype.element_ty)
-        tl.store(place, value, mask=real[:, None] & (columns < v)[None, :])
+            of_entropy = tl.load(from_entropy + rows, mask=real, other=0.0) * inverse
+            minus = tl.exp(log_p) * (upstream[:, None] + of_entropy[:, None] * (log_p + entropy[:, None]))
+        else:
+            minus = tl.exp(log_p) * (tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + upstream[:, None])
+        grad = tl.where(columns[None, :] == target[:, None], upstream[:, None], 0.0) - minus
+        place = out + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        tl.store(place, grad.to(out.dtype.element_ty), mask=real[:, None] & (columns < stride)[None, :])

@@ -17,10 +17,13 @@ from math import prod
 
 import torch
 
-from hybridflow_kernels import INTERPRETED, TRITON, fp8_cast, uses_triton
-from hybridflow_kernels.digest import WORD, digest, signed
+from hybridflow_kernels import INTERPRETED, LARGEST, TRITON, fp8_cast, uses_triton
+from hybridflow_kernels.digest import ODD, WORD, digest, signed
 
-ROWS, WORDS = (2, 8) if INTERPRETED else (8, 64)  # of a program's tile; with four warps
+# A program of four warps moves SPAN words of some rows, WORDS of each in a turn of its loop. Where all begins at
+# multiples of 16 bytes it has ROWS of them, else fewer, by the bytes of an element, so that nothing spills.
+ROWS, WORDS, SPAN = (4, 8, 16) if INTERPRETED else (16, 64, 256)
+FEWER_ROWS = {4: 2, 2: 2, 1: 1} if INTERPRETED else {4: 4, 2: 4, 1: 2}
 AGAIN = 32 if INTERPRETED else 1024  # words that a program reads again
 _VECTOR = 16  # bytes that a thread of a GPU moves at a time, where all begins at multiples of them
 
@@ -119,7 +122,7 @@ class Slices:
             done += fp8_cast.launch(values.tensor, _block(values), place, values.view(payload), _at(values), words)
         _again_kernel[(self._programs - done,)](
             self._again,
-            len(self._again),
+            self._again_of,
             payload,
             sums[done:],
             self._nbytes,
@@ -155,11 +158,14 @@ class Slices:
         self._by_torch = [piece for piece in self._slices if id(piece) not in done]
         whole = [piece for pieces in groups.values() for piece in pieces] + values
         owned = [(piece.begin, piece.end // WORD * WORD) for piece in whole if _has_words(piece)]
-        rows, programs = [], 0
+        rows: list[list[int]] = []
+        counts: list[int] = []
+        programs = 0
         for low, high in _gaps(owned, self._nbytes):
-            rows.append((low // WORD, high // WORD, programs))
-            programs += -(-(high - low) // WORD // AGAIN)
-        self._again = torch.tensor(rows, dtype=torch.int64, device=device)
+            rows.append([low // WORD, high // WORD, programs])
+            counts.append(-(-(high - low) // WORD // AGAIN))
+            programs += counts[-1]
+        self._again, self._again_of = _table(rows, counts, device)
         self._programs = programs + sum(group.programs for group in self._groups)
         self._programs += sum(
             fp8_cast.programs(piece.tensor, _block(piece), piece.size, _at(piece))
@@ -169,31 +175,46 @@ class Slices:
 
 
 class _Group:
-    """Slices that one launch moves: elements of so many bytes in the message, cast or not, all of them and their rows
-    at multiples of `_VECTOR` or not."""
+    """Slices that one launch moves.
+
+    Args:
+        pieces: all of one kind.
+        width: bytes of an element in the message; `WORD` where they are copied by the word.
+        cast: whether they are cast.
+        wide: whether they and their rows begin at multiples of `_VECTOR`.
+    """
 
     def __init__(self, pieces: Sequence[Slice], width: int, cast: bool, wide: bool) -> None:
-        self._constants = {"WIDTH": width, "CAST": cast, "WIDE": wide, "ROWS": ROWS, "WORDS": WORDS}
-        self.programs, rows = 0, []
+        self._by_word = width == WORD
+        rows_each = ROWS if wide else FEWER_ROWS[width]
+        self._constants = {"ROWS": rows_each, "WORDS": WORDS, "SPAN": SPAN}
+        if not self._by_word:
+            self._constants |= {"WIDTH": width, "CAST": cast, "WIDE": wide}
+        self.programs = 0
+        rows, counts = [], []
         for piece in pieces:
             outer, inner, last, middle, columns = _rows_of(piece)
-            across = -(-columns * width // (WORD * WORDS))
-            numel = prod(piece.size)
-            rows.append(
-                [
-                    *(piece.tensor.data_ptr(), outer, inner, last, middle, columns, numel, piece.begin, across),
-                    *(self.programs, int(_has_words(piece))),
-                ]
-            )
-            down = -(-numel // (columns * ROWS))
-            self.programs += down * across
-        self._table = torch.tensor(rows, dtype=torch.int64, device=pieces[0].tensor.device)
+            numel, own = prod(piece.size), piece.dtype.itemsize
+            across = -(-columns * own // (WORD * SPAN))
+            unit, align = (_VECTOR // own if self._by_word else 4, _VECTOR) if wide else (1, 1)
+            place = [outer // unit, inner // unit, last, middle, columns // unit, numel // unit, piece.begin // align]
+            rows.append([piece.tensor.data_ptr(), *place, across, self.programs, int(_has_words(piece))])
+            counts.append(-(-numel // (columns * rows_each)) * across)
+            self.programs += counts[-1]
+        self._table, self._of = _table(rows, counts, pieces[0].tensor.device)
 
     def launch(self, payload: torch.Tensor, sums: torch.Tensor, seed: int, scatter: bool) -> None:
         """Move them; each program leaves what its words add to the checksum in `sums`."""
-        _move_kernel[(self.programs,)](
-            self._table, len(self._table), payload, sums, signed(seed), **self._constants, SCATTER=scatter, num_warps=4
+        kernel = _words_kernel if self._by_word else _elements_kernel
+        kernel[(self.programs,)](
+            self._table, self._of, payload, sums, signed(seed), **self._constants, SCATTER=scatter, num_warps=4
         )
+
+
+def _table(rows: list[list[int]], counts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a table, and the row that each program works for (`counts` says how many do), both on the device."""
+    of = torch.repeat_interleave(torch.tensor(counts)).int()
+    return torch.tensor(rows, dtype=torch.int64, device=device), of.to(device)
 
 
 def _check(slices: Sequence[Slice], nbytes: int) -> None:
@@ -249,7 +270,10 @@ def _is_all(piece: Slice) -> bool:
 
 
 def _moves(piece: Slice) -> bool:
-    """Whether the kernel moves it: elements of up to four bytes as they are, or cast to bfloat16."""
+    """Whether the kernel moves it: elements of up to four bytes as they are, or cast to bfloat16; it counts rows in
+    int32."""
+    if piece.tensor.shape[0] * piece.tensor.shape[1] > LARGEST:
+        return False
     same = piece.tensor.dtype == piece.dtype and piece.dtype.itemsize <= 4
     return same or (piece.tensor.dtype, piece.dtype) == (torch.float32, torch.bfloat16)
 
@@ -259,17 +283,20 @@ def _rows_of(piece: Slice) -> tuple[int, int, int, int, int]:
     elements of a row. What is contiguous is cut into rows of a tile's width, the last of which may be shorter."""
     tensor = piece.tensor
     if tensor.is_contiguous():
-        columns = WORDS * WORD // piece.dtype.itemsize
+        columns = SPAN * WORD // piece.dtype.itemsize
         return 0, columns, 1, -(-tensor.numel() // columns), columns
     outer, inner, last = tensor.stride()
     return outer, inner, last, tensor.shape[1], tensor.shape[2]
 
 
 def _kind(piece: Slice) -> tuple[int, bool, bool]:
+    """How it is moved, as `_Group` takes it."""
     outer, inner, last, _, columns = _rows_of(piece)
     width, local = piece.dtype.itemsize, piece.tensor.dtype.itemsize
-    bounds = (piece.tensor.data_ptr(), outer * local, inner * local, piece.begin, columns * width)
-    return width, piece.tensor.dtype != piece.dtype, last == 1 and not any(bound % _VECTOR for bound in bounds)
+    cast, sizes = piece.tensor.dtype != piece.dtype, (columns * width, prod(piece.size) * width)
+    bounds = (piece.tensor.data_ptr(), outer * local, inner * local, piece.begin, *sizes)
+    wide = last == 1 and not any(bound % _VECTOR for bound in bounds)
+    return WORD if wide and not cast else width, cast, wide
 
 
 def _has_words(piece: Slice) -> bool:
@@ -295,20 +322,31 @@ if TRITON:
     import triton
     import triton.language as tl
 
-    from hybridflow_kernels.digest import kernel_word
+    from hybridflow_kernels.digest import kernel_key, kernel_mixed, kernel_tail, kernel_word
 
     _FIELDS = tl.constexpr(11)  # of a slice in a table
-    _FIRST = tl.constexpr(9)  # the field with its first program
+    _KEYS = tl.constexpr(signed(WORDS * ODD % (1 << 64)))  # from a turn's keys to the next turn's
 
     @triton.jit
-    def _last_not_after(table, count, program, FIELDS: tl.constexpr, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The last row of a table whose first program is not behind this one."""
-        low, high = count * 0, count
-        while high - low > 1:
-            middle = (low + high) // 2
-            is_before = tl.load(table + middle * FIELDS + FIRST) <= program
-            low, high = tl.where(is_before, middle, low), tl.where(is_before, high, middle)
-        return low
+    def _rows_here(table, of, SPAN: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Of this program: its slice in the table, its rows, its first word in them, and the words from there on."""
+        program = tl.program_id(0)
+        place = table + tl.load(of + program).to(tl.int64) * _FIELDS
+        across = tl.load(place + 8).to(tl.int32)
+        number = program - tl.load(place + 9).to(tl.int32)
+        return place, number // across * ROWS + tl.arange(0, ROWS), number % across * SPAN
+
+    @triton.jit
+    def _at_rows(place, row, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Where rows begin in the buffer and in the slice's part of the message, and the elements of each; the last of
+        a contiguous slice has fewer. The table counts UNIT at a time, so that the compiler knows what all is a multiple
+        of, and moves 16 bytes at a time."""
+        outer, inner, middle = tl.load(place + 1), tl.load(place + 2), tl.load(place + 4).to(tl.int32)
+        length, numel = tl.load(place + 5), tl.load(place + 6)
+        start = row.to(tl.int64) * length
+        limit = tl.minimum(tl.maximum(numel - start, 0), length).to(tl.int32)
+        at = (row // middle).to(tl.int64) * outer + (row % middle).to(tl.int64) * inner
+        return at * UNIT, start * UNIT, limit * UNIT
 
     @triton.jit
     def _bfloat16(x):  # type: ignore[no-untyped-def]
@@ -317,10 +355,45 @@ if TRITON:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)  # noqa: PLR0124  not a number
 
-    @triton.jit(do_not_specialize=["count", "seed"])
-    def _move_kernel(  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["seed"])
+    def _words_kernel(  # type: ignore[no-untyped-def]
         table,
-        count,
+        of,
+        payload,
+        sums,
+        seed,
+        ROWS: tl.constexpr,
+        WORDS: tl.constexpr,
+        SPAN: tl.constexpr,
+        SCATTER: tl.constexpr,
+    ):
+        """SPAN words of ROWS rows of a slice that is copied, all of which begins at multiples of 16 bytes, in
+        which the table counts."""
+        place, row, first = _rows_here(table, of, SPAN, ROWS)
+        begin, length = tl.load(place + 7) * 2, tl.load(place + 5).to(tl.int32) * 2
+        at, start, limit = _at_rows(place, row, 2)
+        base = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.int64)), 16)
+        column = first + tl.arange(0, WORDS)
+        local = base + (at[:, None] + column[None, :])
+        message = payload.to(tl.pointer_type(tl.int64)) + begin + (start[:, None] + column[None, :])
+        key = kernel_key(begin + start[:, None] + column[None, :], seed)
+        total = tl.zeros((ROWS, WORDS), dtype=tl.int64)
+        for turn in range(0, tl.minimum(length - first, SPAN), WORDS):
+            real = (column + turn)[None, :] < limit[:, None]
+            if SCATTER:
+                word = tl.load(message + turn, mask=real, other=0)
+                tl.store(local + turn, word, mask=real)
+            else:
+                word = tl.load(local + turn, mask=real, other=0)
+                tl.store(message + turn, word, mask=real)
+            total += tl.where(real, kernel_mixed(word ^ kernel_mixed(key)), 0)
+            key += _KEYS
+        tl.store(sums + tl.program_id(0), tl.sum(total))
+
+    @triton.jit(do_not_specialize=["seed"])
+    def _elements_kernel(  # type: ignore[no-untyped-def]
+        table,
+        of,
         payload,
         sums,
         seed,
@@ -329,59 +402,60 @@ if TRITON:
         WIDE: tl.constexpr,
         ROWS: tl.constexpr,
         WORDS: tl.constexpr,
+        SPAN: tl.constexpr,
         SCATTER: tl.constexpr,
     ):
-        """One tile of one slice."""
+        """SPAN words of ROWS rows of a slice of any strides, or one that is cast; the table counts in elements,
+        or where all begins at multiples of 16 bytes in fours of them, and the message's bytes in sixteens."""
         EACH: tl.constexpr = 8 // WIDTH  # elements of a word
         INT: tl.constexpr = tl.int8 if WIDTH == 1 else (tl.int16 if WIDTH == 2 else tl.int32)
         LOCAL: tl.constexpr = tl.float32 if CAST else INT
-        program = tl.program_id(0)
-        place = table + _last_not_after(table, count, program, _FIELDS, _FIRST) * _FIELDS
-        address, outer, inner, last = tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
-        middle, length, numel = tl.load(place + 4), tl.load(place + 5), tl.load(place + 6)
-        begin, across = tl.load(place + 7), tl.load(place + 8)
-        number = program - tl.load(place + _FIRST)
-        has_words = tl.load(place + 10) != 0
+        place, row, first = _rows_here(table, of, SPAN, ROWS)
+        UNIT: tl.constexpr = 4 if WIDE else 1
+        base, last, begin = tl.load(place).to(tl.pointer_type(LOCAL)), tl.load(place + 3), tl.load(place + 7)
+        length, has_words = tl.load(place + 5).to(tl.int32) * UNIT, tl.load(place + 10) != 0
         if WIDE:
-            address, begin = tl.multiple_of(address, 16), tl.multiple_of(begin, 16)
-            outer, inner, length = tl.multiple_of(outer, 4), tl.multiple_of(inner, 4), tl.multiple_of(length, 4)
-            last = 1
-        row = number // across * ROWS + tl.arange(0, ROWS)
-        word = number % across * WORDS + tl.arange(0, WORDS)
-        column = word[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
-        index = row[:, None, None] * length + column
-        real = (column < length) & (index < numel)
-        at = (row // middle * outer + row % middle * inner)[:, None, None] + column * last
-        local = address.to(tl.pointer_type(LOCAL)) + at
-        message = (payload + begin).to(tl.pointer_type(INT)) + index
-        if SCATTER:
-            bits = tl.load(message, mask=real, other=0)
-            tl.store(local, bits, mask=real)
-        elif CAST:
-            bits = _bfloat16(tl.load(local, mask=real, other=0.0))
-            tl.store(message, bits, mask=real)
-        else:
-            bits = tl.load(local, mask=real, other=0)
-            tl.store(message, bits, mask=real)
-        part = (bits.to(tl.int64) & ((1 << (8 * WIDTH)) - 1)) << (8 * WIDTH * tl.arange(0, EACH))[None, None, :]
-        words = tl.sum(part, axis=2)
-        end = (word[None, :] + 1) * EACH
-        whole = has_words & (end <= length) & (row[:, None] * length + end <= numel)
-        position = (begin + row[:, None] * length * WIDTH) // 8 + word[None, :]
-        tl.store(sums + program, tl.sum(tl.where(whole, kernel_word(words, position, seed), 0)))
+            base, begin, last = tl.multiple_of(base, 16), begin * 16, 1
+        at, start, limit = _at_rows(place, row, UNIT)
+        word = first + tl.arange(0, WORDS)
+        element = tl.arange(0, EACH)
+        column = word[:, None] * EACH + element[None, :]
+        local = base + (at[:, None, None] + column[None, :, :] * last)
+        message = (payload + begin).to(tl.pointer_type(INT)) + (start[:, None, None] + column[None, :, :])
+        key = kernel_key((begin + start * WIDTH)[:, None] // 8 + word[None, :], seed)
+        total = tl.zeros((ROWS, WORDS), dtype=tl.int64)
+        for turn in range(0, tl.minimum(length - first * EACH, SPAN * EACH), WORDS * EACH):
+            real = (column + turn)[None, :, :] < limit[:, None, None]
+            if SCATTER:
+                bits = tl.load(message, mask=real, other=0)
+                tl.store(local, bits, mask=real)
+            elif CAST:
+                bits = _bfloat16(tl.load(local, mask=real, other=0.0))
+                tl.store(message, bits, mask=real)
+            else:
+                bits = tl.load(local, mask=real, other=0)
+                tl.store(message, bits, mask=real)
+            part = (bits.to(tl.int64) & ((1 << (8 * WIDTH)) - 1)) << (8 * WIDTH * element)[None, None, :]
+            words = tl.sum(part, axis=2)
+            whole = has_words & ((word * EACH + EACH + turn)[None, :] <= limit[:, None])
+            total += tl.where(whole, kernel_mixed(words ^ kernel_mixed(key)), 0)
+            local += WORDS * EACH * last
+            message += WORDS * EACH
+            key += _KEYS
+        tl.store(sums + tl.program_id(0), tl.sum(total))
 
-    @triton.jit(do_not_specialize=["count", "nbytes", "seed"])
-    def _again_kernel(table, count, payload, sums, nbytes, seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["nbytes", "seed"])
+    def _again_kernel(table, of, payload, sums, nbytes, seed, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
         """The checksum of words that no tile has; the last one of a message is filled with zeros."""
         program = tl.program_id(0)
-        place = table + _last_not_after(table, count, program, 3, 2) * 3
-        number = program - tl.load(place + 2)
-        position = tl.load(place) + number * WORDS + tl.arange(0, WORDS)
-        wanted = position < tl.load(place + 1)
-        whole = wanted & ((position + 1) * 8 <= nbytes)
+        place = table + tl.load(of + program).to(tl.int64) * 3
+        first = tl.load(place) + (program - tl.load(place + 2)) * WORDS
+        end = tl.minimum(first + WORDS, tl.load(place + 1))
+        position = first + tl.arange(0, WORDS)
+        last = nbytes.to(tl.int64) // 8  # the word that is filled
+        whole = position < tl.minimum(end, last)
         word = tl.load(payload.to(tl.pointer_type(tl.int64)) + position, mask=whole, other=0)
-        for byte in tl.static_range(8):
-            place_of = position * 8 + byte
-            some = tl.load(payload + place_of, mask=wanted & (whole == 0) & (place_of < nbytes), other=0)
-            word |= some.to(tl.int64) << (8 * byte)
-        tl.store(sums + program, tl.sum(tl.where(wanted, kernel_word(word, position, seed), 0)))
+        total = tl.sum(tl.where(whole, kernel_word(word, position, seed), 0))
+        if (first <= last) & (last < end):
+            total += kernel_word(kernel_tail(payload, last * 8, nbytes), last, seed)
+        tl.store(sums + program, total)

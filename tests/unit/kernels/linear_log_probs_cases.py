@@ -7,17 +7,19 @@ a half precision are rounded once more to it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow_kernels import INTERPRETED
+from hybridflow_kernels import INTERPRETED, linear_log_probs
 from hybridflow_kernels.linear_log_probs import Upstream, gradients, partial_sums, tiles_for
 
 EPS = 2.0**-24
 HALF_EPS = {torch.float32: EPS, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-TILES = tiles_for(torch.float32)
+TILES = tiles_for(torch.float32, 8)
 
 shapes = st.tuples(
     st.sampled_from([1, TILES.rows - 1, TILES.rows, 2 * TILES.rows + 3]),
@@ -76,6 +78,16 @@ def test_sums_equal_float64(shape: tuple[int, int, int], seed: int, temperature:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precisions_are_summed_in_fp32(dtype: torch.dtype) -> None:
     check_sums(*inputs((9, 37, 11), 0, dtype), 0.7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_that_descriptors_read_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = inputs((2 * TILES.rows + 3, TILES.split + 5, 2 * TILES.depth), 1, dtype)
+    words: dict[str, Any] = {"temperature": 0.7, "with_entropy": True, "chunk": 4}
+    found = partial_sums(hidden, weight, targets, **words)
+    monkeypatch.setattr(linear_log_probs, "DESCRIPTORS", True)
+    assert linear_log_probs._described(hidden, weight, TILES) is not None
+    assert all(map(torch.equal, partial_sums(hidden, weight, targets, **words), found))
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e4])

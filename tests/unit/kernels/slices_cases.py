@@ -19,10 +19,10 @@ from hybridflow.sync.payload import Payload
 from hybridflow.sync.staging import Copies
 from hybridflow_kernels import INTERPRETED, fp8_cast
 from hybridflow_kernels.digest import digest
-from hybridflow_kernels.slices import ROWS, Slice, Slices
+from hybridflow_kernels.slices import ROWS, SPAN, WORDS, Slice, Slices
 
 FP8 = torch.float8_e4m3fn
-SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 3, 2 * ROWS + 1]), st.sampled_from([1, 4, 7, 8, 40]))
+SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 3, 2 * ROWS + 1]), st.sampled_from([1, 4, 7, 8, 40, 72]))
 KINDS = st.sampled_from(
     [
         (torch.bfloat16, torch.bfloat16),
@@ -128,6 +128,30 @@ def test_fp8_of_blocks_is_made_in_the_same_pass(
     pieces = [{"tensor": torch.randn(1, 1, 3, generator=generator), "size": (1, 1, 3), "dtype": torch.float32}] * odd
     pieces += [scales | {"block": block}] * (part in ("all", "scales")) + [values] * (part != "scales")
     packs_right(*in_order(pieces), seed)
+
+
+@pytest.mark.parametrize(
+    ("local", "wire"), [(torch.bfloat16,) * 2, (torch.float32, torch.bfloat16), (torch.uint8,) * 2]
+)
+@pytest.mark.parametrize("layout", ["contiguous", "inside", "rows apart"])
+@pytest.mark.parametrize(
+    ("rows", "words"), [(1, 1), (ROWS, WORDS), (ROWS + 1, WORDS + 2), (2 * ROWS, SPAN), (ROWS - 1, SPAN + 2)]
+)
+def test_the_edges_of_a_programs_rows_and_words(
+    local: torch.dtype, wire: torch.dtype, layout: str, rows: int, words: int
+) -> None:
+    """Two matrices, so that a program's rows are in both, are packed and, where nothing is cast, scattered."""
+    if not INTERPRETED:
+        rows, words = min(rows, 5), min(words, 12)
+    size = (2, rows, words * 8 // wire.itemsize)
+    view = rectangle(size, local, layout, torch.Generator().manual_seed(words))
+    pieces, nbytes = in_order([{"tensor": view, "size": size, "dtype": wire}])
+    packs_right(pieces, nbytes, 2**64 - words)
+    if local == wire:
+        expected, payload = view.clone(), expected_payload(pieces, nbytes)
+        view.zero_()
+        assert torch.equal(Slices(pieces, nbytes).scatter(payload, 3), digest(payload, 3))
+        assert torch.equal(view, expected)
 
 
 @settings(max_examples=5 if INTERPRETED else 15)
