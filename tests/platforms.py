@@ -50,7 +50,7 @@ def settings(kind: Kind, transformer_engine: bool) -> dict[str, Any]:
     for shape, hf_config in (("", TINY), ("latent attention, YaRN: ", DEEPSEEK)):
         for name, value in model.device_settings(family_of(hf_config), kind == "cuda", transformer_engine).items():
             found[f"Megatron: {shape}{name}"] = value
-    found["Megatron: layers"] = "transformer_engine" if transformer_engine else "mcore/cpu_modules.py"
+    found["Megatron: layers"] = "transformer_engine" if transformer_engine else "mcore/torch_modules.py"
     found["Megatron: gloo groups beside the others"] = kind == "cpu"
     found["Megatron: torch.compile, state functions of CUDA"] = "off, replaced" if kind == "cpu" else "as they are"
     found["offloaded tensors are kept in"] = _store_of(platform)

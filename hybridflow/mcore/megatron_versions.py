@@ -1,6 +1,6 @@
 """What differs between Megatron-Core 0.16 and 0.19 for the families here, with and without Transformer Engine.
 
-Differences of the modules without Transformer Engine are in `cpu_modules.TorchSpecProvider` and `cpu_modules.install`.
+Differences of the modules without Transformer Engine are in `torch_modules`: its spec provider, and `install`.
 """
 
 from __future__ import annotations

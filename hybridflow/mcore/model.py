@@ -150,9 +150,9 @@ def build_model(
     rotary.install()
     megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
-        from hybridflow.mcore import cpu_modules
+        from hybridflow.mcore import torch_modules
 
-        cpu_modules.install()
+        torch_modules.install()
     else:
         _check_transformer_engine(dtype)
     if parallel.moe_dispatcher == "deepep" and not bootstrap.HAVE_DEEP_EP:
@@ -184,7 +184,7 @@ def _check_transformer_engine(dtype: str) -> None:
 
 def _build_chunk(family: Family, config: TransformerConfig, at: Coordinates) -> GPTModel:
     stage = at.vpp_rank if at.vpp_size > 1 else None
-    # Megatron's router and the modules of `cpu_modules` name no device
+    # Megatron's router and the modules of `torch_modules` name no device
     with Platform.detect().current_device():
         model = GPTModel(
             config,

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
 
 from hybridflow.config.schema import ParallelConfig
-from hybridflow.mcore import bootstrap, cpu_modules, megatron_versions, model, parallel
+from hybridflow.mcore import bootstrap, megatron_versions, model, parallel, torch_modules
 from hybridflow.models.decoder import Decoder
 from tests.models import FAMILIES
 from tests.unit.reshard import reshard_cases as cases
@@ -37,7 +37,7 @@ def main() -> None:
     parallel.initialize(ParallelConfig(), 0, "gloo", 60)
     megatron_versions.install()
     if not bootstrap.HAVE_TRANSFORMER_ENGINE:
-        cpu_modules.install()
+        torch_modules.install()
     found = {}
     for name in FAMILIES:
         try:
