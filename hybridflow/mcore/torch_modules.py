@@ -126,12 +126,14 @@ class GroupedLinear(nn.Module):
             setattr(self, f"weight{index}", weight)
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
-        """x [rows, in], the first m_splits[0] rows belong to expert 0, and so on. Returns ([rows, out], no bias)."""
+        """x [rows, in], the first m_splits[0] rows belong to expert 0, and so on; a list, or `ExpertCounts`. Returns
+        ([rows, out], no bias)."""
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        on_device = isinstance(m_splits, ExpertCounts)
         if takes_grouped_product(x, weights[0]):
-            ends = torch.tensor(list(m_splits)).cumsum(0, dtype=torch.int32)
-            return GroupedProduct.apply(x, Platform.detect().upload(ends), *weights), None
-        runs = torch.split(x, list(m_splits))
+            counts = m_splits.counts if on_device else Platform.detect().upload(torch.tensor(list(m_splits)))
+            return GroupedProduct.apply(x, counts.cumsum(0, dtype=torch.int32), *weights), None
+        runs = torch.split(x, m_splits.counts.tolist() if on_device else list(m_splits))
         return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
 
     def backward_dw(self) -> None:
@@ -235,12 +237,48 @@ def install() -> None:
         random.activation_recompute_forward = random.fp8_autocast = _without_fp8
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:34 imports it in a try; 1192 and 1225 then raise NameError
-    if (
-        "align_size" not in inspect.signature(moe_utils.permute).parameters
-    ):  # 0.19 has another that does not wait either
+    # 0.19 has another one, which does not wait either
+    if "align_size" not in inspect.signature(moe_utils.permute).parameters:
         token_dispatcher.permute = functools.partial(permute, moe_utils.permute)
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    if not getattr(dispatcher._maybe_dtoh_and_synchronize, "from_hybridflow", False):
+        dispatcher._maybe_dtoh_and_synchronize = _where_they_are(dispatcher._maybe_dtoh_and_synchronize)
+        token_dispatcher.sort_chunks_by_idxs = functools.partial(_sorted_chunks, moe_utils.sort_chunks_by_idxs)
     if not getattr(token_dispatcher.maybe_move_tensor_to_cpu, "from_hybridflow", False):
         token_dispatcher.maybe_move_tensor_to_cpu = _to_host(token_dispatcher.maybe_move_tensor_to_cpu)
+
+
+class ExpertCounts:
+    """How many rows each local expert has, int64 [experts] on the device."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self.counts = counts
+
+    def tolist(self) -> ExpertCounts:
+        """`TEGroupedMLP` asks for a list and hands it to `GroupedLinear`, which does without one."""
+        return self
+
+
+def _where_they_are(original: Any) -> Any:
+    """Without expert parallelism no other rank has to be told how many rows it gets: the counts stay on the device,
+    and the host need not wait for them (token_dispatcher.py:803)."""
+
+    def _maybe_dtoh_and_synchronize(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or tokens_per_expert is None:
+            return original(dispatcher, point, tokens_per_expert)
+        return tokens_per_expert if isinstance(tokens_per_expert, ExpertCounts) else ExpertCounts(tokens_per_expert)
+
+    _maybe_dtoh_and_synchronize.from_hybridflow = True  # type: ignore[attr-defined]
+    return _maybe_dtoh_and_synchronize
+
+
+def _sorted_chunks(
+    original: Any, rows: torch.Tensor, split_sizes: Any, order: torch.Tensor, probs: Any = None, fused: bool = False
+) -> Any:
+    """Megatron's `sort_chunks_by_idxs`. Chunks of one rank are in order already, and are not copied."""
+    if torch.equal(order, torch.arange(len(order))):
+        return rows, probs
+    return original(rows, split_sizes, order, probs, fused)
 
 
 def _without_fp8(**_: Any) -> contextlib.AbstractContextManager[None]:

@@ -21,9 +21,8 @@ def test_nothing_is_left_on_the_cpu(family: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_host_waits_once_a_layer_of_experts_and_in_no_other(family: str, recompute: str) -> None:
-    """Reading a value raises. Megatron's token dispatcher moves two tensors behind one event: how many rows each expert
-    has, and from which rank."""
+def test_the_host_waits_in_no_layer(family: str, recompute: str) -> None:
+    """Reading a value raises, and so does a copy that the host would wait for. With experts on several ranks it must
+    know how many rows go where: Megatron's token dispatcher waits for that once a layer."""
     (found,) = run_ranks(1, "tests.dist.cases.construction:host_waits", family=family, recompute=recompute)
-    passes = 2 if recompute == "full" else 1
-    assert found["moved"] == 2 * passes * found["layers"]
+    assert found == {"moved": 0}
