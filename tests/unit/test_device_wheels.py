@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -89,5 +88,8 @@ def test_bad_input_is_one_message(
 
 
 def test_a_python_without_the_torch_that_is_compiled_against_is_refused(wheels: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"must have torch 2\.11\.0\+cu130; has torch 2\.13"):
-        wheels.compile_te(sys.executable, tmp_path)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho /site-packages\necho 2.13.0+cpu\n")
+    python.chmod(0o755)
+    with pytest.raises(SystemExit, match=r"must have torch 2\.11\.0\+cu130; has torch 2\.13\.0\+cpu"):
+        wheels.compile_te(str(python), tmp_path)
