@@ -77,7 +77,7 @@ if TRITON:
     @triton.jit
     def kernel_word(word, position, seed):  # type: ignore[no-untyped-def]
         """What the words at these positions add to the checksum."""
-        return kernel_mixed(word ^ kernel_mixed((position + 1) * _KERNEL_ODD + seed.to(tl.int64)))
+        return kernel_mixed(word ^ kernel_mixed(kernel_key(position, seed)))
 
     @triton.jit
     def kernel_key(position, seed):  # type: ignore[no-untyped-def]

@@ -32,6 +32,7 @@ COLOCATED = (
     # wheels of a machine without an index have neither flashinfer nor FlashAttention 3
     "rollout.extra_args={attention_backend: triton, sampling_backend: pytorch}",
 )
+SGLANG = ("torch", "megatron", "hydra", "ray", "sglang", "sgl_kernel")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
@@ -212,7 +213,7 @@ CHECKS = (
         (*TRAIN, *COLOCATED, "name=gpu-colocated", "trainer.total_steps=3"),
         limit_s=150,
         predicted_s=90,
-        needs=("torch", "megatron", "hydra", "ray", "sglang", "sgl_kernel"),
+        needs=SGLANG,
         passes={"logprob_diff_mean": (0, 0.02)},
         run="gpu-colocated",
     ),
@@ -223,7 +224,7 @@ CHECKS = (
         (*TRAIN, *COLOCATED, "name=gpu-colocated", "trainer.total_steps=5"),
         limit_s=120,
         predicted_s=70,
-        needs=("torch", "megatron", "hydra", "ray", "sglang", "sgl_kernel"),
+        needs=SGLANG,
         passes={"logprob_diff_mean": (0, 0.02)},
         run="gpu-colocated",
     ),
@@ -237,7 +238,7 @@ CHECKS = (
         ),
         limit_s=170,
         predicted_s=110,
-        needs=("torch", "megatron", "hydra", "ray", "sglang", "sgl_kernel"),
+        needs=SGLANG,
         passes={"logprob_diff_mean": (0, 0.02)},
         run="gpu-0.6b-colocated",
     ),
