@@ -8,10 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.cli.command import add_command, add_recipe
+from hybridflow.doctor.findings import Finding, exit_code, table
 from hybridflow.errors import ResourceError
+
+if TYPE_CHECKING:
+    from hybridflow.config.schema import RunConfig
 
 DOCTOR = """\
 examples:
@@ -19,6 +24,8 @@ examples:
   hybridflow doctor --config-name tiny-moe-grpo         and what this recipe needs
   srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --errors-only
   hybridflow doctor --nodes                             the same on every node of the Slurm job this shell is in
+  hybridflow doctor --model downloads/Qwen3-8B          a model folder: what a run would read, without a GPU
+  hybridflow doctor --model downloads/Qwen3-8B --recipe grpo-qwen3-8b-1x8
 
 Levels: ok; unused, with the reason; warning, slower or at risk; error, a run would end. The exit status is 1 when
 there is an error.
@@ -27,8 +34,16 @@ there is an error.
 
 def add(commands: Any) -> None:
     """Put the command into the parser."""
-    parser = add_command(commands, "doctor", "what of this machine a run would use, and what not and why", DOCTOR, run)
+    parser = add_command(
+        commands,
+        "doctor",
+        "what a run would use of this machine, or of a model folder, and what not and why",
+        DOCTOR,
+        run,
+    )
     add_recipe(parser, "also check what this recipe needs", "--recipe")
+    about = "look at this model folder in place of the machine"
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help=about)
     parser.add_argument("--nodes", action="store_true", help="on every node of the allocation, by srun")
     parser.add_argument("--errors-only", action="store_true", help="leave out what is in order")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -38,22 +53,42 @@ def run(args: argparse.Namespace) -> int:
     """`hybridflow doctor`; exit status 1 when a run would end."""
     if args.nodes:
         return _on_every_node(args)
-    from hybridflow.launch import doctor
-
-    config = None
-    findings: list[doctor.Finding] = []
-    if args.config_name is not None:
-        config, findings = doctor.recipe_findings(lambda: _load(args))
-    findings += doctor.examine(config)
-    code = doctor.exit_code(findings)
+    findings = _of_model(args) if args.model is not None else _of_machine(args)
+    code = exit_code(findings)
     if args.errors_only:
         findings = [finding for finding in findings if finding.level in ("warning", "error")]
     name = os.environ.get("SLURMD_NODENAME")
     if args.json:
         print(json.dumps({"node": name, "findings": [vars(finding) for finding in findings]}))
     elif findings:
-        print(f"{name}:\n{doctor.table(findings)}" if name else doctor.table(findings), flush=True)
+        print(f"{name}:\n{table(findings)}" if name else table(findings), flush=True)
     return code
+
+
+def _of_machine(args: argparse.Namespace) -> list[Finding]:
+    from hybridflow.config.check import check
+    from hybridflow.doctor import machine
+
+    def checked() -> RunConfig:
+        config = _load(args)
+        check(config, "train")
+        return config
+
+    if args.config_name is None:
+        return machine.examine()
+    config, findings = machine.recipe_findings(checked)
+    return findings + machine.examine(config)
+
+
+def _of_model(args: argparse.Namespace) -> list[Finding]:
+    """A recipe's data and machine are not asked for: the folder is looked at where it was downloaded."""
+    from hybridflow.doctor import machine, model
+
+    if args.config_name is None:
+        return model.examine(args.model)
+    args.overrides.append(f"model.path={args.model}")
+    config, findings = machine.recipe_findings(lambda: _load(args))
+    return findings + model.examine(args.model, config)
 
 
 def _on_every_node(args: argparse.Namespace) -> int:
@@ -64,10 +99,7 @@ def _on_every_node(args: argparse.Namespace) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def _load(args: argparse.Namespace) -> Any:
-    from hybridflow.config.check import check
+def _load(args: argparse.Namespace) -> RunConfig:
     from hybridflow.config.load import load_config
 
-    config = load_config(args.config_name, args.overrides, args.config_dir)
-    check(config, "train")
-    return config
+    return load_config(args.config_name, args.overrides, args.config_dir)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hybridflow.planning.devices import Machines
     from hybridflow.planning.job import Assumed
     from hybridflow.planning.plan import Plan
-    from hybridflow.reshard.report import DryRun
 
 PLAN = """\
 examples:
@@ -85,6 +84,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     from hybridflow.planning.job import Assumed, job_of
     from hybridflow.planning.plan import make_plan
     from hybridflow.planning.table import table
+    from hybridflow.planning.transfer import transfer_of
 
     config: RunConfig = load_config(args.config_name, args.overrides, args.config_dir)
     if found := advice.refused(config):
@@ -100,7 +100,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if args.auto:
         return _run_auto(args, config, machines, assumed, hf)
     plan = make_plan(job_of(config, machines, assumed, hf))
-    transfer = _transfer_of(config, args) if args.transfer else None
+    transfer = transfer_of(config, hf, args.link_gbps) if args.transfer else None
     name = args.config_name.removesuffix(".yaml")
     change = None if plan.fits or args.json else advice.nearest_change(config, machines, assumed, hf)
     text = table(plan, name, change)
@@ -165,45 +165,9 @@ def _sizes(config: RunConfig) -> dict[str, Any]:
     return sizes
 
 
-def _transfer_of(config: RunConfig, args: argparse.Namespace) -> DryRun:
-    from hybridflow.config import derived
-    from hybridflow.reshard.engine_layouts import EngineShape
-    from hybridflow.reshard.layout import ParallelShape
-
-    parallel, rollout = config.actor.parallel, config.rollout
-    trainer = ParallelShape(
-        derived.world_size(config),
-        parallel.tensor,
-        parallel.pipeline,
-        derived.virtual_pipeline_size(parallel),
-        parallel.context,
-        parallel.expert,
-        derived.expert_tensor_size(parallel),
-        parallel.first_stage_layers,
-        parallel.last_stage_layers,
-        parallel.layers_per_stage,
-    )
-    engine = EngineShape(
-        rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
-    )
-    dtypes, staging = (config.model.dtype, rollout.quantization), rollout.sync.staging_bytes
-    return _dry_run(_sizes(config), trainer, [engine], dtypes, staging, args.link_gbps)
-
-
-def _dry_run(
-    sizes: Any, trainer: Any, engines: list[Any], dtypes: tuple[str, str | None], staging_bytes: int, link_gbps: float
-) -> DryRun:
-    """`dtypes`: of the trainer's weights and of the engines', None where these are the same."""
-    from hybridflow.models.fp8 import FP8
-    from hybridflow.reshard import report
-    from hybridflow.reshard.simulate import Fabric
-
-    dtype, engine_dtype = dtypes[0], FP8 if dtypes[1] == "fp8" else dtypes[1]
-    return report.dry_run(sizes, trainer, engines, dtype, staging_bytes, Fabric(link_gbps=link_gbps), engine_dtype)
-
-
 def run_transfer(args: argparse.Namespace) -> int:
     """`hybridflow reshard plan`, and `hybridflow plan` with the same flags."""
+    from hybridflow.planning.transfer import dry_run
     from hybridflow.reshard import report
     from hybridflow.reshard.engine_layouts import EngineShape
     from hybridflow.reshard.layout import ParallelShape
@@ -211,7 +175,7 @@ def run_transfer(args: argparse.Namespace) -> int:
     trainer = report.build(ParallelShape, args.trainer)
     engines = [report.build(EngineShape, text) for text in args.engines]
     dtypes, staging = (args.dtype, args.engine_dtype), args.staging_mib << 20
-    made = _dry_run(report.read_config(args.model), trainer, engines, dtypes, staging, args.link_gbps)
+    made = dry_run(report.read_config(args.model), trainer, engines, dtypes, staging, args.link_gbps)
     if args.write is not None:
         with naming(args.write):
             args.write.write_text(json.dumps(made.plan.to_dict()), encoding="utf-8")

@@ -69,7 +69,8 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     found += [*roles.problems(config, job, files), *roles.pool_problems(config, job)]
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
-    found += [*check_files.problems(config, job), *_model_folder(config, sizes)] if files else []
+    found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
+    found += [] if config.model.path is None else _other_sizes(config, sizes)
     if not any(line.startswith("model.") for line in found):
         found += unreadable or _model_sizes(config, sizes)
         found += [
@@ -237,13 +238,11 @@ def _model_source(config: RunConfig) -> Iterator[str]:
         yield "model.hf_config lacks model_type, which decides the family, for example model.hf_config.model_type=qwen3"
 
 
-def _model_folder(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """The policy's folder, which must be of the model whose sizes the recipe gives, and the tokenizer's."""
+def _model_folder(config: RunConfig) -> Iterator[str]:
+    """The policy's folder and the tokenizer's."""
     model = config.model
     if model.path is not None and not Path(model.path).is_dir():
         yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
-    elif model.path is not None:
-        yield from _other_sizes(config, sizes)
     if model.tokenizer is None and model.path is None:
         yield (
             "model.tokenizer is empty and there is no model.path to take it from; give model.path=FOLDER with weights, "
@@ -254,8 +253,8 @@ def _model_folder(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes that both `model.hf_config` and the folder's config.json give, and that differ. Lengths may differ: they
-    say how far positions reach."""
+    """Sizes that both `model.hf_config` and the folder's config.json give, and that differ: the folder must be of the
+    model whose sizes the recipe gives. Lengths may differ: they say how far positions reach."""
     model = config.model
     for name, value in model.hf_config.items():
         other = sizes.get(name, value)

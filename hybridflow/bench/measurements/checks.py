@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from hybridflow.bench.measurements.base import Place, measurement
 from hybridflow.bench.result import Metric
-from hybridflow.launch import doctor, preflight
+from hybridflow.doctor import machine
+from hybridflow.launch import preflight
 
 
 @measurement("checks", "preflight", per_node=True)
 def checks(place: Place) -> Iterator[Metric | dict[str, str]]:
     """devices, packages, limits and disks of a node as `hybridflow doctor` sees them, the way to the others, clocks"""
-    for finding in doctor.examine():
+    for finding in machine.examine():
         if finding.level in ("warning", "error"):
             remedy = f"; {finding.remedy}" if finding.remedy else ""
             yield {"name": finding.topic, "level": finding.level, "what": f"{finding.what}{remedy}"}

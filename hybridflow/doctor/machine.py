@@ -10,20 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from hybridflow.config import derived
 from hybridflow.config.schema import RunConfig
+from hybridflow.doctor.findings import Finding, Level
 from hybridflow.errors import HybridFlowError
 from hybridflow.launch.node import FIRST_PORT
 from hybridflow.observe.environment import query_gpus
 
-Level = Literal["ok", "unused", "warning", "error"]
 _GIB = 2**30
 # What a run cannot do without, with a test of it here; the exact versions are in requirements/.
 NEEDED = ("torch", "megatron-core", "ray", "transformers", "numpy", "pyarrow", "hydra-core")
@@ -36,16 +34,6 @@ FASTER = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table. `remedy` is empty where nothing is to be done."""
-
-    topic: str
-    level: Level
-    what: str
-    remedy: str = ""
-
-
 def examine(config: RunConfig | None = None) -> list[Finding]:
     """All findings on this machine. With a recipe, also what that recipe needs: GPUs, memory, folders."""
     gpus, trouble = query_gpus()
@@ -53,27 +41,10 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
     return [*findings, *_disk(config), *_cluster(config)]
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
-    """1 when something would end a run."""
-    return int(any(finding.level == "error" for finding in findings))
-
-
-def table(findings: Sequence[Finding]) -> str:
-    """The findings as text, with the remedy under each line that has one."""
-    width = max(len(finding.topic) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level:<8}{finding.topic:<{width}}  {finding.what}")
-        if finding.remedy:
-            lines.append(f"{'':<8}{'':<{width}}  -> {finding.remedy}")
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
-    return "\n".join([*lines, f"{counts['error']} error(s), {counts['warning']} warning(s)"])
-
-
 def _versions() -> Iterator[Finding]:
-    right = sys.version_info[:2] == (3, 11)
+    right = sys.version_info[:2] in ((3, 11), (3, 12))
     version = ".".join(map(str, sys.version_info[:3]))
-    remedy = "" if right else "the locks are for Python 3.11: PYTHON=/path/to/python3.11 make setup"
+    remedy = "" if right else "the locks are for 3.11 (cpu lane) and 3.12 (gpu lane): PYTHON=/path/to/python make setup"
     yield Finding("python", "ok" if right else "warning", version, remedy)
     for name in (*NEEDED, RunConfig().rollout.engine):
         found = _version(name)

@@ -12,9 +12,10 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config.load import load_config
+from hybridflow.doctor import machine
+from hybridflow.doctor.findings import Finding, exit_code, table
+from hybridflow.doctor.machine import examine
 from hybridflow.errors import ResourceError
-from hybridflow.launch import doctor
-from hybridflow.launch.doctor import Finding, examine, exit_code, table
 from hybridflow.launch.preflight import Wanted, check_node
 
 
@@ -24,7 +25,7 @@ def by_topic(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "query_gpus", lambda: ([], ""))
+    monkeypatch.setattr(machine, "query_gpus", lambda: ([], ""))
     found = examine(load_config("e2e"))
     assert [one for one in found if one.level == "error"] == [] and exit_code(found) == 0
     assert [one for one in found if one.level == "warning" and not one.remedy] == []
@@ -34,8 +35,8 @@ def test_on_this_machine_a_recipe_can_run_and_every_trouble_has_a_remedy(monkeyp
 
 
 def test_gpus_without_cuda_and_too_few_for_the_recipe_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "query_gpus", lambda: (["H200, 141 GiB, 580.1"] * 2, ""))
-    monkeypatch.setattr(doctor, "_torch_cuda", lambda: None)
+    monkeypatch.setattr(machine, "query_gpus", lambda: (["H200, 141 GiB, 580.1"] * 2, ""))
+    monkeypatch.setattr(machine, "_torch_cuda", lambda: None)
     topics = by_topic(examine(load_config("e2e")))
     assert topics["torch.cuda"].remedy == "make setup LANE=gpu" and topics["torch.cuda"].level == "error"
     assert "wants 4 ranks on a node, which has 2 GPUs" in topics["recipe"].what
@@ -58,9 +59,9 @@ def test_a_driver_that_does_not_answer_is_named_by_doctor_and_preflight(
 
 
 def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "ray" else "1")
-    monkeypatch.setattr(doctor, "FIRST_PORT", 60000)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/sinfo" if name == "sinfo" else None)
+    monkeypatch.setattr(machine, "_version", lambda name: None if name == "ray" else "1")
+    monkeypatch.setattr(machine, "FIRST_PORT", 60000)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/sinfo" if name == "sinfo" else None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     answer = SimpleNamespace(returncode=1, stdout="", stderr="a\nslurmctld is down")
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: answer)

@@ -1,0 +1,194 @@
+"""A tiny random copy of a model through a run's own loader, forward pass and export, beside transformers.
+
+`python -P -m hybridflow.doctor.parity FOLDER` is a process of its own: Megatron's groups and a loopback port are gone
+when it ends. FOLDER has `config.json` of the copy (`models.miniature`) and `tokenizer`, the published folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hybridflow.errors import HybridFlowError, ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridflow.models import Family
+
+# Between rounding and faults: two float32 results of these sizes differ by up to 5e-6, and a scale of experts that is
+# 0.04% off, a rotary base 0.1% off or an epsilon of another power of ten moves a log-prob by 1e-4 to 0.2
+BOUND = 5e-5
+Backend = Literal["megatron", "fsdp"]  # `actor.backend`
+_SEED, _ROWS, _TOKENS = 7, 4, 24
+_RESULT = "parity.json"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What the copy showed.
+
+    Attributes:
+        log_probs: largest difference of a log-prob from transformers in float64.
+        exported: the same, of transformers on what the run exported.
+        parameters: of the copy.
+        reference: transformers' class.
+    """
+
+    log_probs: float
+    exported: float
+    parameters: int
+    reference: str
+
+
+def compare_with_transformers(copy: Mapping[str, Any], source: Path, backend: Backend, timeout_s: float) -> Parity:
+    """Run the comparison in a process of its own.
+
+    Args:
+        copy: the config of a small model. source: the published folder, whose tokenizer an export copies.
+        backend: `actor.backend` of the run.
+
+    Raises:
+        ModelError: the backend or transformers cannot build the model, or it takes longer than `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybridflow-doctor-") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(copy), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "hybridflow.doctor.parity", str(folder), str(source.resolve()), backend]
+        environ = {
+            **os.environ,
+            "HYBRIDFLOW_PLATFORM": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TOKENIZERS_PARALLELISM": "0",
+        }
+        try:
+            done = subprocess.run(
+                command, env=environ, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ModelError(f"a small copy took more than {timeout_s:g} s to build and compare") from error
+        if done.returncode or not (folder / _RESULT).exists():
+            said = done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"]
+            raise ModelError(said[-1])
+        return Parity(**json.loads((folder / _RESULT).read_text(encoding="utf-8")))
+
+
+def main(folder: Path, source: Path, backend: Backend) -> None:
+    """The child's work; the result is written into `folder`."""
+    from hybridflow.models import family_of
+    from hybridflow.models.family import num_parameters
+
+    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = family_of(hf)
+    write_weights(family, folder)
+    ids = sequences(family.vocab_size)
+    ours = _ours(hf, folder, backend, ids, source)
+    reference = reference_class(family)
+    expected = log_probs(reference, family, folder, ids)
+    again = log_probs(reference, family, folder / "exported", ids)
+    found = Parity(
+        float((ours - expected).abs().max()),
+        float((again - expected).abs().max()),
+        num_parameters(family),
+        reference.__name__,
+    )
+    (folder / _RESULT).write_text(json.dumps(vars(found)), encoding="utf-8")
+
+
+def sequences(vocabulary: int) -> torch.Tensor:
+    """[rows, tokens] int64."""
+    import torch
+
+    return torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(_SEED))
+
+
+def write_weights(family: Family, folder: Path) -> None:
+    """Norms and biases differ from one and zero, so that one that is left out shows."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
+        if len(shape) == 1:
+            return 0.1 * drawn + float("norm" in name)
+        # as small as a trained model's, so that the epsilon of a norm is seen
+        return drawn * 0.02 if "embed_tokens" in name else drawn / shape[-1] ** 0.5
+
+    tensors = {name: values(name, shape) for name, shape in family.tensors().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _ours(hf: Mapping[str, Any], folder: Path, backend: Backend, ids: torch.Tensor, source: Path) -> torch.Tensor:
+    """Log-probs of all tokens but the first of each row, float64; the policy is exported to `folder`/exported."""
+    from dataclasses import replace
+
+    import torch
+
+    from hybridflow.batch import DataProto, Jagged
+    from hybridflow.config.schema import RunConfig
+    from hybridflow.device.platform import Platform
+    from hybridflow.placement.place import PORTS
+    from hybridflow.single_controller.cluster import LOOPBACK
+    from hybridflow.single_controller.host import free_port
+    from hybridflow.workers.backend import open_backend
+
+    port = free_port(LOOPBACK, PORTS)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    default = RunConfig()
+    model = replace(default.model, path=str(folder), dtype="float32")
+    config = replace(default, model=model, actor=replace(default.actor, backend=backend))
+    policy = open_backend(config, hf, Platform.detect(), 0)
+    rows = [row.numpy() for row in ids]
+    columns = {
+        "prompt_ids": Jagged.from_rows([row[:1] for row in rows], rows[0].dtype),
+        "response_ids": Jagged.from_rows([row[1:] for row in rows], rows[0].dtype),
+    }
+    batch = DataProto.from_columns(columns)
+    found = policy.log_probs(batch, max_tokens=ids.numel(), temperature=1.0, with_entropy=False)
+    assert found is not None  # one rank is the last stage
+    policy.export(folder / "exported", hf, source)
+    return torch.from_numpy(found[0].values.copy()).double().reshape(len(rows), -1)
+
+
+def reference_class(family: Family) -> Any:
+    """transformers' class of the architecture: `kimi_k2`, which it does not know, is DeepSeek-V3's."""
+    import transformers
+
+    found = getattr(transformers, family.architecture, None)
+    if found is None:
+        raise ModelError(f"transformers {transformers.__version__} has no {family.architecture} to compare with")
+    return found
+
+
+def log_probs(reference: Any, family: Family, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs of all tokens but the first of each row by transformers, in float64."""
+    import torch
+
+    given = deepcopy({**family.hf, "model_type": reference.config_class.model_type})  # it writes into nested settings
+    config = reference.config_class.from_dict(given)
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # a grouped product has no float64
+    model, loaded = reference.from_pretrained(
+        folder, config=config, dtype=torch.float64, local_files_only=True, output_loading_info=True, **plain
+    )
+    if absent := sorted({*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]}):
+        raise ModelError(f"transformers finds other tensors than the family's: {', '.join(map(str, absent[:4]))}")
+    with torch.no_grad():
+        logits = model.eval()(ids).logits[:, :-1].double()
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), "fsdp" if sys.argv[3] == "fsdp" else "megatron")
+    except HybridFlowError as error:
+        sys.exit(str(error).replace("\n", "; "))

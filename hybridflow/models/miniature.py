@@ -1,0 +1,74 @@
+"""A model of the same architecture with small sizes: what a checkpoint's config does can be computed on a laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_VOCABULARY, _HEAD, _EXPERTS = 160, 16, 8
+_WIDTHS: Mapping[str, int] = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "head_dim": _HEAD,
+}
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# of other sizes, of code, or of a part that the copy does not have
+_DROPPED = ("auto_map", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers")
+
+
+def miniature(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with widths, layers, heads, experts and vocabulary made small. Everything else stays as it is: rotary
+    settings, norms, biases, the router, which layers are dense.
+
+    Args:
+        hf: the contents of a config.json.
+    """
+    small = {key: value for key, value in hf.items() if key not in _DROPPED}
+    small |= {key: width for key, width in _WIDTHS.items() if small.get(key) is not None}
+    small |= _layers(small) | _heads(small) | _experts(small)
+    small |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return small | {"vocab_size": _VOCABULARY, "dtype": "float32", "torch_dtype": "float32"}
+
+
+def _layers(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Two layers after the dense ones, of which one stays."""
+    dense = min(1, int(hf.get("first_k_dense_replace") or 0))
+    count = dense + 2
+    found: dict[str, Any] = {"num_hidden_layers": count}
+    if "first_k_dense_replace" in hf:
+        found["first_k_dense_replace"] = dense
+    for key in ("layer_types", "mlp_layer_types"):
+        if isinstance(hf.get(key), list):
+            found[key] = hf[key][:count]
+    if isinstance(hf.get("mlp_only_layers"), list):
+        found["mlp_only_layers"] = [layer for layer in hf["mlp_only_layers"] if layer < count]
+    return found
+
+
+def _heads(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries keep the number of heads that share a key, up to eight; latent attention has a key for each."""
+    heads = int(hf.get("num_attention_heads") or 1)
+    groups = int(hf.get("num_key_value_heads") or heads)
+    few = 4 if groups == heads else min(2, groups)
+    many = few if groups == heads else few * min(8, heads // groups)
+    # where config.json gives no width of a head it is hidden_size / num_attention_heads
+    hidden = 64 if hf.get("head_dim") is not None or hf.get("kv_lora_rank") is not None else many * _HEAD
+    found = {"num_attention_heads": many, "hidden_size": hidden}
+    return found | ({"num_key_value_heads": few} if hf.get("num_key_value_heads") is not None else {})
+
+
+def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {key: _EXPERTS for key in _EXPERT_COUNTS if hf.get(key) is not None}
+    if not found:
+        return {}
+    chosen = min(4, int(hf.get("num_experts_per_tok") or 2))
+    if int(hf.get("n_group") or 1) > 1:  # published models choose twice as many experts as groups
+        found |= {"n_group": 4, "topk_group": 2}
+        chosen = 4
+    return found | ({"num_experts_per_tok": chosen} if "num_experts_per_tok" in hf else {})

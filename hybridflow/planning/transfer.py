@@ -1,0 +1,63 @@
+"""The weight sync of a configuration, planned, proven and simulated before a device is held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.config import derived
+from hybridflow.config.schema import RunConfig
+from hybridflow.models.fp8 import FP8
+from hybridflow.reshard import report
+from hybridflow.reshard.engine_layouts import EngineShape
+from hybridflow.reshard.layout import ParallelShape
+from hybridflow.reshard.simulate import Fabric
+
+LINK_GBPS = 400.0  # of a rank, one direction
+
+
+def transfer_of(config: RunConfig, sizes: Mapping[str, Any], link_gbps: float = LINK_GBPS) -> report.DryRun:
+    """The sync from a recipe's trainer to its engines.
+
+    Args:
+        sizes: the policy's config.json.
+
+    Raises:
+        ConfigError, ModelError, WeightSyncError: the model or the sizes do not fit; says what does.
+    """
+    parallel, rollout = config.actor.parallel, config.rollout
+    trainer = ParallelShape(
+        derived.world_size(config),
+        parallel.tensor,
+        parallel.pipeline,
+        derived.virtual_pipeline_size(parallel),
+        parallel.context,
+        parallel.expert,
+        derived.expert_tensor_size(parallel),
+        parallel.first_stage_layers,
+        parallel.last_stage_layers,
+        parallel.layers_per_stage,
+    )
+    engine = EngineShape(
+        rollout.tensor, rollout.expert, rollout.data_parallel_attention, rollout.pipeline, rollout.num_engines
+    )
+    return dry_run(
+        sizes, trainer, [engine], (config.model.dtype, rollout.quantization), rollout.sync.staging_bytes, link_gbps
+    )
+
+
+def dry_run(
+    sizes: Mapping[str, Any],
+    trainer: ParallelShape,
+    engines: Sequence[EngineShape],
+    dtypes: tuple[str, str | None],
+    staging_bytes: int,
+    link_gbps: float,
+) -> report.DryRun:
+    """`report.dry_run` with a configuration's words.
+
+    Args:
+        dtypes: of the trainer's weights and of the engines', None where these are the same; "fp8" is block-wise.
+    """
+    engine_dtype = FP8 if dtypes[1] == "fp8" else dtypes[1]
+    return report.dry_run(sizes, trainer, engines, dtypes[0], staging_bytes, Fabric(link_gbps=link_gbps), engine_dtype)
