@@ -431,6 +431,8 @@ class TrainerConfig:
     async_checkpoints: bool = True  # training stops for a copy of the state only; it is written meanwhile
     checkpoint_timeout_s: Positive = 1800.0  # a save in the background must be on the disk by then
     resume: Literal["auto", "disable"] = "auto"
+    # go on from a checkpoint that was trained on other rows, with these from the first on; without it that is refused
+    resume_with_other_data: bool = False
     # within an hour, when ranks are lost in the loop: of those that train, which go on from the last checkpoint; of
     # each role that only computes, within the step; of all engines when none is left that could answer. 0: the job ends
     max_restarts: NonNegativeInt = 1

@@ -45,6 +45,11 @@ class Tokenizer:
         vocabulary = sorted((int(number), str(token)) for token, number in self._hf.get_vocab().items())
         return sha256(repr(vocabulary).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
+    def digests(self) -> dict[str, str]:
+        """Hashes of the vocabulary and of the chat template."""
+        template = repr(self._hf.chat_template).encode("utf-8", "surrogatepass")
+        return {"vocabulary": self.digest(), "chat template": sha256(template).hexdigest()[:16]}
+
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
         becomes that token."""

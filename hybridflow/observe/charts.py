@@ -37,7 +37,8 @@ class Chart:
     """What to draw.
 
     `trend` draws the single series faintly with its moving average on top; `include` are values that the y axis must
-    reach; `lines` are horizontal reference lines (value, text); `notes` are labelled points (x, y, text).
+    reach; `lines` are horizontal reference lines (value, text), `marks` vertical ones (step, text); `notes` are
+    labelled points (x, y, text).
     """
 
     title: str
@@ -45,11 +46,13 @@ class Chart:
     unit: str = ""
     about: str = ""
     kind: Literal["lines", "stack"] = "lines"
+    phase: str = "train"  # whose steps
     log: bool = False
     percent: bool = False
     trend: bool = False
     include: Sequence[float] = ()
     lines: Sequence[tuple[float, str]] = ()
+    marks: Sequence[tuple[float, str]] = ()
     notes: Sequence[tuple[float, float, str]] = field(default=())
 
 
@@ -159,6 +162,7 @@ def _lines(chart: Chart, series: list[Series]) -> tuple[Markup, list[tuple[str, 
     x = scale.steps([at for one in series for at, _ in one.points], LEFT, WIDTH - RIGHT)
     parts = [_axes(chart, x, y)]
     parts += [_reference(y(value), text) for value, text in chart.lines if y.low <= value <= y.high]
+    parts += [_mark(x(at), text) for at, text in chart.marks if x.low <= at <= x.high]
     legend = []
     trend = chart.trend and len(series) == 1 and len(series[0].points) >= _TREND_FROM
     for one in series:
@@ -234,6 +238,10 @@ def _axes(chart: Chart, x: scale.Scale, y: scale.Scale) -> Markup:
 def _reference(at: float, text: str) -> Markup:
     right = WIDTH - RIGHT
     return line_of("reference", LEFT, right, at, at) + text_of("label", right, at - 4, text, "end")
+
+
+def _mark(at: float, text: str) -> Markup:
+    return line_of("reference", at, at, TOP, HEIGHT - BOTTOM) + text_of("label", at + 3, TOP + 8, text)
 
 
 def _note(px: float, py: float, text: str, rises: bool) -> Markup:

@@ -48,7 +48,7 @@ def describe_environment() -> dict[str, Any]:
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / _GIB, 1),
         "accelerators": query_gpus()[0],
-        "packages": _packages(),
+        "packages": package_versions(),
         "git": _git(_PACKAGE_FOLDER),
     }
 
@@ -68,7 +68,8 @@ def note_in_environment(run_dir: str | Path, key: str, facts: Mapping[str, str])
     path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that a run's numbers depend on, as far as they are installed."""
     versions = {}
     for name in PACKAGES:
         try:

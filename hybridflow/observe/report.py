@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def render(run: RunFolder) -> str:
             for record in run.metrics
             if "warning" in record
         ],
+        changes=[
+            (f"{record.get('phase')} step {record['step']}", [str(line) for line in record["changes"]])
+            for record in run.changes
+        ],
         groups=_drawn_groups(run),
         time_rows=_time_rows(run),
         outside_rows=_outside_rows(run),
@@ -90,7 +95,17 @@ def _page(**parts: Any) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["shown"] = shown
-    names = ("facts", "missing", "warnings", "time_rows", "outside_rows", "samples", "summary", "environment")
+    names = (
+        "facts",
+        "missing",
+        "warnings",
+        "changes",
+        "time_rows",
+        "outside_rows",
+        "samples",
+        "summary",
+        "environment",
+    )
     empty: dict[str, Any] = {name: [] for name in names} | {"config_title": "", "has_tokens": False}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(empty | parts, nonce=secrets.token_urlsafe(16))
@@ -142,8 +157,17 @@ def shown(text: Any) -> str:
 
 
 def _drawn_groups(run: RunFolder) -> list[tuple[str, list[Drawn]]]:
+    marks = [(record["step"], "changed") for record in run.changes if record.get("phase") == "rl"]
     drawn = [
-        (title, [chart for chart in map(draw, charts) if chart is not None]) for title, charts in chart_groups(run)
+        (
+            title,
+            [
+                drawn
+                for chart in charts
+                if (drawn := draw(replace(chart, marks=marks if chart.phase == "train" else ()))) is not None
+            ],
+        )
+        for title, charts in chart_groups(run)
     ]
     drawn.append(("Plan", _plan_pictures(run.summary.get("planned"))))
     return [(title, charts) for title, charts in drawn if charts]

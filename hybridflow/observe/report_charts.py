@@ -258,7 +258,7 @@ def _sum(columns: Iterable[Sequence[Point]]) -> list[tuple[float, float]]:
 def _one(run: RunFolder, title: str, name: str, unit: str, phase: str = "train", **settings: Any) -> Chart:
     """A chart of one metric. Without points it is dropped when drawn."""
     color = 1 if phase == "sft" else 0
-    return Chart(title, [Series(name, run.points(phase, name), color)], unit, name, **settings)
+    return Chart(title, [Series(name, run.points(phase, name), color)], unit, name, phase=phase, **settings)
 
 
 def _several(

@@ -16,6 +16,7 @@ from hybridflow.observe.rollouts import list_dumps, read_rollouts
 from hybridflow.observe.timeline import read_timeline
 from hybridflow.observe.tokens import Decode, open_decoder, read_stretches
 
+CHANGES = "changes.jsonl"  # what differed at each start that went on from a checkpoint
 _ROWS_PER_DUMP = 4  # two of the best and two of the worst
 
 
@@ -43,6 +44,7 @@ class RunFolder:
     timeline: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
     def points(self, phase: str, name: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric, by step; the last record of a step counts."""
@@ -86,6 +88,11 @@ def load_run(path: Path) -> RunFolder:
         record for record in records if isinstance(record.get("step"), int) and isinstance(record.get("phase"), str)
     ]
     run.timeline = read_timeline(path / "timeline.jsonl")
+    run.changes = [
+        record
+        for record in read_jsonl(path / CHANGES)
+        if isinstance(record.get("step"), int) and isinstance(record.get("changes"), list)
+    ]
     for name, found, so in (("metrics.jsonl", run.metrics, ", so no charts"), ("timeline.jsonl", run.timeline, "")):
         if not found:
             run.missing.append(f"{name}: {'holds no record' if (path / name).exists() else 'not there'}{so}")

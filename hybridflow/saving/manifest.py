@@ -88,19 +88,6 @@ class Manifest:
         value = asdict(self) | {"family": self.family, "config_digest": config_digest(self.hf_config)}
         write_sealed(folder / MANIFEST, value)
 
-    def changed_settings(self, optim: Any, key: str) -> list[str]:
-        """Which of the optimizer's settings (a dataclass) are configured otherwise than when the checkpoint was saved.
-
-        Args:
-            key: the settings' place in the configuration, `actor.optim` for example.
-        """
-        now, before = json.loads(json.dumps(asdict(optim))), self.training.get("settings", {})
-        return [
-            f"{key}.{name} was {before[name]} when the checkpoint was saved and is {now[name]} now; the latter counts"
-            for name in sorted(now.keys() & before.keys())
-            if now[name] != before[name]
-        ]
-
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of the checkpoint in `folder`.

@@ -15,16 +15,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.batch import DataProto, read_parquet, write_parquet
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.jsonl import finite
+from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.manifest import (
     MANIFEST,
-    Manifest,
     plain_name,
     read_sealed,
     sync_folder,
@@ -59,6 +59,7 @@ class Checkpoint:
     phase: str
     step: int
     state: Mapping[str, Any]
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
 
     @property
     def policy(self) -> Path:
@@ -74,12 +75,6 @@ class Checkpoint:
         """What engines had begun of the prompts in `state`; None where that was nothing. DataError: it is damaged."""
         path = self.folder / ROLLOUTS
         return read_parquet(path) if path.exists() else None
-
-    def changed_settings(self, role: str, optim: Any, key: str) -> list[str]:
-        """Which optimizer settings of a role (`policy`, `critic`) are configured otherwise than when it was saved.
-        Empty where the checkpoint has no such role."""
-        folder = self.folder / role
-        return Manifest.read(folder).changed_settings(optim, key) if folder.is_dir() else []
 
 
 @dataclass(frozen=True)
@@ -102,13 +97,18 @@ class Retention:
 
 
 class CheckpointStore:
-    """The `checkpoints/` folder of a run. With `background`, saves go on while the run trains, one at a time."""
+    """The `checkpoints/` folder of a run. With `background`, saves go on while the run trains, one at a time.
+
+    Attributes:
+        fingerprint: what the run's numbers follow from, which each checkpoint keeps.
+    """
 
     def __init__(
         self, folder: Path, retention: Retention, *, background: bool = False, timeout_s: float = 1800.0
     ) -> None:
         """`timeout_s`: how long the next save, or the end of the run, waits for a save that is under way."""
         self.folder, self.retention, self.background, self.timeout_s = folder, retention, background, timeout_s
+        self.fingerprint = Fingerprint()
         self._pending: _Pending | None = None
 
     def save(
@@ -137,7 +137,8 @@ class CheckpointStore:
         with self._nothing_left(final, partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state)})
+            known = {"fingerprint": asdict(self.fingerprint)}
+            write_sealed(partial / DRIVER, {"phase": phase, "step": step, "state": finite(state), **known})
             if rollouts is not None:
                 write_parquet(partial / ROLLOUTS, rollouts)
                 with (partial / ROLLOUTS).open("rb") as file:
@@ -320,4 +321,5 @@ def _whole(folder: Path) -> list[Path]:
 
 def _read(folder: Path) -> Checkpoint:
     driver = read_sealed(folder / DRIVER)
-    return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"])
+    known = Fingerprint.read(driver.get("fingerprint", {}))
+    return Checkpoint(folder, str(driver["phase"]), int(driver["step"]), driver["state"], known)

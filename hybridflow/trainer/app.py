@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import derived
-from hybridflow.config.load import dump_yaml
 from hybridflow.config.registry import absolute_entry
 from hybridflow.config.schema import ModelConfig, RunConfig
 from hybridflow.data.custom import open_training
@@ -28,7 +27,7 @@ from hybridflow.errors import (
     WeightSyncError,
     WorkerError,
 )
-from hybridflow.observe.environment import write_environment
+from hybridflow.observe.environment import package_versions, write_environment
 from hybridflow.observe.logfile import setup_logging, stop_logging
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.report import write_report
@@ -39,6 +38,7 @@ from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.dumps import Dumps, identity
 from hybridflow.rollout.evaluation import Scorer, Validator, open_val_sets, sources_to_score
+from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
     Cluster,
@@ -114,16 +114,20 @@ class _Job:
         cores = Platform.detect().cores if config.cluster.address is None else 1
         self.threads = threads_by_role(config, cores, user_limit())
         self.checkpoint = session.store.latest() if goes_on or config.trainer.resume == "auto" else None
-        (session.go_back if goes_on else session.resume)(self.checkpoint)
-        if self.checkpoint is not None:
-            progress.message(f"resuming from {self.checkpoint.folder}")
-            for line in _changed_settings(config, self.checkpoint):
-                progress.message(line)
         with progress.stage("prepare data"):
             message = assets.prepare_data(config)
         if message:
             progress.message(message)
         self.tokenizer: Tokenizer = assets.open_tokenizer(config)
+        if not goes_on:
+            changes = session.know(
+                Fingerprint.of(config, self.tokenizer.digests(), package_versions()), self.checkpoint
+            )
+            for line in changes:
+                progress.message(line)
+        (session.go_back if goes_on else session.resume)(self.checkpoint)
+        if self.checkpoint is not None:
+            progress.message(f"resuming from {self.checkpoint.folder}")
         self.hf_config = assets.resolve_hf_config(config, self.tokenizer)
 
     def start_cluster(self, job: str = "train") -> Cluster | None:
@@ -384,7 +388,6 @@ def _run_job(
         setup_logging(folder)
         session = Session(config)
         try:
-            (folder / "config.yaml").write_text(dump_yaml(config))
             write_environment(folder)
             with terminate_as_interrupt(), _stop_when_asked(session):
                 summary = _with_clusters(config, preload, job, session, progress)
@@ -462,18 +465,6 @@ def _stop_when_asked(session: Session) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def _changed_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """Optimizer settings in which a resumed run differs from the checkpoint, a line each."""
-    if checkpoint.phase == "sft":
-        return checkpoint.changed_settings("policy", config.sft.optim, "sft.optim")
-    if checkpoint.phase == "reward":
-        return checkpoint.changed_settings("policy", config.reward_training.optim, "reward_training.optim")
-    return [
-        *checkpoint.changed_settings("policy", config.actor.optim, "actor.optim"),
-        *checkpoint.changed_settings("critic", config.critic.optim, "critic.optim"),
-    ]
 
 
 def _how_to_resume(store: CheckpointStore) -> str:

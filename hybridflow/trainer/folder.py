@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, naming
 from hybridflow.observe.progress import Progress
 from hybridflow.saving.store import CheckpointStore, Retention
 
@@ -30,6 +30,18 @@ def make_room(config: RunConfig, folder: Path, total_steps: int, progress: Progr
         number += 1
     shutil.move(folder, target)
     progress.message(f"the earlier run of this name is now in {target}")
+
+
+def keep_config(folder: Path, text: str) -> None:
+    """Write config.yaml. An earlier start's, where it says something else, stays as config.1.yaml and so on."""
+    file = folder / "config.yaml"
+    if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
+        number = 1
+        while (earlier := folder / f"config.{number}.yaml").exists():
+            number += 1
+        file.rename(earlier)
+    with naming(file):
+        file.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -389,7 +389,10 @@ class RLTrainer:
         self.fill_reference()
         if self.critic:
             self.critic.run(ModelWorker.load, checkpoint.critic, self.config.critic.optim)
-        self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
+        if self.session.has_other_data(checkpoint):
+            self.groups.restore(None)
+        else:
+            self.groups.restore(checkpoint.state, checkpoint.rollouts(), checkpoint.step)
         if "advantages" in checkpoint.state:
             self.advantages.restore(checkpoint.state["advantages"])
         self.step = checkpoint.step

@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import derived
+from hybridflow.config.load import dump_yaml
 from hybridflow.config.schema import RunConfig
-from hybridflow.errors import RunStopped, naming
-from hybridflow.observe.jsonl import finite
+from hybridflow.errors import ConfigError, RunStopped, naming
+from hybridflow.observe.jsonl import JsonlWriter, finite
 from hybridflow.observe.progress import Progress
 from hybridflow.observe.rollouts import remove_dumps_after
+from hybridflow.observe.run_folder import CHANGES
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.tracker import Tracker
 from hybridflow.observe.trackers.base import Phase
+from hybridflow.saving.fingerprint import TRAINED_ON, Fingerprint
 from hybridflow.saving.store import Checkpoint, CheckpointStore, Retention
 from hybridflow.single_controller import waited_seconds
+from hybridflow.trainer.folder import keep_config
 
 _TRACKER_PHASE: dict[str, Phase] = {"sft": "sft", "rl": "train"}
 
@@ -93,6 +97,37 @@ class Session:
         return Progress(total, title, initial=initial, throttle_s=throttle_s, enabled=enabled)
 
     # ---- checkpoints
+
+    def know(self, fingerprint: Fingerprint, checkpoint: Checkpoint | None) -> list[str]:
+        """Keep the configuration and what this run's numbers follow from; a line for each difference from the
+        checkpoint that it goes on from. The configuration of an earlier start stays beside the new one.
+
+        Raises:
+            ConfigError: the checkpoint was trained on other data; nothing was changed.
+        """
+        self.store.fingerprint = fingerprint
+        changes = fingerprint.changes(checkpoint.fingerprint) if checkpoint is not None else []
+        if (
+            checkpoint is not None
+            and self.has_other_data(checkpoint)
+            and not self.config.trainer.resume_with_other_data
+        ):
+            of_data = [line for line in changes if line.startswith(TRAINED_ON[checkpoint.phase])]
+            raise ConfigError(
+                f"{'; '.join(of_data)}: {checkpoint.folder} was trained on other rows. Restore the data, start a new "
+                "run with another name=..., or go on with the new data from its first row: "
+                "trainer.resume_with_other_data=true"
+            )
+        keep_config(self.folder, dump_yaml(self.config))
+        if checkpoint is not None and changes:
+            writer = JsonlWriter(self.folder / CHANGES)
+            writer.write({"phase": checkpoint.phase, "step": checkpoint.step, "changes": changes})
+            writer.close()
+        return changes
+
+    def has_other_data(self, checkpoint: Checkpoint) -> bool:
+        """Whether this run's rows are not those that the checkpoint's place in the data counts."""
+        return self.store.fingerprint.has_other_data(checkpoint.fingerprint, checkpoint.phase)
 
     def resume(self, checkpoint: Checkpoint | None) -> None:
         """Take over the totals of a checkpoint and drop the records written after it, so that no step is recorded

@@ -51,7 +51,8 @@ class SupervisedTrainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on after a checkpoint of this phase."""
         self.model.run(type(self).load, checkpoint.policy, self.config.optim)
-        self.sampler.restore(checkpoint.state["sampler"])
+        if not self.session.has_other_data(checkpoint):
+            self.sampler.restore(checkpoint.state["sampler"])
         self.step = checkpoint.step
 
     def fit(self, on_step: Callable[[], None] = lambda: None) -> None:

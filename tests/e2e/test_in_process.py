@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.observe.jsonl import read_jsonl
@@ -79,6 +80,33 @@ def test_a_run_in_one_process_and_its_resumption(tmp_path: Path, settings: list[
     assert numbers(half) == grown
     [one], [two] = ([*(at / "export").glob("*.safetensors")] for at in (folder, half))
     assert one.read_bytes() == two.read_bytes()
+    assert " when the checkpoint was saved" not in out and not (half / "changes.jsonl").exists()
+    goes_on_with_other_rows(half, words)
+
+
+def goes_on_with_other_rows(folder: Path, words: Sequence[str]) -> None:
+    """Refused, until it is asked for; then each change is named, kept and shown."""
+    rows = folder.parent / "fewer.parquet"
+    data = next(word for word in words if word.startswith("data.prepare.out=")).partition("=")[2]
+    pq.write_table(pq.read_table(Path(data) / "train.parquet").slice(0, 20), rows)
+    other = [*words, f"data.train_files=[{rows}]", "trainer.total_steps=4", "actor.optim.lr=2e-3",
+             f"name={folder.name}", f"output_dir={folder.parent}"]  # fmt: skip
+    before = {path: path.read_bytes() for path in folder.glob("*.*") if path.name != "summary.json"}
+    with Run(folder.parent / "refused", "train", *other) as run:
+        assert run.end(120) == 2
+    assert "data.train_files has other content" in run.err and "trainer.resume_with_other_data=true" in run.err
+    assert str(rows) in run.err and "Traceback" not in run.err
+    changed = {path.name for path, content in before.items() if path.read_bytes() != content}
+    assert changed <= {"driver.log", "environment.json"} and not list(folder.glob("config.*.yaml"))
+    out, _ = train(folder.parent, [*other[:-2], "trainer.resume_with_other_data=true"], folder.name)
+    assert "actor.optim.lr was 0.003 when the checkpoint was saved and is 0.002 now" in out
+    [record] = read_jsonl(folder / "changes.jsonl")
+    assert record["step"] == STEPS and {line.split()[0] for line in record["changes"]} == {
+        "data.train_files", "actor.optim.lr", "trainer.total_steps"
+    }  # fmt: skip
+    assert "lr: 0.003" in (folder / "config.1.yaml").read_text() and len(numbers(folder)) == STEPS + 1
+    page = (folder / "report.html").read_text()
+    assert "after rl step 3: actor.optim.lr was 0.003" in page and ">changed</text>" in page
 
 
 def replays_step_three(folder: Path) -> None:

@@ -1,0 +1,130 @@
+"""What a run's numbers follow from: its settings, the content of the files that they name, tokenizer and packages. Each
+checkpoint holds it, and a start that goes on says what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hybridflow.config.registry import is_user_entry
+from hybridflow.config.schema import RunConfig
+
+# where a run lies and whether it goes on
+_INCIDENTAL = ("name", "output_dir", "trainer.resume", "trainer.resume_with_other_data")
+# what each phase of a checkpoint was trained on
+TRAINED_ON: Mapping[str, str] = {
+    "sft": "sft.train_files",
+    "rl": "data.train_files",
+    "reward": "reward_training.train_files",
+}
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """JSON-able, for `driver.json`.
+
+    Attributes:
+        settings: by dotted key; without those whose files' content is known.
+        files: for each key that names files, (name, xxh3 of the content) of each.
+        tokens: digests of the vocabulary and of the chat template.
+        packages: versions.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RunConfig, tokens: Mapping[str, str], packages: Mapping[str, str]) -> Fingerprint:
+        """Reads every file that the settings name: data, and the files of a user's own entries.
+
+        Raises:
+            OSError: one of them cannot be read.
+        """
+        settings = {key: value for key, value in _flat(asdict(config)) if key not in _INCIDENTAL}
+        files = {key: [[str(path), _digest(path)] for path in paths] for key, paths in _named(settings)}
+        kept = {key: value for key, value in settings.items() if not (key in files and key.endswith("_files"))}
+        return cls(json.loads(json.dumps(kept)), files, dict(tokens), dict(packages))
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> Fingerprint:
+        """What `asdict` made; an empty one for a checkpoint of a version that kept none."""
+        return cls(**{name: value[name] for name in cls.__dataclass_fields__ if name in value})
+
+    def changes(self, before: Fingerprint) -> list[str]:
+        """A line for each difference; none where `before` is empty."""
+        if not before.settings:
+            return []
+        found = [
+            f"{key} has other content than when the checkpoint was saved: {_names(self.files[key], before.files[key])}"
+            for key in sorted(self.files.keys() & before.files.keys())
+            if _contents(self.files[key]) != _contents(before.files[key])
+        ]
+        for what, now, then in (
+            ("", self.settings, before.settings),
+            ("the tokenizer's ", self.tokens, before.tokens),
+            ("package ", self.packages, before.packages),
+        ):
+            found += [
+                f"{what}{key} was {_shown(then, key)} when the checkpoint was saved and is {_shown(now, key)} now"
+                for key in sorted(now.keys() | then.keys())
+                if now.get(key) != then.get(key) and not (key in self.files and key.endswith("_files"))
+            ]
+        return found
+
+    def has_other_data(self, before: Fingerprint, phase: str) -> bool:
+        """Whether the phase of a checkpoint was trained on other rows than this run would go on with."""
+        key = TRAINED_ON[phase]
+        return key in before.files and _contents(self.files.get(key, ())) != _contents(before.files[key])
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, one in value.items():
+        if isinstance(one, Mapping) and one:
+            yield from _flat(one, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", one
+
+
+def _named(settings: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
+    """Keys that name files, with those that are there: data, and a user's own code."""
+    for key, value in settings.items():
+        words = [word for word in (value if isinstance(value, list | tuple) else [value]) if isinstance(word, str)]
+        if not key.endswith("_files"):
+            words = [word.rpartition(":")[0] if is_user_entry(word) else word for word in words if ".py" in word]
+        if paths := [Path(word) for word in words if Path(word).is_file()]:
+            yield key, paths
+
+
+def _digest(path: Path) -> str:
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_CHUNK):
+            found.update(block)
+    return str(found.hexdigest())
+
+
+def _contents(files: Sequence[Sequence[str]]) -> list[str]:
+    return [digest for _, digest in files]
+
+
+def _names(now: Sequence[Sequence[str]], before: Sequence[Sequence[str]]) -> str:
+    known = set(_contents(before))
+    other = [name for name, digest in now if digest not in known]
+    if len(now) != len(before):
+        return f"{len(before)} files then, {len(now)} now"
+    return ", ".join(other[:3]) or "the same files in another order"
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "absent"
+    text = json.dumps(values[key])
+    return text if len(text) <= 80 else f"{text[:77]}..."
