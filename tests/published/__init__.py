@@ -1,0 +1,1 @@
+"""Tiny model folders, laid out file by file as each family publishes its own."""
