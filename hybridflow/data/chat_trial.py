@@ -1,18 +1,26 @@
-"""Tries a chat template before it is used: it is a program of the model's author.
+"""Tries a tokenizer and its chat template before they are used: they are programs of the model's author.
 
 transformers renders templates in jinja's sandbox, which keeps them from Python, files and the network, but neither from
-nested loops without an end nor from a string that fills the memory. So it renders a short conversation first, in a
-process that may use a few seconds and a gigabyte.
+nested loops without an end nor from a string that fills the memory. The normalizers and patterns of a tokenizer.json
+can do the same. So a short conversation is rendered, and short texts are encoded, in a process that may use a few
+seconds and a gigabyte.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+import string
 from collections.abc import Callable, Mapping, Sequence
 
 SECONDS, BYTES = 5, 1 << 30
-TRIALS: tuple[Sequence[Mapping[str, str]], ...] = (
+# prose, code and other scripts; and of each character a run that ends otherwise, on which patterns backtrack
+TEXTS = (
+    "What is 1 + 1? It's 2.\n\n\tdef f(x):\r\n        return x ** 2  # Größe, привет, 你好，世界, 🙂 <|end|>\n",
+    *(f"{character * 48}\x00" for character in string.printable),
+)
+_CONVERSATIONS: tuple[Sequence[Mapping[str, str]], ...] = (
     [{"role": "user", "content": "What is 1 + 1?"}],
     [
         {"role": "system", "content": "Answer briefly."},
@@ -21,34 +29,46 @@ TRIALS: tuple[Sequence[Mapping[str, str]], ...] = (
         {"role": "user", "content": "And 2 + 2?"},
     ],
 )
-_NO_MEMORY = 3
+_NO_MEMORY, _FAILED = 3, 4
 
 
-def trial(render: Callable[[Sequence[Mapping[str, str]]], object]) -> str:
-    """Why the template is not fit for use; "" when it is. A template may refuse these conversations."""
+def trial(calls: Sequence[Callable[[], object]]) -> str:
+    """What is wrong with the calls, as the rest of a sentence; "" when all return. They run in a child process."""
     child = os.fork()
     if child == 0:
-        _render_all(render)
+        _run(calls)
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return f"a conversation of two turns takes more than {SECONDS} s"
-    if os.WEXITSTATUS(status) == _NO_MEMORY:
-        return f"a conversation of two turns takes more than {BYTES >> 30} GiB of memory"
-    return ""
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return f"takes more than {SECONDS} s"
+    if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == _NO_MEMORY:  # Rust ends a process that has no memory
+        return f"takes more than {BYTES >> 30} GiB of memory"
+    return "fails" if os.WEXITSTATUS(status) else ""
 
 
-def _render_all(render: Callable[[Sequence[Mapping[str, str]]], object]) -> None:
+def render_all(render: Callable[[Sequence[Mapping[str, str]]], object]) -> None:
+    """Render short conversations, which a template may refuse."""
+    for messages in _CONVERSATIONS:
+        try:
+            render(messages)
+        except MemoryError:
+            raise
+        except Exception:
+            continue
+
+
+def _run(calls: Sequence[Callable[[], object]]) -> None:
     """Runs in the child and does not return."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         present = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (present + BYTES, present + BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))  # at the second one the signal would be SIGKILL
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for messages in TRIALS:
-        try:
-            render(messages)
-        except MemoryError:
-            os._exit(_NO_MEMORY)
-        except BaseException:  # refused, which is the template's right
-            continue
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's report of a panic
+    try:
+        for call in calls:
+            call()
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+    except BaseException:
+        os._exit(_FAILED)
     os._exit(0)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.outside_json import read_outside_json
-from hybridflow.data.chat_trial import trial
+from hybridflow.data.chat_trial import TEXTS, render_all, trial
+from hybridflow.data.tiktoken_files import is_tiktoken_folder, read_tiktoken
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
@@ -26,8 +27,10 @@ class Tokenizer:
         path: the folder it was read from.
         eos_id: id that ends a response.
         pad_id: padding id; `eos_id` when the tokenizer has none.
-        vocab_size: number of ids with a token, special ones included. The model's embedding may be larger.
-        stop_ids: sorted ids at which generation stops: `eos_id` and those of generation_config.json.
+        vocab_size: one more than the largest id with a token, special ones included. The model's embedding may be
+            larger.
+        stop_ids: sorted ids at which generation stops: `eos_id`, those of config.json and generation_config.json, and
+            the token that the chat template puts behind an assistant's text.
         tools: declarations of tools that chat templates show the model.
     """
 
@@ -36,7 +39,8 @@ class Tokenizer:
         self.path = path
         self.eos_id: int = hf_tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if hf_tokenizer.pad_token_id is None else hf_tokenizer.pad_token_id
-        self.vocab_size: int = len(hf_tokenizer)
+        self._known = frozenset(map(int, hf_tokenizer.get_vocab().values()))
+        self.vocab_size: int = max(self._known) + 1
         self.stop_ids = stop_ids
         self.tools: Sequence[Mapping[str, Any]] = ()
 
@@ -53,7 +57,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
         becomes that token."""
-        return list(self._hf.encode(text, add_special_tokens=False))
+        return self._encode(text)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -100,7 +104,7 @@ class Tokenizer:
         Raises:
             DataError: the template refuses such messages, or leaves them or the answer out.
         """
-        kept = [self._hf.encode(text, add_special_tokens=False, split_special_tokens=True)[:most] for text in texts]
+        kept = [self._encode(text, split_special_tokens=True)[:most] for text in texts]
         marks = [f"{_MARK}{number}." for number in range(len(kept) + 1)]
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marks[0]}]
         rest = self.render_chat([*messages, *({"role": role, "content": mark} for mark in marks[1:])])
@@ -118,19 +122,34 @@ class Tokenizer:
         ids += self.encode(rest)
         return ids[1:] if ids and ids[0] in self.stop_ids else ids  # the answer has ended with that token itself
 
+    def turn_ends(self) -> set[int]:
+        """The special token that the chat template puts behind an assistant's text: {its id}, or nothing where it puts
+        none."""
+        messages = [{"role": role, "content": f"{_MARK}{role}."} for role in ("user", "assistant", "user")]
+        try:
+            _, found, rest = self.render_chat(messages).partition(messages[1]["content"])
+        except DataError:
+            return set()
+        ids = self.encode(rest) if found else []
+        return {ids[0]} & self._hf.added_tokens_decoder.keys() if ids else set()
+
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; stop and pad ids at the end are left out.
+        """The text of token ids; stop ids at the end are left out, and padding behind them.
 
         Special tokens elsewhere stay visible and an id without a token becomes U+FFFD, so that a response with rubbish
         between the right characters does not read like a right one.
         """
         kept = [int(i) for i in ids]
-        while kept and (kept[-1] in self.stop_ids or kept[-1] == self.pad_id):
-            kept.pop()
+        end = len(kept)
+        while end and (kept[end - 1] in self.stop_ids or kept[end - 1] == self.pad_id):
+            end -= 1
+        while end < len(kept) and kept[end] not in self.stop_ids:  # a pad token may be an ordinary one, such as "0"
+            end += 1
+        del kept[end:]
         pieces: list[str] = []
         run: list[int] = []
         for token in kept:
-            if 0 <= token < self.vocab_size:
+            if token in self._known:
                 run.append(token)
                 continue
             pieces += [self._decode_known(run), _NOT_A_TOKEN]
@@ -141,6 +160,17 @@ class Tokenizer:
         """The text of a response up to its first stop id: what a verifier should see."""
         end = next((position for position, token in enumerate(ids) if int(token) in self.stop_ids), len(ids))
         return self.decode(ids[:end])
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        try:
+            return list(self._hf.encode(text, add_special_tokens=False, **options))
+        except BaseException as error:  # a panic of the Rust side is no Exception
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise DataError(
+                    f"{self.path}: the tokenizer cannot read a text of {len(text)} characters ({error}); its file has "
+                    "a pattern or a normalizer that is not fit for use"
+                ) from error
+            raise
 
     def _decode_known(self, ids: list[int]) -> str:
         return str(self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)) if ids else ""
@@ -170,27 +200,47 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{folder} holds no tokenizer files (tokenizer.json, tokenizer.model, vocab.json, ...); copy the model's "
             "there, or give their folder in model.tokenizer"
         )
-    from transformers import AutoTokenizer
-
-    try:
-        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError, or the bare Exception of the Rust side
-        raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
+    hf = _read(folder)
     if hf.eos_token_id is None:
         raise DataError(f"{folder}: the tokenizer has no eos_token; set one in tokenizer_config.json")
-    if hf.chat_template and (problem := trial(partial(hf.apply_chat_template, tokenize=False))):
-        raise DataError(f"{folder}: the chat template is not fit for use: {problem}")
-    return Tokenizer(hf, folder, tuple(sorted({int(hf.eos_token_id), *_generation_stop_ids(folder)})))
+    if problem := trial([partial(hf.encode, text, add_special_tokens=False) for text in TEXTS]):
+        file = next(path for pattern in _VOCABULARIES for path in folder.glob(pattern))
+        raise DataError(f"{file} is not fit for use: encoding a short text {problem}")
+    if hf.chat_template and (problem := trial([partial(render_all, partial(hf.apply_chat_template, tokenize=False))])):
+        raise DataError(f"{folder}: the chat template is not fit for use: a conversation of two turns {problem}")
+    found = Tokenizer(hf, folder, ())
+    stops = {found.eos_id, *found.turn_ends()}
+    for name in ("config.json", "generation_config.json"):
+        stops |= _listed_stop_ids(folder / name)
+    found.stop_ids = tuple(sorted(stops))
+    return found
 
 
-def _generation_stop_ids(folder: Path) -> list[int]:
-    """The eos_token_id of generation_config.json (an int or a list): chat models often stop at more than one token."""
-    path = folder / "generation_config.json"
+def _read(folder: Path) -> Any:
+    """The tokenizer of transformers. A tokenizer.json is taken as it is: the classes that tokenizer_config.json names
+    for DeepSeek and Mixtral replace its normalizer and its patterns, unless a config.json of the right model_type is
+    beside it."""
+    if is_tiktoken_folder(folder):
+        return read_tiktoken(folder)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, KeyError, or the bare Exception of the Rust side
+        raise DataError(f"{folder}: no readable Hugging Face tokenizer ({type(error).__name__}: {error})") from error
+
+
+def _listed_stop_ids(path: Path) -> set[int]:
+    """The eos_token_id of a config (an int or a list): chat models often stop at more than one token."""
     if not path.is_file():
-        return []
+        return set()
     try:
         found = read_outside_json(path).get("eos_token_id")
-        ids = [] if found is None else found if isinstance(found, list) else [found]
-        return [int(i) for i in ids]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: cannot read eos_token_id ({error})") from error
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if any(type(one) is not int for one in ids):
+        raise DataError(f"{path}: eos_token_id is {found!r}; give the id of a token, or a list of ids")
+    return set(ids)

@@ -143,6 +143,7 @@ FORMS["kimi-k2"] = Form(
 def write_tokenizer(family: str, folder: Path) -> dict[str, int]:
     """Write the family's tokenizer files; {token: id} of its special tokens."""
     form = FORMS[family]
+    folder.mkdir(parents=True, exist_ok=True)
     write = {"LlamaTokenizer": _sentencepiece, "TikTokenTokenizer": _tiktoken}.get(form.tokenizer_class, _byte_level)
     specials = write(form, folder)
     if family.startswith("qwen"):

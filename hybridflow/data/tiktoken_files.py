@@ -1,0 +1,185 @@
+"""The tokenizer of Kimi and Moonlight, read from `tiktoken.model` and tokenizer_config.json without the code that is
+published beside them.
+
+`tiktoken.model` has a line for each token, its bytes in base64 and its rank, which is its id. A text is split by one
+fixed pattern, and the bytes of each piece are merged pair by pair, the pair first that makes the token of the lowest
+rank. `tokenizers` computes the same from the list of all pairs of tokens that make a third, ordered by that one's rank.
+"""
+
+from __future__ import annotations
+
+import re
+from binascii import Error as Base64Error
+from binascii import a2b_base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config.outside_json import read_outside_json
+from hybridflow.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+RANKS = "tiktoken.model"
+_CLASS = "TikTokenTokenizer"
+_RESERVED = 256  # ids behind the ordinary tokens; those without a name are <|reserved_token_ID|>
+_MOST_BYTES, _LONGEST_TOKEN = 8 << 20, 512  # the published file has 163,584 lines, 2.8 MB, and tokens of 128 bytes
+_MOST_CHARACTERS, _LONGEST_RUN = 400_000, 25_000  # longer texts and runs are cut before they are split
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def is_tiktoken_folder(folder: Path) -> bool:
+    """True if the tokenizer of the folder is a `tiktoken.model` that nothing else describes."""
+    return (folder / RANKS).is_file() and not (folder / "tokenizer.json").exists()
+
+
+def read_tiktoken(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of the folder.
+
+    Raises:
+        DataError: a file is missing or wrong, or the folder's tokenizer is neither Kimi's nor Moonlight's, so that the
+            pattern by which it splits texts is known to its code alone.
+    """
+    file = folder / "tokenizer_config.json"
+    try:
+        config = read_outside_json(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}); it names the special tokens of {RANKS}") from error
+    if config.get("tokenizer_class") != _CLASS:
+        raise DataError(
+            f"{file} has tokenizer_class {config.get('tokenizer_class')!r}: of the tokenizers with a {RANKS} only "
+            f"{_CLASS} (Kimi, Moonlight) can be read without running its code; put a tokenizer.json into the folder"
+        )
+    ranks = _ranks_of(folder / RANKS)
+    tokenizer = _tokenizer(ranks)
+    tokenizer.add_tokens(_special_tokens(file, config, len(ranks)))
+    names = {
+        key: token for key in ("bos_token", "eos_token", "pad_token", "unk_token") if (token := _name(config, key))
+    }
+    found = _fast_class()(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
+    template = folder / "chat_template.jinja"
+    found.chat_template = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+    return found
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """The text in the parts that are encoded one by one: at most 400,000 characters, and no run of blanks or of other
+    characters longer than 25,000."""
+    for start in range(0, len(text), _MOST_CHARACTERS):
+        part = text[start : start + _MOST_CHARACTERS]
+        begin = 0
+        for run in re.finditer(r"\s+|\S+", part) if len(part) > _LONGEST_RUN else ():
+            for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
+                yield part[begin:cut]
+                begin = cut
+        yield part[begin:]
+
+
+def _fast_class() -> type[PreTrainedTokenizerFast]:
+    from transformers import PreTrainedTokenizerFast
+
+    class TiktokenTokenizer(PreTrainedTokenizerFast):
+        """Encodes long texts in the parts in which the published code does."""
+
+        def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
+            """Token ids of the text, without special tokens around it."""
+            return [
+                token
+                for part in parts_of(text)
+                for token in super(TiktokenTokenizer, self).encode(part, *args, **options)
+            ]
+
+    return TiktokenTokenizer
+
+
+def _ranks_of(file: Path) -> dict[bytes, int]:
+    """{token: rank}; ranks are 0, 1, 2, ... in any order, and every byte is a token."""
+    data = file.open("rb").read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise DataError(f"{file} is larger than {_MOST_BYTES} bytes")
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line:
+            continue
+        try:
+            text, rank = line.split()
+            token = a2b_base64(text, strict_mode=True)
+            ranks[token] = int(rank)
+        except (Base64Error, ValueError) as error:
+            raise DataError(f"{file}, line {number}: no token in base64 and its rank ({error})") from error
+        if not 0 < len(token) <= _LONGEST_TOKEN:
+            raise DataError(f"{file}, line {number}: a token of {len(token)} bytes; 1 to {_LONGEST_TOKEN} are possible")
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise DataError(f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once; is the file whole?")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise DataError(f"{file} has no token for {len(missing)} bytes, for example {missing[0]}; is the file whole?")
+    return ranks
+
+
+def _tokenizer(ranks: dict[bytes, int]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = [
+        (rank, ranks[token[:at]], ranks[token[at:]], names[token[:at]], names[token[at:]])
+        for token, rank in ranks.items()
+        for at in range(1, len(token))
+        if token[:at] in ranks and token[at:] in ranks
+    ]
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    vocabulary = {names[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _special_tokens(file: Path, config: dict[str, Any], first: int) -> list[Any]:
+    """Names from `added_tokens_decoder`, the rest of the reserved ids by number, in the order of their ids."""
+    from tokenizers import AddedToken
+
+    named: dict[int, str] = {}
+    try:
+        for number, token in config["added_tokens_decoder"].items():
+            named[int(number)] = str(token["content"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: added_tokens_decoder is not {{id: {{content: token}}}} ({error!r})") from error
+    last = max([first + _RESERVED - 1, *named])
+    if min(named, default=first) < first or last >= first + 4 * _RESERVED:
+        raise DataError(
+            f"{file}: added_tokens_decoder has ids {min(named)} to {max(named)}, and the tokens of {RANKS} "
+            f"end at {first - 1}; are both files of the same model?"
+        )
+    names = [named.get(number, f"<|reserved_token_{number}|>") for number in range(first, last + 1)]
+    if len(set(names)) != len(names):
+        raise DataError(f"{file}: added_tokens_decoder gives one token several ids")
+    return [AddedToken(name, special=True, normalized=False) for name in names]
+
+
+def _name(config: dict[str, Any], key: str) -> str | None:
+    """A special token, which is written as itself or as an object with its content."""
+    token = config.get(key)
+    return token.get("content") if isinstance(token, dict) else token
