@@ -103,10 +103,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     words = [*getattr(args, "overrides", ()), *rest]
     bad = [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]
     if bad:
-        near = difflib.get_close_matches(bad[0].split("=")[0], _options(parser), n=1)
-        parser.error(f"unknown option {bad[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        parser.error(f"unknown option {bad[0]}{_option_hint(parser, bad[0], argv)}")
     args.overrides = words
     return args
+
+
+def _option_hint(parser: argparse.ArgumentParser, word: str, argv: list[str]) -> str:
+    """What to write in place of an unknown option: a setting, where it is the name of one after dashes, else the
+    nearest option."""
+    from hybridflow.config.keys import exists
+    from hybridflow.config.schema import RunConfig
+
+    key, _, value = word.lstrip("-").partition("=")
+    if "." in key or exists(RunConfig, key):
+        value = value or next(iter(argv[argv.index(word) + 1 :]), "VALUE")
+        return f"; settings are words without dashes: {key}={value}"
+    near = difflib.get_close_matches(word.partition("=")[0], _options(parser), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, cast
 
 from hybridflow.config.registry import Registry, is_user_entry, package_folder
+from hybridflow.config.verl_keys import counterpart
 from hybridflow.errors import ConfigError
 
 
@@ -196,6 +197,8 @@ def require_key(root: type, dotted: str) -> None:
             kind = kind_of(annotation)
             if kind.is_mapping:
                 return
+            if (known := _of_verl(root, dotted)) is not None:
+                raise known
             raise ConfigError(f"{dotted}: {'.'.join(seen)} is a single value of type {kind}, it has no keys of its own")
         hints = hints_of(cast(type, annotation))
         if part not in hints:
@@ -204,33 +207,48 @@ def require_key(root: type, dotted: str) -> None:
         seen.append(part)
 
 
-# keys of other trainers that have none here, and what to set instead
-_INSTEAD = {
-    "reward_manager": "verl's reward managers are keys of `reward` here: naive, prime and remote are how scores are "
-    "always computed, in a pool of processes (reward.processes); dapo is reward.overlong_tokens; batch is a function "
-    "of lists and rate_limited an async one (reward.path); gdpo is algorithm.adv_estimator=gdpo",
-}
+def exists(root: type, dotted: str) -> bool:
+    """True where `require_key` raises nothing."""
+    try:
+        require_key(root, dotted)
+    except ConfigError:
+        return False
+    return True
 
 
 def unknown_key(root: type, dotted: str, part: str, valid: list[str], prefix: str) -> ConfigError:
-    """The error for `dotted`, whose `part` does not exist in the group `prefix`; names the nearest key, there or
-    elsewhere."""
-    if part in _INSTEAD:
-        return ConfigError(f"unknown key {dotted}: {_INSTEAD[part]}")
-    near = difflib.get_close_matches(part, valid, n=1, cutoff=0.5)
-    suggestion = f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part)
+    """The error for `dotted`, whose `part` does not exist in the group `prefix`. It names, in this order, what verl's
+    key is called here, a key there that ends like it (`data.batch_size` -> `data.train_batch_size`), the key of this
+    name elsewhere, and the nearest name, there or elsewhere."""
+    if (known := _of_verl(root, dotted)) is not None:
+        return known
+    longer = [name for name in valid if name.endswith(f"_{part}")]
+    near = longer or difflib.get_close_matches(part, valid, n=1, cutoff=0.5)
+    suggestion = "" if longer else _elsewhere(root, part, prefix, 1.0)
+    suggestion = suggestion or (f"{prefix}.{near[0]}".lstrip(".") if near else _elsewhere(root, part, prefix, 0.7))
     where = f"the keys of {prefix} are" if prefix else "the top-level keys are"
     hint = f"; did you mean {suggestion}?" if suggestion else ""
     return ConfigError(f"unknown key {dotted}{hint} ({where}: {', '.join(valid)})")
 
 
-def _elsewhere(root: type, part: str) -> str:
-    """A key whose last name is close to `part` though it lives in another group (`lr` -> `actor.optim.lr`)."""
-    by_name: dict[str, str] = {}
+def _of_verl(root: type, dotted: str) -> ConfigError | None:
+    """The error for a key of verl's; None where the name is none."""
+    key, note = counterpart(dotted)
+    if key and exists(root, key):
+        return ConfigError(f"unknown key {dotted}; did you mean {key}?" + (f" {note}" if note.startswith("(") else ""))
+    return ConfigError(f"unknown key {dotted}: {note}") if note else None
+
+
+def _elsewhere(root: type, part: str, group: str, cutoff: float) -> str:
+    """A key whose last name is close to `part` though it lives in another group (`actor.lr` -> `actor.optim.lr`), of
+    several the one that shares most groups with `group`."""
+    wanted = group.split(".")
+    by_name: dict[str, list[str]] = {}
     for key, _ in all_keys(root):
-        by_name.setdefault(key.rsplit(".", 1)[-1], key)
-    near = difflib.get_close_matches(part, by_name, n=1, cutoff=0.7)
-    return by_name[near[0]] if near else ""
+        by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
+    near = difflib.get_close_matches(part, by_name, n=1, cutoff=cutoff)
+    keys = by_name[near[0]] if near else [""]
+    return max(keys, key=lambda key: [one == other for one, other in zip(key.split("."), wanted, strict=False)])
 
 
 def value_at(config: Any, dotted: str) -> Any:

@@ -36,7 +36,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
     """
     dirs = config_dirs(config_dir)
     recipe = require_recipe(name, dirs)
-    return build(compose_plain(recipe, [normalise_override(item, dirs) for item in overrides], dirs))
+    return build(compose_plain(recipe, _normalised(overrides, dirs), dirs))
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -44,6 +44,23 @@ def dump_yaml(config: RunConfig) -> str:
     import yaml
 
     return yaml.safe_dump(to_plain(config), sort_keys=False, default_flow_style=None, width=120)
+
+
+def _normalised(overrides: Sequence[str], dirs: Sequence[Path]) -> list[str]:
+    """All overrides as Hydra takes them. ConfigError: names every one that is wrong, not the first alone, since a
+    command line that was written for another trainer has many."""
+    accepted: list[str] = []
+    refused: list[str] = []
+    for item in overrides:
+        try:
+            accepted.append(normalise_override(item, dirs))
+        except ConfigError as error:
+            refused.append(str(error))
+    if len(refused) > 1:
+        raise ConfigError("\n  ".join([f"{len(refused)} settings are refused:", *refused]))
+    if refused:
+        raise ConfigError(refused[0])
+    return accepted
 
 
 def normalise_override(text: str, dirs: Sequence[Path]) -> str:
