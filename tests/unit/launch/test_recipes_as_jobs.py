@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.cli.main import main
-from hybridflow.config.locate import shipped_config_dir
+from hybridflow.config.locate import shipped_config_dir, shipped_dir
 from hybridflow.models.published import published
 from hybridflow.planning import recipes
 
 pytestmark = pytest.mark.slow
 
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "slurm"
 IN_ONE_PROCESS = "tiny-rloo"
 ADDRESS = "cluster.address=10.0.0.1:6379"
 
@@ -65,6 +67,20 @@ def test_a_recipe_is_submitted_explained_and_planned(
     for command in (["train", *words, "--explain"], ["plan", *words]):
         assert main(command) == 0, capsys.readouterr().err
         capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["grpo-qwen3-8b-1x8", "grpo-qwen3-30b-a3b-2x8", "ppo-qwen3-8b-1x8"])
+def test_a_size_recipe_renders_to_its_golden_file(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense model, a mixture of experts and PPO, with the shipped site file."""
+    monkeypatch.chdir(folder)
+    launch = shipped_dir("launch") / "slurm"
+    words = [word.replace(f"{folder}/", "") for word in words_for(name, folder)]
+    assert main(["slurm", "render", *words, "--site", str(launch / "site.yaml")]) == 0
+    text = capsys.readouterr().out.removesuffix((launch / "job.sh").read_text())
+    text = text.replace(str(folder), "/data/a project").replace(sys.executable, "/apps/hybridflow/bin/python")
+    assert text == (GOLDEN / f"{name}.sbatch").read_text()
 
 
 @pytest.mark.skipif(
