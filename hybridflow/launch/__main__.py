@@ -1,4 +1,4 @@
-"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` runs.
+"""`python -m hybridflow.launch STEP`: the parts of a job that `launch/slurm/job.sh` and `launch/ray/cluster.sh` run.
 
 Each step imports what it needs itself: all nodes start at once, from one shared filesystem as a rule.
 """
@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
     try:
         return int(args.handler(args))
     except HybridFlowError as error:
-        print(f"hybridflow: {error}", flush=True)
+        print(f"hybridflow: {error}", file=sys.stderr if args.step == "private-folder" else sys.stdout, flush=True)
         if hasattr(args, "dir"):  # the verdict repeats it
             (args.dir / f"{args.step}-error").write_text(str(error), encoding="utf-8")
         return error.exit_code
@@ -66,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         step.add_argument("--min-shm-gib", type=float, default=1.0)
     for step in (ray, drive):
         step.add_argument("--start-timeout", type=float, default=300.0)
+
+    private = steps.add_parser("private-folder", help="make a folder for `ray start --temp-dir` and print its path")
+    private.add_argument("--prefix", required=True, help="of the private folder around it")
+    private.set_defaults(handler=_private_folder)
 
     end = steps.add_parser("verdict", help="say why the job ended; exit status 75 asks for a requeue")
     end.add_argument("--job-dir", type=Path, required=True)
@@ -128,6 +132,13 @@ def _driver(args: argparse.Namespace) -> int:
     from hybridflow.launch import driver
 
     return driver.run(args.dir, args.nodes, args.words, args.start_timeout, args.grace)
+
+
+def _private_folder(args: argparse.Namespace) -> int:
+    from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
+
+    print(make_private_folder(args.prefix, LONGEST_FOR_RAY) / RAY)
+    return 0
 
 
 def _verdict(args: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from typing import Any
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
+from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
 from hybridflow.single_controller import guard
 from hybridflow.single_controller.cluster import SYSTEM_CONFIG
 
@@ -104,42 +104,57 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, stop)
     address = str(chosen[position]["address"])
-    temporary = Path(tempfile.mkdtemp(prefix=f"hf-job-{job_id}-", dir=_short_temporary_folder()))
+    try:
+        with _private_folder(job_id) as temporary:
+            ports = choose_ports(job_id, position, address)
+            if position == 0:
+                head = _publish_head(folder, address, ports)
+            else:
+                head = _await_head(folder, options.start_timeout_s)
+            command = ray_command(head if position else None, address, ports, temporary, options)
+            return _stay(node, folder, command, temporary, asked)
+    except ResourceError as error:
+        _report(folder, node, str(error), "")
+        return 1
+
+
+@contextmanager
+def _private_folder(job_id: int) -> Iterator[Path]:
+    """What Ray is given as its temporary folder, inside of a private one; a guard clears up if this process dies."""
+    private = make_private_folder(f"hf-job-{job_id}-", LONGEST_FOR_RAY)
     watching = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, str(temporary), str(os.getpid())],
+        [sys.executable, "-I", "-S", guard.__file__, str(private), str(os.getpid())],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
     try:
-        ports = choose_ports(job_id, position, address)
-        head = _publish_head(folder, address, ports) if position == 0 else _await_head(folder, options.start_timeout_s)
-        command = ray_command(head if position else None, address, ports, temporary, options)
-        for start in range(1, _STARTS + 1):
-            with _ray(node, folder, command, temporary) as ray:
-                status = _wait(ray, folder, asked)
-                if status is None:
-                    return 0
-                # Ray gives its own parts fixed times to start, which a busy node may exceed (ray-project/ray#65983).
-                if start == _STARTS or (folder / records.DRIVER_LOG).exists():
-                    # Told before the rest of Ray is cleared up, a driver on this node too: that would seem the cause.
-                    log_tail = _ray_log(temporary) or records.tail(folder / records.NODE_LOG.format(node))
-                    _report(folder, node, f"Ray ended with status {status}", log_tail)
-                    return 1
-            print(f"{node}: Ray ended with status {status} before all nodes had joined; starting it again", flush=True)
-        return 1
-    except ResourceError as error:
-        _report(folder, node, str(error), "")
-        return 1
+        yield private / RAY
     finally:
-        guard.clear_up(temporary)
+        guard.clear_up(private)
         watching.kill()
         watching.wait()
+
+
+def _stay(node: str, folder: Path, command: list[str], temporary: Path, asked: list[int]) -> int:
+    """Start Ray, again as long as not all nodes have joined, and wait for its end; the status of `run`."""
+    for start in range(1, _STARTS + 1):
+        with _ray(node, folder, command, temporary) as ray:
+            status = _wait(ray, folder, asked)
+            if status is None:
+                return 0
+            # Ray gives its own parts fixed times to start, which a busy node may exceed (ray-project/ray#65983).
+            if start == _STARTS or (folder / records.DRIVER_LOG).exists():
+                # Told before the rest of Ray is cleared up, a driver on this node too: that would seem the cause.
+                log_tail = _ray_log(temporary) or records.tail(folder / records.NODE_LOG.format(node))
+                _report(folder, node, f"Ray ended with status {status}", log_tail)
+                return 1
+        print(f"{node}: Ray ended with status {status} before all nodes had joined; starting it again", flush=True)
+    return 1
 
 
 @contextmanager
 def _ray(node: str, folder: Path, command: list[str], temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start Ray; at the end keep its logs and clear up."""
-    temporary.mkdir(mode=0o700, exist_ok=True)  # an earlier start's was cleared up
     print(f"{node}: {' '.join(command[3:])}", flush=True)
     ray = subprocess.Popen(command, env=clean_environment(os.environ), start_new_session=True)
     try:
@@ -223,12 +238,6 @@ def _is_free(address: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _short_temporary_folder() -> str:
-    """A folder whose name leaves room for Ray's socket paths (107 characters in all)."""
-    parent = tempfile.gettempdir()
-    return parent if len(parent) <= 20 else "/tmp"
 
 
 def _report(folder: Path, node: str, what: str, log_tail: str) -> None:

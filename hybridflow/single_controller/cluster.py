@@ -27,6 +27,7 @@ from typing import Any
 from hybridflow.config.schema import ClusterConfig
 from hybridflow.device.platform import Kind, Platform
 from hybridflow.errors import ClusterLostError, HybridFlowError, ResourceError
+from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
 from hybridflow.process.secret import without_credentials
 from hybridflow.single_controller import guard, watch
 from hybridflow.single_controller.remote_node import RemoteNode
@@ -41,8 +42,6 @@ SYSTEM_CONFIG = {  # of every cluster that this project starts
 }
 _PREFIX = "hf-ray-"
 _LOCK = "owner.lock"
-_RAY = "r"  # Ray's own subfolder: Ray makes the folder it is given writable for everybody, but not the one around it
-_MAX_TEMP_DIR = 38  # Ray appends /r and 62 characters for its sockets; a unix socket path holds 107
 _MIN_AGE_TO_SWEEP_S = 60.0
 _POLL_S = 0.3
 _TOKEN_OF_SCRIPT = "~/.hybridflow-ray-token"  # where launch/ray/cluster.sh looks
@@ -69,11 +68,8 @@ class _Local:
 
     @classmethod
     def make(cls) -> _Local:
-        """A fresh folder short enough for Ray's sockets."""
-        parent = tempfile.gettempdir()
-        if len(parent) + len(_PREFIX) + 9 > _MAX_TEMP_DIR:
-            parent = "/tmp"
-        temp_dir = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).resolve()
+        """A fresh folder."""
+        temp_dir = make_private_folder(_PREFIX, LONGEST_FOR_RAY)
         lock = os.open(temp_dir / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return cls(temp_dir, lock, _start_guard(temp_dir))
@@ -153,7 +149,7 @@ class Cluster:
                 log_to_driver=False,
                 configure_logging=False,
                 object_store_memory=config.object_store_bytes,
-                _temp_dir=str(local.temp_dir / _RAY),
+                _temp_dir=str(local.temp_dir / RAY),
                 _node_ip_address=LOOPBACK,
                 _system_config=dict(SYSTEM_CONFIG),
             )
@@ -421,7 +417,7 @@ def _sweep_stale_dirs() -> None:
     for parent in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in parent.glob(_PREFIX + "*"):
             try:
-                status = path.stat()
+                status = path.lstat()  # a link may lead to a folder that somebody else wants removed
                 if status.st_uid != os.getuid() or time.time() - status.st_mtime < _MIN_AGE_TO_SWEEP_S:
                     continue
                 lock = os.open(path / _LOCK, os.O_RDWR)
@@ -440,7 +436,7 @@ def _copy_ray_logs(temp_dir: Path, run_dir: Path) -> None:
     """Keep Ray's own logs of a failed cluster, as far as there are any and the disk takes them."""
     target = run_dir / "logs" / "ray"
     for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "monitor.log"):
-        for source in temp_dir.glob(f"{_RAY}/session_2*/logs/{name}"):
+        for source in temp_dir.glob(f"{RAY}/session_2*/logs/{name}"):
             with suppress(OSError):
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target / name)

@@ -9,12 +9,14 @@
 #
 # All machines need the same token: make it once, copy it, keep it from other users.
 #   (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' > ~/.hybridflow-ray-token)
+# Ray's folder, its sockets and logs among it, lies in a folder that only this user can enter; `stop` removes it.
 # `ray job submit` needs the packages of requirements/ray-jobs.txt on the head. The dashboard listens on loopback.
 set -euo pipefail
 
 action=${1:?usage: cluster.sh head ADDRESS | join HEAD ADDRESS | stop}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.hybridflow-ray-token}
 export RAY_USAGE_STATS_ENABLED=0
+PYTHON=${PYTHON:-python3} # the one that has HybridFlow and Ray
 unset RAY_AUTH_TOKEN RAY_ADDRESS
 FIRST_PORT=${FIRST_PORT:-20000} # below the ephemeral ports; a second cluster on the same machines needs another
 if [[ $action != stop && ! -s $RAY_AUTH_TOKEN_PATH ]]; then
@@ -22,7 +24,16 @@ if [[ $action != stop && ! -s $RAY_AUTH_TOKEN_PATH ]]; then
   exit 2
 fi
 
+folder='' # Ray's own default, /tmp/ray, is open to every user of the machine
+if [[ $action == head || $action == join ]]; then
+  folder=$("$PYTHON" -m hybridflow.launch private-folder --prefix "hf-cluster-$FIRST_PORT-") || {
+    echo "cluster.sh: no private folder could be made for Ray; set PYTHON to the Python that has HybridFlow" >&2
+    exit 2
+  }
+fi
+
 services=(
+  "--temp-dir=$folder"
   "--node-manager-port=$((FIRST_PORT + 1))" "--object-manager-port=$((FIRST_PORT + 2))"
   "--dashboard-agent-grpc-port=$((FIRST_PORT + 3))" "--dashboard-agent-listen-port=$((FIRST_PORT + 4))"
   "--runtime-env-agent-port=$((FIRST_PORT + 5))" "--metrics-export-port=$((FIRST_PORT + 6))"
@@ -42,12 +53,16 @@ case $action in
     # `ray stop` would end every Ray of this user on the machine, those of running jobs too
     mine="(--gcs_server_port=|--(gcs-)?address=[^ ]*:)$FIRST_PORT( |\$)"
     for signal in TERM KILL; do
-      pkill "-$signal" -u "$(id -u)" -f -- "$mine" || exit 0
+      pkill "-$signal" -u "$(id -u)" -f -- "$mine" || break
       for _ in {1..50}; do
-        pgrep -u "$(id -u)" -f -- "$mine" > /dev/null || exit 0
+        pgrep -u "$(id -u)" -f -- "$mine" > /dev/null || break 2
         sleep 0.2
       done
     done
+    if ! pgrep -u "$(id -u)" -f -- "$mine" > /dev/null; then
+      find /tmp "${TMPDIR:-/tmp}" -maxdepth 1 -user "$(id -u)" -name "hf-cluster-$FIRST_PORT-*" -exec rm -rf -- {} +
+      exit 0
+    fi
     echo "cluster.sh: processes of the cluster at port $FIRST_PORT do not end: $(pgrep -u "$(id -u)" -f -- "$mine" | xargs)" >&2
     exit 1
     ;;

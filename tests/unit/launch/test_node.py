@@ -83,6 +83,23 @@ def test_the_end_of_ray_is_told_before_the_rest_of_it_is_cleared_up(
     assert told and all(told)
 
 
+def test_no_start_of_ray_opens_the_folder_around_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray opens what it is given to everybody; between two starts nobody can take its place."""
+    seen = []
+
+    def command(head: object, address: object, ports: object, temporary: Path, options: object) -> list[str]:
+        seen.append(temporary.parent)
+        modes = f"stat --format=%a '{temporary.parent}' >> '{tmp_path}/modes'"
+        return ["bash", "-c", f"mkdir -m 777 '{temporary}'; chmod 777 '{temporary}'; {modes}; exit 3"]
+
+    folder = tmp_path / "restart-0"
+    records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    monkeypatch.setattr(node, "ray_command", command)
+    assert run("n1", folder, RayOptions(), 9) == 1
+    assert (tmp_path / "modes").read_text().split() == ["700"] * 3
+    assert seen[0].name.startswith("hf-job-9-") and not seen[0].exists()
+
+
 def test_ray_ends_when_the_job_has_a_later_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm has lost this node: no signal of the job's script reaches it any more."""
     records.write(tmp_path / "restart-0" / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})

@@ -1,0 +1,57 @@
+"""Folders in places of all users that nobody else can enter or replace."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import ResourceError
+from hybridflow.launch.__main__ import main
+from hybridflow.process.private_folder import LONGEST_FOR_RAY, make_private_folder
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_folder_is_new_and_of_this_user_alone(parent: Path) -> None:
+    made = [make_private_folder("a-") for _ in range(3)]
+    assert len(set(made)) == 3 and {folder.parent for folder in made} == {parent}
+    assert {folder.stat().st_mode & 0o777 for folder in made} == {0o700}
+
+
+def test_a_long_tmpdir_is_left_for_tmp(parent: Path) -> None:
+    made = make_private_folder("hf-ray-", LONGEST_FOR_RAY)
+    assert made.parent == Path("/tmp") and len(str(made)) <= LONGEST_FOR_RAY
+    made.rmdir()
+
+
+def test_a_place_where_others_could_replace_it_is_refused(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (parent / "below").mkdir()
+    parent.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(parent / "below"))
+    with pytest.raises(ResourceError, match=f"{parent} is writable by every user and not sticky.*TMPDIR"):
+        make_private_folder("a-")
+    parent.chmod(0o1777)
+    assert make_private_folder("a-").is_dir()
+
+
+def test_a_tmpdir_that_is_full_or_may_not_be_written_is_named(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(ResourceError, match=f"no folder can be made in {parent}: No space left.*TMPDIR"):
+        make_private_folder("a-")
+
+
+def test_the_script_gets_a_folder_inside_of_the_private_one(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["private-folder", "--prefix", "hf-cluster-20000-"]) == 0
+    shown = Path(capsys.readouterr().out.strip())
+    assert shown.name == "r" and not shown.exists()
+    assert shown.parent.stat().st_mode & 0o777 == 0o700
+    shown.parent.rmdir()
