@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +26,12 @@ _POLL_S = 0.02
 def address_of(name: str) -> str:
     """The abstract unix address of the server with this name: nothing on the disk, gone with the server."""
     return f"\0hybridflow-fork-{name}"
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user number of the process at the other end of a unix socket: of who has connected, or of who listens."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", peer)[1])
 
 
 class ForkedProcess:
@@ -96,13 +103,15 @@ def fork(
             once it can handle it. Otherwise it is killed when the server ends.
 
     Raises:
-        OSError: there is no such server, or it has ended.
+        OSError: there is no such server, it has ended, or another user listens under its name; nothing was sent then.
     """
     order = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd(), "leader": leader}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(PATIENCE_S)
         connection.connect(address_of(name))
+        if (user := peer_user(connection)) != os.getuid():  # anybody may take the name of a server that has ended
+            raise ConnectionRefusedError(f"the user with the number {user} listens as the fork server {name}")
         socket.send_fds(connection, [b"\n"], list(files))
         connection.sendall(json.dumps(order).encode() + b"\n")
         answers = connection.makefile("r")

@@ -18,7 +18,6 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import warnings
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.process.children import die_with_parent, use_threads_of_environment
+from hybridflow.process.fork_client import peer_user
 
 _ORDER_TIMEOUT_S = 10.0
 _MAX_ORDER_BYTES = 4 << 20
@@ -128,7 +128,8 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
             connection.close()
             return order
     except (OSError, ValueError) as error:
-        print(f"fork server: an order was refused: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk or a closed pipe must not end the server; print would keep what is left
+            os.write(2, f"fork server: an order was refused: {error}\n".encode())
         connection.close()
         return None
     finally:
@@ -145,8 +146,7 @@ def _accept(listener: socket.socket, events: selectors.BaseSelector) -> dict[str
 
 def _read(connection: socket.socket, files: list[int]) -> dict[str, Any]:
     """The order. Descriptors that come with it are added to `files`. ValueError where it must not be carried out."""
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    if (user := struct.unpack("3i", peer)[1]) != os.getuid():
+    if (user := peer_user(connection)) != os.getuid():
         raise ValueError(f"it is of the user with the number {user}")
     _, received, _, _ = socket.recv_fds(connection, 1, 3)
     files += received

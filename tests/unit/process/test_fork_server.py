@@ -39,7 +39,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a server for each group of modules; returns their names and the first server's process."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def begin(*groups: tuple[str, ...], path: str = "") -> tuple[list[str], subprocess.Popen[bytes]]:
+    def begin(
+        *groups: tuple[str, ...], path: str = "", stderr: int | None = None
+    ) -> tuple[list[str], subprocess.Popen[bytes]]:
         names, listeners, words = [secrets.token_hex(4) for _ in groups], [], list[str]()
         for name, modules in zip(names, groups, strict=True):
             listener = socket.socket(socket.AF_UNIX)
@@ -52,6 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 [sys.executable, "-m", "hybridflow.process.fork_server", *words],
                 pass_fds=[listener.fileno() for listener in listeners],
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{path}", "OF_THE_SERVER": "1", "OMP_NUM_THREADS": "1"},
+                stderr=stderr,
             )
         )
         for listener in listeners:
@@ -163,6 +166,40 @@ def test_the_status_of_a_process_that_ends_at_once_may_come_with_its_pid() -> No
         process = _sleeper(name)
         server.join()
         assert process.wait(60) == 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can listen as another user")
+def test_nothing_is_sent_to_another_user_who_has_taken_the_name() -> None:
+    name, (ready, told) = secrets.token_hex(4), os.pipe()
+    if (stranger := os.fork()) == 0:
+        os.setresuid(65534, 65534, 65534)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address_of(name))
+        listener.listen()
+        os.write(told, b"x")
+        connection, _ = listener.accept()
+        os._exit(int(bool(connection.recv(1 << 16))))
+    os.read(ready, 1)
+    with pytest.raises(OSError, match="65534 listens as the fork server"):
+        _sleeper(name)
+    assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0, "the stranger was sent something"
+
+
+@pytest.mark.parametrize("file", ["/dev/full", "a closed pipe"])
+def test_a_server_that_cannot_print_goes_on(start: Start, tmp_path: Path, file: str) -> None:
+    if file == "/dev/full":
+        stderr = os.open(file, os.O_WRONLY)
+    else:
+        read, stderr = os.pipe()
+        os.close(read)
+    (name,), _ = start((), stderr=stderr)
+    os.close(stderr)
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as wrong:
+            wrong.connect(address_of(name))
+            wrong.sendall(b"\n{}\n")
+            assert wrong.recv(1) == b""  # refused: it comes without files
+    assert _said(name, tmp_path)["name"] == "__main__"
 
 
 def test_no_fork_of_a_process_with_threads(start: Start, tmp_path: Path) -> None:
