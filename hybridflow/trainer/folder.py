@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import platform
 import shutil
+import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError, naming
@@ -46,14 +49,65 @@ def keep_config(folder: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Lock the run folder: two drivers in it would destroy each other's records. The lock ends with the process."""
-    handle: IO[str] = folder.with_name(f".{folder.name}.lock").open("w")
+    """Lock the run folder: two drivers in it would destroy each other's records. The lock ends with the process.
+
+    The lock is `.NAME.lock` beside the folder, of mode 0600 because whoever can open it can hold it, and says which
+    process of which node has it.
+
+    Raises:
+        ConfigError: another process has it, or the file is a link or somebody else's; it is left as it is then.
+    """
+    path = folder.with_name(f".{folder.name}.lock")
+    lock = _open_lock(path)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        handle.close()
-        raise ConfigError(f"another process is running in {folder}; wait for it, or choose another name=...") from error
-    try:
-        yield
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(_held(lock, path, folder)) from error
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        _write_lock(lock, f"process {os.getpid()} on {platform.node()} since {since}")
+        try:
+            yield
+        finally:
+            _write_lock(lock, "")
     finally:
-        handle.close()
+        os.close(lock)
+
+
+_LOCK_TEXT, _LOCK_SIZE = b"hybridflow lock: ", 256
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor of the lock file. A link in its place would have us write into a file of the user's."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the lock {path} of the run folder cannot be opened ({error.strerror}): it is a link, a folder or another "
+            "user's file. Remove it, or choose another output_dir=..."
+        ) from error
+    status, owners = os.fstat(lock), (os.getuid(), path.parent.stat().st_uid)  # a share may make root nobody
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        problem = "is no file of its own"
+    elif status.st_uid not in owners:
+        problem = f"belongs to the user with the number {status.st_uid}"
+    elif not (text := os.pread(lock, _LOCK_SIZE, 0)).startswith(_LOCK_TEXT) and text:
+        problem = "holds something else than a lock of HybridFlow"
+    else:
+        os.fchmod(lock, 0o600)  # an earlier version left it open to others
+        return lock
+    os.close(lock)
+    raise ConfigError(f"the lock {path} of the run folder {problem}. Remove it, or choose another output_dir=...")
+
+
+def _held(lock: int, path: Path, folder: Path) -> str:
+    holder = os.pread(lock, _LOCK_SIZE, 0).removeprefix(_LOCK_TEXT).decode(errors="replace").strip()
+    return (
+        f"another process is running in {folder} ({holder or 'it does not say which'}); wait for it, or choose another "
+        f"name=.... If that process has ended, something else keeps the lock: remove {path}"
+    )
+
+
+def _write_lock(lock: int, holder: str) -> None:
+    with suppress(OSError):  # the lock holds also where a full disk does not take who has it
+        os.pwrite(lock, _LOCK_TEXT + holder.encode().ljust(_LOCK_SIZE - len(_LOCK_TEXT) - 1) + b"\n", 0)
