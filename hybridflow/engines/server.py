@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,9 @@ from hybridflow.engines import guard
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.process.fork_client import ForkedProcess, fork
-from hybridflow.process.secret import VARIABLE, job_secret, without_credentials
+from hybridflow.process.listening import listeners_at
+from hybridflow.process.private_folder import compiled_code
+from hybridflow.process.secret import VARIABLE, digest, job_secret, without_credentials
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
@@ -77,8 +79,7 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
         "TMPDIR": folder,  # the server's zmq sockets: removed with the folder
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # torch's default lies in TMPDIR, which ends with the engine, and what is compiled would be compiled anew
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled_code())
     if spec.host.startswith("127."):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if Path(spec.model_path).is_dir():
@@ -88,25 +89,26 @@ def common_environment(spec: EngineSpec, folder: str) -> dict[str, str]:
     return env
 
 
-def reserve_port(ports: range) -> tuple[int, socket.socket]:
-    """One of `ports` that nobody listens on, and a lock on it that lasts as long as the returned socket.
+def reserve_port(ports: range) -> tuple[int, ExitStack]:
+    """One of `ports` that nobody listens on, and a lock on it that lasts until it is closed.
 
-    The lock is an abstract unix socket: it keeps two engines of this machine from choosing the same port before either
-    listens.
+    The lock is two abstract unix sockets, which keep two engines of this machine from choosing the same port before
+    either listens. Every engine of the machine knows the name of the first, and so does anybody who wants to take all
+    of them; then the second counts alone, whose name only this job can know in advance.
 
     Raises:
         EngineError: none found.
     """
-    for port in random.SystemRandom().sample(ports, min(len(ports), 200)):
-        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            lock.bind(f"\0hybridflow-engine-port-{port}")
-            with socket.socket() as probe:
-                probe.bind((HOST, port))
-        except OSError:
-            lock.close()
-            continue
-        return port, lock
+    tried = random.SystemRandom().sample(ports, min(len(ports), 200))
+    for is_known in (True, False):
+        for port in tried:
+            names = [digest("engine port", str(port)).hex(), *([f"engine-port-{port}"] if is_known else [])]
+            with ExitStack() as lock, suppress(OSError):
+                for name in names:
+                    lock.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0hybridflow-{name}")
+                with socket.socket() as probe:
+                    probe.bind((HOST, port))
+                return port, lock.pop_all()
     raise EngineError(f"no free port between {ports.start} and {ports.stop}; end what listens there")
 
 
@@ -124,7 +126,7 @@ class ServerProcess:
         self.spec, self.log_path, self._check = spec, Path(log_path), check
         self.admin_key = secrets.token_hex(16)
         self.port = 0
-        self._lock: socket.socket | None = None
+        self._lock: ExitStack | None = None
         self._folder = ""
         self._guard: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._store: Any = None
@@ -224,6 +226,8 @@ class ServerProcess:
         guard.note_shared_memory(self._folder, guard.shared_memory_of(guard.session_members(self.pid)))
 
     def _answers(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bool:
+        if listeners_at(HOST, self.port) != {os.getuid()}:
+            return False  # it does not listen yet, and another user who does would be sent its key
         headers = {"Authorization": f"Bearer {self.admin_key}"}
         try:
             answer = requests.request(

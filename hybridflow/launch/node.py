@@ -15,14 +15,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ResourceError
 from hybridflow.launch import records
+from hybridflow.process.listening import listeners_at
 from hybridflow.process.private_folder import LONGEST_FOR_RAY, RAY, make_private_folder
 from hybridflow.single_controller import guard
 from hybridflow.single_controller.cluster import SYSTEM_CONFIG
@@ -107,12 +109,10 @@ def run(node: str, folder: Path, options: RayOptions, job_id: int) -> int:
     try:
         with _private_folder(job_id) as temporary:
             ports = choose_ports(job_id, position, address)
-            if position == 0:
-                head = _publish_head(folder, address, ports)
-            else:
-                head = _await_head(folder, options.start_timeout_s)
-            command = ray_command(head if position else None, address, ports, temporary, options)
-            return _stay(node, folder, command, temporary, asked)
+            head = _await_head(folder, options.start_timeout_s) if position else None
+            command = ray_command(head, address, ports, temporary, options)
+            announce = None if position else partial(_publish_head, folder, address, ports["port"])
+            return _stay(node, folder, command, temporary, asked, announce)
     except ResourceError as error:
         _report(folder, node, str(error), "")
         return 1
@@ -135,11 +135,18 @@ def _private_folder(job_id: int) -> Iterator[Path]:
         watching.wait()
 
 
-def _stay(node: str, folder: Path, command: list[str], temporary: Path, asked: list[int]) -> int:
+def _stay(
+    node: str,
+    folder: Path,
+    command: list[str],
+    temporary: Path,
+    asked: list[int],
+    announce: Callable[[], bool] | None,
+) -> int:
     """Start Ray, again as long as not all nodes have joined, and wait for its end; the status of `run`."""
     for start in range(1, _STARTS + 1):
         with _ray(node, folder, command, temporary) as ray:
-            status = _wait(ray, folder, asked)
+            status = _wait(ray, folder, asked, announce)
             if status is None:
                 return 0
             # Ray gives its own parts fixed times to start, which a busy node may exceed (ray-project/ray#65983).
@@ -165,10 +172,14 @@ def _ray(node: str, folder: Path, command: list[str], temporary: Path) -> Iterat
         guard.clear_up(temporary)
 
 
-def _wait(ray: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> int | None:
+def _wait(
+    ray: subprocess.Popen[bytes], folder: Path, asked: list[int], announce: Callable[[], bool] | None
+) -> int | None:
     """Ray's exit status when it has ended by itself; None when something is in `asked`, or the job has a later start
-    elsewhere since Slurm has lost this node."""
+    elsewhere since Slurm has lost this node. `announce` is called until it returns True."""
     while (status := ray.poll()) is None and not asked and not records.has_later_start(folder):
+        if announce is not None and announce():
+            announce = None
         time.sleep(_POLL_S)
     return status
 
@@ -200,10 +211,21 @@ def ray_command(
 _OF_THE_HEAD = ("port", "ray-client-server-port")
 
 
-def _publish_head(folder: Path, address: str, ports: Mapping[str, int]) -> str:
-    head = f"{address}:{ports['port']}"
-    records.write(folder / records.HEAD, {"address": head})
-    return head
+def _publish_head(folder: Path, address: str, port: int) -> bool:
+    """Tell the other nodes and the driver where the head is, once it listens; they send the job's token there.
+
+    Raises:
+        ResourceError: another user listens there.
+    """
+    users = listeners_at(address, port)
+    if strangers := users - {os.getuid()}:
+        raise ResourceError(
+            f"the port {port} of Ray's head on {address} was taken by the user with the number {min(strangers)} while "
+            "Ray started; submit the job again, and see `ss -ltnp` on that node"
+        )
+    if users:
+        records.write(folder / records.HEAD, {"address": f"{address}:{port}"})
+    return bool(users)
 
 
 def _await_head(folder: Path, timeout_s: float) -> str:

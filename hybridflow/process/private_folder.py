@@ -13,6 +13,12 @@ LONGEST_FOR_RAY = 40  # with /r and up to 64 characters of Ray's for a socket; t
 _RANDOM = 8  # characters that mkdtemp appends
 
 
+def compiled_code() -> str:
+    """Where torch may keep code that it has compiled, and load it from: its own default is a name in /tmp that anybody
+    could have made before."""
+    return f"{Path.home()}/.cache/torchinductor"
+
+
 def make_private_folder(prefix: str, longest: int | None = None) -> Path:
     """A new folder of mode 0700 in TMPDIR, or in /tmp where its path would have more than `longest` characters.
 

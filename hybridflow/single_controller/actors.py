@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridflow.dispatch import WorkerContext
 from hybridflow.errors import ResourceError
 from hybridflow.process import fork_client, secret
+from hybridflow.process.private_folder import compiled_code
 from hybridflow.single_controller.cluster import Cluster
 from hybridflow.single_controller.future import Rank
 from hybridflow.single_controller.host import Host, HostInfo, Identity
@@ -110,8 +111,7 @@ def environment(context: WorkerContext, extra: Mapping[str, str]) -> dict[str, s
         "MASTER_PORT": str(context.master_port),
         "OMP_NUM_THREADS": "1",
         secret.VARIABLE: secret.job_secret(),
-        # torch keeps compiled code under a name in /tmp that anybody could have made before
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{Path.home()}/.cache/torchinductor"),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled_code(),
     }
     if context.master_addr in ("127.0.0.1", "::1"):
         env["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen on the interface of the host name

@@ -7,9 +7,11 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from hybridflow.engines.sglang.server import (
 from hybridflow.engines.spec import EngineSpec
 from hybridflow.errors import EngineError
 from hybridflow.models import family_of
+from hybridflow.process.listening import listeners_at
 from tests.models import MAP_MODELS
 
 
@@ -115,7 +118,8 @@ def test_settings_that_an_engine_on_a_gpu_cannot_take_do_not_reach_it(
     assert env["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] == "0"
     assert env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "4,5"  # the worker's list is the engine's
-    assert not env["TORCHINDUCTOR_CACHE_DIR"].startswith("/folder")  # kept when the engine's folder goes
+    # kept when the engine's folder goes, and no name in /tmp: what is there is loaded as code
+    assert env["TORCHINDUCTOR_CACHE_DIR"].startswith(str(Path.home()))
 
 
 def test_an_engine_takes_a_port_of_its_own_range() -> None:
@@ -140,6 +144,49 @@ def test_a_reserved_port_is_not_given_twice() -> None:
     assert all(20000 <= port < 32768 - 240 for port, _ in held)
     for _, lock in held:
         lock.close()
+
+
+def test_names_of_ports_that_a_stranger_has_taken_are_done_without() -> None:
+    ports = range(20000, 20032)
+    with ExitStack() as taken:
+        for port in ports:
+            taken.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0hybridflow-engine-port-{port}")
+        held = [reserve_port(ports) for _ in range(8)]
+        assert len({port for port, _ in held}) == 8
+    held.append(reserve_port(ports))
+    assert len({port for port, _ in held}) == 9  # who knows both names sees those that have one
+    for _, lock in held:
+        lock.close()
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as listener:
+    connection, _ = listener.accept()
+    os.write(1, connection.recv(1 << 16))
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can listen as another user")
+def test_no_key_is_sent_to_another_user_who_listens_where_the_engine_will(tmp_path: Path) -> None:
+    server = SglangEngine(EngineSpec(name="e", model_path=str(tmp_path)), tmp_path / "log")
+    read, heard = os.pipe()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server.port = free.getsockname()[1]
+    stranger = subprocess.Popen([sys.executable, "-c", STRANGER, str(server.port)], stdout=heard)
+    deadline = time.monotonic() + 30
+    while not listeners_at("127.0.0.1", server.port):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not server._answers("/health", None, 5.0)
+    stranger.kill()
+    stranger.wait()
+    os.close(heard)
+    with open(read, "rb") as told:
+        assert told.read() == b""
 
 
 def test_not_started_is_not_alive(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,53 @@ def test_the_end_of_ray_is_told_before_the_rest_of_it_is_cleared_up(
     monkeypatch.setattr(node, "ray_command", lambda *given: ["false"])
     assert run("n1", folder, RayOptions(), 9) == 1
     assert told and all(told)
+
+
+LISTENS = "import socket; s = socket.create_server(('127.0.0.1', {})); open({!r}, 'w').close(); input()"
+
+
+def test_the_head_is_told_once_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, anybody could take the port, and be sent the job's token by every other node."""
+    folder, go = tmp_path / "restart-0", tmp_path / "listens"
+    records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    write, told = records.write, []
+
+    def note(path: Path, value: dict[str, object]) -> None:
+        told.append((path.name, go.exists()))
+        write(path, value)
+        (tmp_path / "restart-1").mkdir(exist_ok=True)  # which ends it
+
+    def command(head: object, address: str, ports: dict[str, int], *rest: object) -> list[str]:
+        python = f'{sys.executable} -c "{LISTENS.format(ports["port"], str(go))}" < <(sleep 60)'
+        return ["bash", "-c", f"sleep 1; {python}"]
+
+    monkeypatch.setattr(node, "ray_command", command)
+    monkeypatch.setattr(records, "write", note)
+    assert run("n1", folder, RayOptions(), 9) == 0
+    assert told == [(records.HEAD, True)]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can listen as another user")
+def test_a_stranger_at_the_port_of_the_head_is_told_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "restart-0"
+    records.write(folder / records.CHOSEN, {"use": [{"node": "n1", "address": "127.0.0.1"}]})
+    strangers = []
+
+    def command(head: object, address: str, ports: dict[str, int], *rest: object) -> list[str]:
+        code = LISTENS.format(ports["port"], "/dev/null")
+        strangers.append(
+            subprocess.Popen(
+                [sys.executable, "-c", f"import os, socket; os.setuid(65534); {code}"], stdin=subprocess.PIPE
+            )
+        )
+        return ["sleep", "20"]
+
+    (folder / records.DRIVER_LOG).touch()
+    monkeypatch.setattr(node, "ray_command", command)
+    assert run("n1", folder, RayOptions(), 9) == 1
+    strangers[0].communicate()
+    assert "taken by the user with the number 65534" in records.failures(folder)[0]["what"]
+    assert records.read(folder / records.HEAD) is None
 
 
 def test_no_start_of_ray_opens_the_folder_around_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

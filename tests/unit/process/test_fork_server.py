@@ -168,21 +168,26 @@ def test_the_status_of_a_process_that_ends_at_once_may_come_with_its_pid() -> No
         assert process.wait(60) == 3
 
 
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+print(listener.accept()[0].recv(1 << 16))
+"""
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can listen as another user")
 def test_nothing_is_sent_to_another_user_who_has_taken_the_name() -> None:
-    name, (ready, told) = secrets.token_hex(4), os.pipe()
-    if (stranger := os.fork()) == 0:
-        os.setresuid(65534, 65534, 65534)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address_of(name))
-        listener.listen()
-        os.write(told, b"x")
-        connection, _ = listener.accept()
-        os._exit(int(bool(connection.recv(1 << 16))))
-    os.read(ready, 1)
-    with pytest.raises(OSError, match="65534 listens as the fork server"):
-        _sleeper(name)
-    assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0, "the stranger was sent something"
+    name = secrets.token_hex(4)
+    command = [sys.executable, "-c", STRANGER, address_of(name).removeprefix("\0")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
+        with pytest.raises(OSError, match="65534 listens as the fork server"):
+            _sleeper(name)
+        assert stranger.stdout.read() == "b''\n", "the stranger was sent something"
 
 
 @pytest.mark.parametrize("file", ["/dev/full", "a closed pipe"])
