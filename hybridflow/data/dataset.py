@@ -31,6 +31,7 @@ class _Dataset:
 
     Attributes:
         num_filtered, num_truncated: overlong rows that were dropped, cut.
+        places: of each row its file and its number there, as messages name them.
 
     Raises:
         DataError: a file, column or row is missing or malformed, a row is too long, or no row is left.
@@ -47,6 +48,7 @@ class _Dataset:
         max_rows: int | None = None,
     ) -> None:
         self.num_filtered = self.num_truncated = 0
+        self.places: list[str] = []
         columns: dict[str, list[Any]] = defaultdict(list)
         for row in _rows(files, (config.prompt_key, *answers.values(), *others), optional):
             if max_rows is not None and len(columns["prompt_ids"]) >= max_rows:
@@ -64,6 +66,7 @@ class _Dataset:
                 self.num_truncated += 1
             for name, value in {"prompt_ids": prompt, **ids, **self._further(row, ids)}.items():
                 columns[name].append(value)
+            self.places.append(f"{row.path}, row {row.number}")
         _report(files, len(columns["prompt_ids"]), self.num_filtered, self.num_truncated)
         self._rows = _batch(columns, ragged=("prompt_ids", *answers))
 

@@ -45,6 +45,7 @@ ROLLOUT_COLUMNS: dict[str, tuple[type, str]] = {
     "logprob_diff_mean": (np.float32, "mean over sampled tokens of |rollout - trainer| log-probability"),
     "logprob_diff_max": (np.float32, "largest |rollout - trainer| log-probability of a sampled token"),
     "reward_extra": (str, "JSON of what the reward returned beside the score"),
+    "reward_failure": (str, "why the reward gave no score"),
     "messages": (str, "JSON of the answers and observations of a conversation"),
     "turns": (np.int32, "answers in the conversation"),
     "tool_calls": (np.int32, "tools that the conversation called"),

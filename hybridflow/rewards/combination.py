@@ -38,17 +38,29 @@ class Combination(Verifier):
             check_installed(entry, f"reward.combine.{name}")
             parts[str(name).rpartition(":")[2]] = (entry, float(weight))
 
-        async def combined(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
+        def add(found: Mapping[str, Any]) -> ScoreResult:
             score, extra = 0.0, dict[str, Any]()
-            for name, (one, weight) in parts.items():
-                answer = one.function(response, ground_truth, **one.given(options))
-                found = result_of(await answer if inspect.isawaitable(answer) else answer)
-                score += weight * found.score
-                extra |= {**found.extra, name: found.score}
+            for name, (_, weight) in parts.items():
+                one = result_of(found[name])
+                score += weight * one.score
+                extra |= {**one.extra, name: one.score}
             return ScoreResult(score, extra)
 
+        def answers(response: str, ground_truth: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: one.function(response, ground_truth, **one.given(options)) for name, (one, _) in parts.items()
+            }
+
+        def combined(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
+            return add(answers(response, ground_truth, options))
+
+        async def awaited(response: str, ground_truth: Any, **options: Any) -> ScoreResult:
+            found = answers(response, ground_truth, options)
+            return add({name: await one if inspect.isawaitable(one) else one for name, one in found.items()})
+
+        waits = any(one.is_async for one, _ in parts.values())
         in_driver = all(one.runs_in_driver for one, _ in parts.values())
-        return cls(combined, ("*",), in_driver, parts=parts)
+        return cls(awaited if waits else combined, ("*",), in_driver, parts=parts)
 
     @property
     def options(self) -> set[str]:
@@ -61,9 +73,14 @@ class Combination(Verifier):
         return {option for one, _ in self.parts.values() for option in one.needed}
 
     @property
-    def reads_prompt(self) -> bool:
-        """Whether a part wants the text of the row's prompt."""
-        return any(one.reads_prompt for one, _ in self.parts.values())
+    def facts(self) -> set[str]:
+        """The facts that a part wants to know."""
+        return {fact for one, _ in self.parts.values() for fact in one.facts}
+
+    def check_truth(self, ground_truth: Any) -> None:
+        """Raise ValueError for a ground truth that a part cannot use."""
+        for one, _ in self.parts.values():
+            one.check_truth(ground_truth)
 
     @property
     def is_async(self) -> bool:

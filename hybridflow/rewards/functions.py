@@ -6,10 +6,14 @@ A row is what JSON carries: (data_source, response text, ground truth, extra_inf
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,25 @@ from hybridflow.config.registry import attribute_of, describe_error, import_file
 from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.combination import Combination
-from hybridflow.rewards.verifiers.base import PROMPT, Verifier, by_data_source, check_installed, result_of
+from hybridflow.rewards.scores import shown
+from hybridflow.rewards.verifiers.base import (
+    FACTS,
+    PROMPT,
+    THINKING_OPEN,
+    TIMEOUT,
+    Verifier,
+    by_data_source,
+    check_installed,
+    result_of,
+)
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 GROUP_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_ALARMS = (
+    (signal.ITIMER_REAL, signal.SIGALRM),
+    (signal.ITIMER_VIRTUAL, signal.SIGVTALRM),
+    (signal.ITIMER_PROF, signal.SIGPROF),
+)
 Row = Sequence[Any]
 Outcome = dict[str, Any]
 
@@ -54,7 +73,8 @@ class Scoring:
         self.is_async = inspect.iscoroutinefunction(self._function) or any(
             verifier.is_async for verifier in self._verifiers.values()
         )
-        self.reads_prompt = any(verifier.reads_prompt for verifier in self._verifiers.values())
+        facts = [verifier.facts for verifier in self._verifiers.values()]
+        self.facts: set[str] = set().union(*facts) if self._function is None else {THINKING_OPEN}
         options = {name for verifier in self._verifiers.values() for name in verifier.options}
         for key in self._kwargs if self._function is None else ():
             if key not in options:
@@ -80,27 +100,53 @@ class Scoring:
         if self._function is None:
             check_installed(self._verifier(source), f"the verifier of data_source {source!r}")
 
-    async def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
-        """The outcomes of one call: of one row, or of the rows of a group."""
+    def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
+        """The outcomes of one call: of one row, or of the rows of a group. No event loop runs meanwhile, so that the
+        function may run one."""
+        with leaving_no_alarm():
+            try:
+                found = self._call(rows)
+                if inspect.isawaitable(found):
+                    found = asyncio.run(_awaited(found))
+            except (Exception, SystemExit) as error:
+                return self._failed(rows, error)
+        return self._checked(rows, found)
+
+    async def outcomes_while_others_wait(self, rows: Sequence[Row]) -> list[Outcome]:
+        """The same within an event loop, for a function that is async."""
         try:
             found = self._call(rows)
             if inspect.isawaitable(found):
                 found = await found
         except (Exception, SystemExit) as error:
-            file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)
-            how = "raised" if self._function or self.is_async else f"cannot use ground truth {rows[0][2]!r}:"
-            return [{"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"} for row in rows]
+            return self._failed(rows, error)
+        return self._checked(rows, found)
+
+    def check_truth(self, source: str, ground_truth: Any) -> None:
+        """Raise ValueError for a ground truth that the verifier of this data source cannot use."""
+        if self._function is None:
+            self._verifier(source).check_truth(ground_truth)
+
+    def _failed(self, rows: Sequence[Row], error: BaseException) -> list[Outcome]:
+        file = self._config.path or inspect.getfile(self._verifier(rows[0][0]).function)
+        how = "raised" if self._function or self.is_async else f"cannot use ground truth {shown(rows[0][2])}:"
+        return [{"failure": f"{self._who(row)} {how} {describe_error(error, Path(file))}"} for row in rows]
+
+    def _checked(self, rows: Sequence[Row], found: Any) -> list[Outcome]:
         if not self.by_group:
             found = [found]
         elif not isinstance(found, Sequence) or len(found) != len(rows):
-            said = f"{self._who(rows[0])} returned {str(found)[:120]!r}; expected a list of {len(rows)} scores"
+            said = f"{self._who(rows[0])} returned {shown(found)}; expected a list of {len(rows)} scores"
             return [{"failure": said} for _ in rows]
-        return [checked(self._who(row), value) for row, value in zip(rows, found, strict=True)]
+        weight = self._config.weight
+        return [checked(self._who(row), value, weight) for row, value in zip(rows, found, strict=True)]
 
     def _call(self, rows: Sequence[Row]) -> Any:
         if self._function is None:
             verifier = self._verifier(rows[0][0])
-            options = {**self._kwargs, PROMPT: rows[0][3].get(PROMPT, "")}
+            limit = self._config.timeout_s if self._config.processes != 0 else None
+            facts = {name: value for name, value in rows[0][3].items() if name in FACTS}
+            options = {**self._kwargs, PROMPT: "", **facts, TIMEOUT: limit}
             return verifier.function(rows[0][1], rows[0][2], **verifier.given(options))
         copies = [(source, text, truth, dict(info)) for source, text, truth, info in rows]
         if self.by_group:
@@ -161,10 +207,33 @@ def load_function(config: RewardConfig) -> Callable[..., Any]:
     return function
 
 
-def checked(who: str, found: Any) -> Outcome:
+def checked(who: str, found: Any, weight: float = 1.0) -> Outcome:
     """What a function or verifier returned, as an outcome; `who` begins the text of a failure."""
     try:
-        result = result_of(found)
+        result = result_of(found, weight)
     except ValueError as error:
         return {"failure": f"{who} returned {error}"}
     return {"score": result.score, "extra": result.extra}
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+@contextmanager
+def leaving_no_alarm() -> Iterator[None]:
+    """Disarm the timers that a call has set and left, and take back its signal handlers: an alarm that goes off later
+    would end another call."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: (signal.getsignal(number), signal.getitimer(timer)[0]) for timer, number in _ALARMS}
+    try:
+        yield
+    finally:
+        for timer, number in _ALARMS:
+            handler, seconds = before[number]
+            if not seconds and signal.getitimer(timer)[0]:
+                signal.setitimer(timer, 0)
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

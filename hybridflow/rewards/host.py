@@ -115,7 +115,10 @@ class Host:
             ours.close()
             code = 1
             try:
-                asyncio.run(_score(theirs, self.scoring, self.timeout_s))
+                if self.scoring.is_async:
+                    asyncio.run(_score_many(theirs, self.scoring, self.timeout_s))
+                else:
+                    _score(theirs, self.scoring)
                 code = 0
             finally:
                 os._exit(code)
@@ -203,32 +206,39 @@ def late_text(timeout_s: float) -> str:
     return f"no score within {timeout_s:g} s (reward.timeout_s)"
 
 
-async def _score(connection: socket.socket, scoring: Scoring, timeout_s: float) -> None:
-    """A process of the pool: answer calls, one after another, or at once where the function is async."""
+def _score(connection: socket.socket, scoring: Scoring) -> None:
+    """A process of the pool: answer calls one after another."""
+    for line in connection.makefile("rb"):
+        message = decoded(line)
+        connection.sendall(_answer(message["id"], scoring.outcomes(message["rows"])))
+
+
+async def _score_many(connection: socket.socket, scoring: Scoring, timeout_s: float) -> None:
+    """A process of the pool whose function is async: answer many calls at once."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30)
     at_work: set[asyncio.Task[None]] = set()
 
     async def answer(message: dict[str, Any]) -> None:
-        outcomes: list[Outcome]
         try:
-            async with asyncio.timeout(timeout_s if scoring.is_async else None):
-                outcomes = await scoring.outcomes(message["rows"])
+            async with asyncio.timeout(timeout_s):
+                outcomes = await scoring.outcomes_while_others_wait(message["rows"])
         except TimeoutError:
             outcomes = [{"failure": late_text(timeout_s)} for _ in message["rows"]]
-        try:
-            data = encoded({"id": message["id"], "outcomes": outcomes})
-        except ValueError as error:
-            failures = [{"failure": f"what the reward returned is not plain data: {error}"} for _ in outcomes]
-            data = encoded({"id": message["id"], "outcomes": failures})
-        writer.write(data)
+        writer.write(_answer(message["id"], outcomes))
         await writer.drain()
 
     while line := await reader.readline():
         task = asyncio.create_task(answer(decoded(line)))
         at_work.add(task)
         task.add_done_callback(at_work.discard)
-        if not scoring.is_async:
-            await task
+
+
+def _answer(number: int, outcomes: list[Outcome]) -> bytes:
+    try:
+        return encoded({"id": number, "outcomes": outcomes})
+    except (ValueError, RecursionError) as error:
+        failure = {"failure": f"what the reward returned is not plain data: {error}"}
+        return encoded({"id": number, "outcomes": [failure] * len(outcomes)})
 
 
 def main(argv: Sequence[str]) -> None:
@@ -243,7 +253,7 @@ def main(argv: Sequence[str]) -> None:
     except HybridFlowError as error:
         driver.send({"refused": str(error)})
         return
-    facts = {"by_group": scoring.by_group, "reads_prompt": scoring.reads_prompt}
+    facts = {"by_group": scoring.by_group, "facts": sorted(scoring.facts)}
     driver.send({"ready": scoring.sources, **facts})
     Host(driver, scoring, orders["processes"], config.timeout_s).serve()
 

@@ -14,7 +14,9 @@ from hybridflow.config.schema import RewardConfig
 from hybridflow.errors import DataError
 from hybridflow.rewards.functions import Outcome, Row, Scoring, matching, unknown_source
 from hybridflow.rewards.pool import RewardPool
-from hybridflow.rewards.verifiers.base import ScoreResult
+from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
+
+DRIVER_CHARACTERS = 100_000  # of a response that the driver scores itself, in at most some 10 ms; longer: the pool
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,22 @@ class RewardManager:
                 raise DataError(unknown_source(source, known or ()))
             if self._scoring is not None:
                 self._scoring.check_installed(source)
-            if not self._runs_here(source):
+            if not self._runs_here(source, ""):
                 self._started_pool()
+
+    def check_truths(self, data_source: Sequence[str], ground_truth: Sequence[Any], places: Sequence[str]) -> None:
+        """Raise DataError for the first ground truth of these rows that its verifier cannot use, before anything
+        starts; `places` [B] name the rows' files. Verifiers in a file of yours are asked as they score."""
+        if self._scoring is None:
+            return
+        for source, truth, place in zip(data_source, ground_truth, places, strict=True):
+            try:
+                self._scoring.check_truth(source, truth)
+            except ValueError as error:
+                raise DataError(
+                    f"{place}, column 'reward_model': {error}; the verifier of data_source {source!r} cannot use it: "
+                    "correct the row, or name another verifier (reward.verifiers, reward.combine)"
+                ) from error
 
     def score(
         self,
@@ -114,7 +130,7 @@ class RewardManager:
         begun: list[tuple[int | list[Row], list[int]]] = []
         try:
             for given, at in picked:
-                begun.append((given if self._runs_here(given[0][0]) else self._started_pool().submit(given), at))
+                begun.append((given if self._runs_here(*given[0][:2]) else self._started_pool().submit(given), at))
         except ValueError as error:
             raise DataError(f"ground_truth or extra_info holds {error}; rewards are given plain data alone") from error
         return Submitted(begun)
@@ -128,7 +144,7 @@ class RewardManager:
         calls = [call for part in parts for call, _ in part.calls]
         pooled = [call for call in calls if isinstance(call, int)]
         here = [call for call in calls if not isinstance(call, int)]
-        made = iter(asyncio.run(_all(self._scoring, here)) if here and self._scoring is not None else ())
+        made = iter(_all(self._scoring, here) if here and self._scoring is not None else ())
         answers = dict(zip(pooled, self._pool.collect(pooled), strict=True)) if self._pool is not None else {}
         results: list[list[ScoreResult]] = []
         for part in parts:
@@ -164,8 +180,17 @@ class RewardManager:
     def reads_prompt(self) -> bool:
         """Whether extra_info is to have the text of the row's prompt under "prompt". Waits until what scores is
         loaded."""
+        return PROMPT in self._facts
+
+    @property
+    def reads_thinking(self) -> bool:
+        """Whether extra_info is to say under "thinking_open" if the row's prompt ends inside a thinking."""
+        return THINKING_OPEN in self._facts
+
+    @property
+    def _facts(self) -> set[str]:
         self._loaded()
-        return (self._scoring or self._started_pool()).reads_prompt
+        return (self._scoring or self._started_pool()).facts
 
     def _loaded(self) -> tuple[list[str] | None, bool]:
         """The data sources with a verifier (None: a function scores all), and whether calls are by group."""
@@ -174,8 +199,12 @@ class RewardManager:
         pool = self._started_pool()
         return pool.sources, pool.by_group
 
-    def _runs_here(self, source: str) -> bool:
-        return self._scoring is not None and (self.config.processes == 0 or self._scoring.runs_in_driver(source))
+    def _runs_here(self, source: str, text: str) -> bool:
+        """Whether the driver scores a text itself: with processes=0 each, else short ones whose verifier is quick."""
+        quick = len(text) <= DRIVER_CHARACTERS
+        return self._scoring is not None and (
+            self.config.processes == 0 or (quick and self._scoring.runs_in_driver(source))
+        )
 
     def _started_pool(self) -> RewardPool:
         if self._pool is None:
@@ -192,5 +221,11 @@ class RewardManager:
             self._pool.close()
 
 
-async def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Outcome]]:
-    return list(await asyncio.gather(*map(scoring.outcomes, calls)))
+def _all(scoring: Scoring, calls: Sequence[Sequence[Row]]) -> list[list[Outcome]]:
+    if not scoring.is_async:
+        return [scoring.outcomes(rows) for rows in calls]
+
+    async def together() -> list[list[Outcome]]:
+        return list(await asyncio.gather(*map(scoring.outcomes_while_others_wait, calls)))
+
+    return asyncio.run(together())

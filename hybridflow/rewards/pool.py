@@ -37,7 +37,7 @@ class RewardPool:
         self._outcomes: dict[int, list[Outcome]] = {}
         self._submitted, self._is_ready = 0, False
         self.sources: list[str] | None = None
-        self.by_group = self.reads_prompt = False
+        self.by_group, self.facts = False, set[str]()
         self._launch()
 
     def _launch(self) -> None:
@@ -69,7 +69,7 @@ class RewardPool:
         if "refused" in loaded:
             raise ConfigError(loaded["refused"])
         self.sources, self.by_group = loaded["ready"], loaded["by_group"]
-        self.reads_prompt, self._is_ready = loaded["reads_prompt"], True
+        self.facts, self._is_ready = set(loaded["facts"]), True
 
     def submit(self, rows: list[Row]) -> int:
         """Begin a call with these rows; returns its number. ValueError names a type that no JSON holds."""

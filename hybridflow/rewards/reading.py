@@ -1,9 +1,11 @@
-"""The split of a response into thinking and answer, for verifiers, judges, tools and doors.
+"""What a response says: thinking and answer, and within an answer its boxes, fenced blocks and tagged sections. One
+place for verifiers, judges, tools and doors; the time of each function is linear in the length of the text.
 
 Reasoning models end their thinking with a closing marker; many chat templates (R1 distillations, Qwen3-Thinking)
 already write the opening marker at the end of the prompt, so that a response begins inside its thinking.
 """
 
+import bisect
 import re
 from dataclasses import dataclass
 
@@ -19,6 +21,11 @@ _OPENER_OF = {closer: opener for opener, closer in _OPENERS.items()}
 _MARKER = re.compile("|".join(map(re.escape, [*_OPENERS, *_OPENER_OF])))
 
 _INDENT = 64  # how far from a marker the ends of its line are looked for: many markers in one line stay linear
+_BRACE = re.compile(r"\\(?P<box>boxed|fbox)\s{0,8}\{|\\.|[{}]", re.DOTALL)
+# between boxes that state one answer together: "\boxed{1} and \boxed{2}"
+_BETWEEN_BOXES = re.compile(r"[\s$,;、，]{0,16}(?:\\text\{)?\s{0,8}(?:and|or|和|或)?\s{0,8}\}?[\s$,;、，]{0,16}")
+_FENCE = re.compile(r"(?P<fence>`{3,}|~{3,})[ \t]*(?P<label>[^\s`~{]*)[^`]*$")
+_MAX_LONGER = 4  # closing fences after the first one that a block may extend to
 
 
 @dataclass(frozen=True)
@@ -74,3 +81,110 @@ def _begins_line(text: str, position: int) -> bool:
 def _stands_apart(text: str, marker: re.Match[str]) -> bool:
     after = text[marker.end() : marker.end() + _INDENT].lstrip(" \t")
     return not after or after[0] in "\r\n<" or _begins_line(text, marker.start())
+
+
+@dataclass(frozen=True)
+class Box:
+    r"""The content of \boxed{} or \fbox{}, and where it begins; None where the box never ends."""
+
+    content: str | None
+    start: int
+
+
+def last_box(text: str) -> Box | None:
+    r"""The last box of a text; boxes with nothing but a comma or "and" between them are one, \boxed{1}, \boxed{2}."""
+    open_braces: list[int] = []  # for each the start of its box, or -1
+    spans: list[tuple[int, int, int]] = []  # start, begin of the content, its end; in the order in which they end
+    begins: dict[int, int] = {}
+    for found in _BRACE.finditer(text):
+        if found["box"] or found.group() == "{":
+            open_braces.append(found.start() if found["box"] else -1)
+            begins[found.start()] = found.end()
+        elif found.group() == "}" and open_braces and (start := open_braces.pop()) >= 0:
+            spans.append((start, begins[start], found.start()))
+    last_open, last = max(open_braces, default=-1), max(spans, default=None)
+    if last is None or last_open > last[0]:
+        return Box(None, last_open) if last_open >= 0 else None
+    joined = [last]
+    for span in sorted(spans, reverse=True)[1:]:
+        between = slice(span[2] + 1, joined[-1][0])
+        if between.start > between.stop or not _BETWEEN_BOXES.fullmatch(text[between]):
+            break
+        joined.append(span)
+    contents = [text[begin:end].strip() for _, begin, end in reversed(joined)]
+    return Box(", ".join(dict.fromkeys(contents)), joined[-1][0])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        label: the language behind the opening fence, in small letters, or "".
+        text: what is between the fences, without the indentation of the opening one.
+        closed: whether a closing fence follows.
+        longer: the texts up to the closing fences after that, shortest first, for a program that has a fence inside.
+    """
+
+    label: str
+    text: str
+    closed: bool
+    longer: tuple[str, ...] = ()
+
+
+def fenced_blocks(text: str) -> list[Block]:
+    """The fenced blocks of a Markdown text, in order. A fence may follow other text on its line."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    closings = [number for number, line in enumerate(lines) if _closes(line)]
+    found: list[Block] = []
+    number = 0
+    while number < len(lines):
+        opening = _opening(lines[number])
+        if opening is None:
+            number += 1
+            continue
+        indent, label = opening
+        ends = closings[bisect.bisect_left(closings, number + 1) :][: 1 + _MAX_LONGER]
+        labelled = next(
+            (at for at in range(number + 1, (ends or [0])[-1]) if (_opening(lines[at]) or ("", ""))[1]), None
+        )
+        bodies = [
+            _body(lines, number + 1, end, indent)
+            for end in ends
+            if labelled is None or end < labelled or end == ends[0]
+        ]
+        if not ends:
+            found.append(Block(label, _body(lines, number + 1, len(lines), indent), closed=False))
+            break
+        found.append(Block(label, bodies[0], closed=True, longer=tuple(bodies[1:])))
+        number = ends[0] + 1
+    return found
+
+
+def _opening(line: str) -> tuple[str, str] | None:
+    """The indentation and the label of an opening fence at the end of a line."""
+    position = min((at for at in (line.find("```"), line.find("~~~")) if at >= 0), default=-1)
+    match = _FENCE.match(line, position) if position >= 0 else None
+    if match is None:
+        return None
+    before = line[:position]
+    return before if not before.strip() else "", match["label"].lower()
+
+
+def _closes(line: str) -> bool:
+    """Whether a line ends with a fence."""
+    return line.rstrip().endswith(("```", "~~~"))
+
+
+def _body(lines: list[str], begin: int, end: int, indent: str) -> str:
+    body = lines[begin:end]
+    if end < len(lines) and (rest := lines[end].rstrip().rstrip("`~")).strip():
+        body.append(rest)
+    return "\n".join(line.removeprefix(indent) for line in body)
+
+
+def last_section(text: str, name: str) -> str | None:
+    """The text of the last <name>...</name>, or None; a last one that never ends counts as none."""
+    start = text.rfind(f"<{name}>")
+    end = text.find(f"</{name}>", start)
+    return None if start < 0 or end < 0 else text[start + len(name) + 2 : end]

@@ -75,6 +75,7 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
         "extra_info": batch["extra_info"].tolist(),
     }
     if "reward_extra" in batch or "reward_failure" in batch:
+        rows["reward_failure"] = _failures(batch)
         rows["reward_extra"] = _extras(batch)
     if "messages" in batch:
         rows |= {name: batch[name].tolist() for name in _CONVERSATION}
@@ -93,11 +94,15 @@ def _dumped(batch: DataProto, step: int, tokenizer: Tokenizer) -> dict[str, Any]
     return rows | {name: batch.jagged(name) for name in TOKEN_COLUMNS if name in batch}
 
 
+def _failures(batch: DataProto) -> list[str | None]:
+    """The text with which the scoring of a row failed; what a reward itself calls "failure" is none."""
+    return batch["reward_failure"].tolist() if "reward_failure" in batch else [None] * len(batch)
+
+
 def _extras(batch: DataProto) -> list[dict[str, Any]]:
-    """What the reward returned beside the score; the text of a failure under "failure"."""
-    none = [None] * len(batch)
-    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else none
-    texts = batch["reward_failure"].tolist() if "reward_failure" in batch else none
+    """What the reward returned beside the score; of a row that failed, for people, the text of the failure."""
+    extras = batch["reward_extra"].tolist() if "reward_extra" in batch else [None] * len(batch)
+    texts = _failures(batch)
     return [(extra or {}) | ({"failure": text} if text else {}) for extra, text in zip(extras, texts, strict=True)]
 
 
@@ -206,7 +211,11 @@ def _trained_columns(held: DataProto) -> dict[str, Column]:
         columns |= {name: held[name] for name in _CONVERSATION}
     if "reward_extra" in held:
         extras = [json.loads(text) for text in held["reward_extra"].tolist()]
-        failures = [extra.pop("failure", None) for extra in extras]
+        # a dump of an older version has the failures among what the reward returned, and nowhere else
+        failures = held["reward_failure"].tolist() if "reward_failure" in held else [e.get("failure") for e in extras]
+        for extra, text in zip(extras, failures, strict=True):
+            if text is not None:
+                del extra["failure"]
         for name, values in {"reward_extra": extras, "reward_failure": failures}.items():
             if any(values):
                 columns[name] = objects(values)

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from hybridflow.data.dataset import PreferenceDataset
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dispatch import DataflowStep
 from hybridflow.rewards.manager import RewardManager, Submitted
-from hybridflow.rewards.verifiers.base import PROMPT, ScoreResult
+from hybridflow.rewards.reading import opens_thinking
+from hybridflow.rewards.verifiers.base import PROMPT, THINKING_OPEN, ScoreResult
 from hybridflow.rollout.answer_statistics import answer_statistics
 from hybridflow.rollout.conversations import TURN_REWARDS
 from hybridflow.rollout.dumps import dump_batch
@@ -32,6 +34,8 @@ SCORING = DataflowStep(
 
 # ReMax compares with the answer that validation's sampling gives, which has to be the greedy one
 GREEDY = DataflowStep("greedy answers", ("prompt_ids",), ("greedy_scores",))
+
+_MARKER_TOKENS = 16  # at the end of a prompt, which hold a marker that opens the thinking, spelled out or not
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,8 @@ class Scorer:
             texts = [
                 self.tokenizer.decode_response(row.tolist()) for piece in pieces for row in piece.jagged("response_ids")
             ]
-        if self.rewards.reads_prompt:
-            prompts = [self.tokenizer.decode(row.tolist()) for row in batch.jagged("prompt_ids")]
-            columns[2] = [{**(info or {}), PROMPT: text} for info, text in zip(columns[2], prompts, strict=True)]
+        facts = self._facts(batch)
+        columns[2] = [{**(info or {}), **row} for info, row in zip(columns[2], facts, strict=True)]
         groups = batch["uid"].tolist() if "uid" in batch else list(range(len(texts)))
         parts: list[Scoring] = []
         for part in (slice(start, start + size) for start in range(0, len(texts), max(size, 1))):
@@ -84,6 +87,21 @@ class Scorer:
                 submitted = self.rewards.submit(sources, texts[part], truths, infos, groups[part])
                 parts.append(Scoring(texts[part], submitted))
         return parts
+
+    def _facts(self, batch: DataProto) -> list[dict[str, Any]]:
+        """What the reward wants to know about the prompt of each row."""
+        reads_prompt, reads_thinking = self.rewards.reads_prompt, self.rewards.reads_thinking
+        found: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+        known: dict[tuple[int, ...], bool] = {}  # the samples of a prompt end in the same tokens
+        for facts, row in zip(found, batch.jagged("prompt_ids"), strict=True) if reads_prompt or reads_thinking else ():
+            if reads_prompt:
+                facts[PROMPT] = self.tokenizer.decode(row.tolist())
+            if reads_thinking:
+                end = tuple(row[-_MARKER_TOKENS:].tolist())
+                if end not in known:
+                    known[end] = opens_thinking(self.tokenizer.decode(end))
+                facts[THINKING_OPEN] = known[end]
+        return found
 
     def finish(self, parts: Sequence[Scoring]) -> DataProto:
         """The columns of `score` for the rows of all parts, in order; waits for those that are not scored yet.
@@ -122,6 +140,16 @@ def sources_to_score(config: RunConfig, *datasets: Prompts | PreferenceDataset) 
     if LOOPS.get(config.rollout.agent.loop).gives_rewards and _loop_scores(config.reward):
         return []
     return [source for dataset in datasets for source in dataset.data_sources]
+
+
+def check_truths(rewards: RewardManager, config: RunConfig, *datasets: Prompts | PreferenceDataset) -> None:
+    """Raise DataError for a ground truth that its verifier cannot use; names file and row."""
+    for dataset in datasets:
+        if not sources_to_score(config, dataset):
+            continue
+        rows = dataset.batch(np.arange(len(dataset)))
+        places = getattr(dataset, "places", [f"row {row}" for row in range(len(dataset))])  # a dataset of one's own
+        rewards.check_truths(rows["data_source"].tolist(), rows["ground_truth"].tolist(), places)
 
 
 def open_val_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Prompts]:

@@ -37,7 +37,7 @@ from hybridflow.process.restart_limit import RestartLimit
 from hybridflow.process.stopping import terminate_as_interrupt
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.dumps import Dumps, identity
-from hybridflow.rollout.evaluation import Scorer, Validator, open_val_sets, sources_to_score
+from hybridflow.rollout.evaluation import Scorer, Validator, check_truths, open_val_sets, sources_to_score
 from hybridflow.saving.fingerprint import Fingerprint
 from hybridflow.saving.store import Checkpoint, CheckpointStore
 from hybridflow.single_controller import (
@@ -253,6 +253,7 @@ def _train(job: _Job) -> dict[str, Any]:
     dataset = open_training(job.tokenizer, config.data)
     held_out = open_val_sets(config, job.tokenizer) if derived.generates(config) else {}
     rewards.check_data_sources(sources_to_score(config, dataset, *held_out.values()))
+    check_truths(rewards, config, dataset, *held_out.values())
     check_steps(config)
     made_with, dumps = identity(job.hf_config, job.tokenizer), None
     if config.trainer.rollouts_from is not None:

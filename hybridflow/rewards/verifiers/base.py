@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +14,13 @@ from typing import Any
 from hybridflow.config.keys import VERIFIER
 from hybridflow.config.registry import Registry
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.scores import checked_score
 
 PROMPT = "prompt"  # the argument of a verifier, and the entry of extra_info, that is the text of the row's prompt
+# the same for whether this text ends inside a thinking, with which the response then begins; None: not known
+THINKING_OPEN = "thinking_open"
+TIMEOUT = "timeout_s"  # the argument that is the deadline of the call, `reward.timeout_s`; None: none
+FACTS = {PROMPT, THINKING_OPEN, TIMEOUT}  # of a row or a call: arguments that are no options
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,29 @@ class Verifier:
 
     Attributes:
         function: (response, ground_truth, *, options) -> a score, a dict with one under "score", or a `ScoreResult`. It
-            may be async, and an argument named `prompt` is the text of the row's prompt.
+            may be async. Arguments named as in `FACTS` are told about the row and the call.
         data_sources: the values of the column data_source whose rows it scores.
         runs_in_driver: whether it takes microseconds and cannot hang, so that rows need no process and no deadline.
         requires: a package that it imports, and that an installation may lack; None: none.
+        truth: reads a ground truth, and raises ValueError for one that the verifier cannot use; every row's is tried
+            before a run starts. None: all are taken.
     """
 
     function: Callable[..., Any]
     data_sources: tuple[str, ...]
     runs_in_driver: bool = False
     requires: str | None = None
+    truth: Callable[[Any], object] | None = None
 
     @property
     def options(self) -> set[str]:
         """Names of the function's keyword-only arguments, which `reward.kwargs` may give."""
-        return self._keywords() - {PROMPT}
+        return self._keywords() - FACTS
+
+    @property
+    def facts(self) -> set[str]:
+        """The `FACTS` that the function wants to know."""
+        return self._keywords() & FACTS
 
     @property
     def needed(self) -> set[str]:
@@ -64,10 +75,10 @@ class Verifier:
         parameters = inspect.signature(self.function).parameters
         return {name for name in self.options if parameters[name].default is inspect.Parameter.empty}
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether the function wants the text of the row's prompt."""
-        return PROMPT in self._keywords()
+    def check_truth(self, ground_truth: Any) -> None:
+        """Raise ValueError for a ground truth that cannot be used."""
+        if self.truth is not None:
+            self.truth(ground_truth)
 
     @property
     def is_async(self) -> bool:
@@ -75,8 +86,8 @@ class Verifier:
         return inspect.iscoroutinefunction(self.function)
 
     def given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Pick what the function takes from these options, among which the prompt may be."""
-        taken = self.options | ({PROMPT} if self.reads_prompt else set())
+        """Pick what the function takes from these options, among which `FACTS` may be."""
+        taken = self.options | self.facts
         return {name: value for name, value in options.items() if name in taken}
 
     def _keywords(self) -> set[str]:
@@ -84,23 +95,30 @@ class Verifier:
         return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
-def result_of(found: Any) -> ScoreResult:
+def result_of(found: Any, weight: float = 1.0) -> ScoreResult:
     """What a verifier returned (a score, a mapping with one under "score", or a result) as a result.
 
     Raises:
-        ValueError: there is no finite number.
+        ValueError: there is no score that is finite in float32, also times `weight`.
     """
-    extra: dict[str, Any] = {}
-    score = found
-    if isinstance(found, ScoreResult):
-        score, extra = found.score, found.extra
-    if isinstance(found, Mapping):
-        extra = {str(key): value for key, value in found.items() if key != "score"}
-        score = found.get("score")
-    # numbers.Real also covers bool and numpy scalars
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
-        raise ValueError(f'{str(found)[:120]!r}; expected a finite number or a dict with one under "score"')
-    return ScoreResult(float(score), extra)
+    score, extra = checked_score(
+        {**found.extra, "score": found.score} if isinstance(found, ScoreResult) else found, weight
+    )
+    return ScoreResult(score, extra)
+
+
+def text_truth(ground_truth: Any) -> str:
+    """A ground truth that is a text or a number, as text: 72 and 72.0 are "72".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(ground_truth, str):
+        return ground_truth
+    if isinstance(ground_truth, (int, float)) and not isinstance(ground_truth, bool):
+        whole = isinstance(ground_truth, float) and ground_truth.is_integer()
+        return str(int(ground_truth)) if whole else str(ground_truth)
+    raise ValueError(f"the ground truth {ground_truth!r} is neither a text nor a number")
 
 
 def check_installed(entry: Verifier, what: str) -> None:
@@ -117,10 +135,17 @@ VERIFIERS: Registry[Verifier] = Registry(VERIFIER.kind, VERIFIER.package, "rewar
 
 
 def verifier(
-    name: str, *, data_sources: Sequence[str], runs_in_driver: bool = False, requires: str | None = None
+    name: str,
+    *,
+    data_sources: Sequence[str],
+    runs_in_driver: bool = False,
+    requires: str | None = None,
+    truth: Callable[[Any], object] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the verifier of these data sources; see `Verifier` for the arguments."""
-    return VERIFIERS.entry(name, lambda function: Verifier(function, tuple(data_sources), runs_in_driver, requires))
+    return VERIFIERS.entry(
+        name, lambda function: Verifier(function, tuple(data_sources), runs_in_driver, requires, truth)
+    )
 
 
 def by_data_source(own: Sequence[str] = ()) -> dict[str, Verifier]:

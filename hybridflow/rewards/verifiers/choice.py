@@ -3,35 +3,155 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
+from hybridflow.rewards.reading import last_box, last_section, read_response
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
-_LETTER = r"[*_{(\[]*\s*(?:\\text(?:bf)?\{)?([A-Z])(?![A-Za-z'])"
-_SAID = re.compile(rf"(?i:\b(?:answer|choice|option)(?:\s+is)?)\s*[:*]*\s*(?:\\boxed\{{)?{_LETTER}|\\boxed\{{{_LETTER}")
-_ALONE = re.compile(r"(?<![A-Za-z])\(?([A-Z])\)?[.]?\s*$")
+_REACH = 120  # characters behind a word that announces an answer
+_ANNOUNCED = re.compile(
+    r"(?i:\b(?:answer|choice|respuesta|réponse|antwort|risposta|resposta|ответ)\b)|答案|答え|정답|[选選]"
+)
+_SUBJECT = re.compile(
+    r"(?<![A-Za-z])\(?([A-Z])\)?[*_]{0,2}\s(?:is|must be|would be)\s(?:the\s)?(?:only\s|best\s|most\s)?"
+    r"(?:correct|right|accurate|answer|best)\b"
+)
+_MOST_STATEMENTS = 200  # of a response, from its end, that are read
+_NAMED = re.compile(r"(?i:\boption\b)")
+# what may stand between the announcement and its letter, and ends with a verb or a colon
+_VERB = re.compile(r"(?i:[^.\n:：=]{0,40}?(?:\b(?:is|are|be|es|est|ist|was)\b|[:：=]|是|为|為|は|은))")
+# the end of a statement; what follows it discusses
+_OVER = re.compile(
+    r"[.。!！?？\n;；]|(?i:,?\s(?:because|since|as|not|rather|instead|over|which|given|so|but|while|whereas)\b)|"
+    r"[,，](?=\s?[A-Za-z]{2})"
+)
+_LETTER = re.compile(r"(?<![A-Za-z\\'’0-9])([A-Za-z])(?![A-Za-z'’0-9])")
+_FIRST = re.compile(r"[\s\"'“‘(\[]{0,6}([A-Za-z])[)\].:：,](?![A-Za-z])")  # "B) Paris", "(B) Paris", "B: Paris"
+_DECORATION = re.compile(
+    r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?|\\boldsymbol|\\left|\\right|\\[ ,;:!]|[{}$*_`]|</?\w+>"
+)
+_RULED_OUT = re.compile(r"(?i:\s{0,2}(?:is|was|seems|looks)\s(?:also\s)?(?:wrong|incorrect|not|false|out)|,?\stoo\b)")
+
+
+def _letter(ground_truth: Any) -> str:
+    """The letter of a ground truth: "B", "(b)", or the index of an option from 0 on, as MMLU has it."""
+    if isinstance(ground_truth, int) and not isinstance(ground_truth, bool) and 0 <= ground_truth < 26:
+        return chr(ord("A") + ground_truth)
+    expected = ground_truth.strip().strip("()").upper() if isinstance(ground_truth, str) else ""
+    if not re.fullmatch("[A-Z]", expected):
+        raise ValueError(f"the ground truth {ground_truth!r} is not a letter, nor the index of an option from 0 on")
+    return str(expected)
 
 
 @verifier(
     "choice",
     data_sources=["multiple_choice", "cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa", "allenai/ai2_arc"],
     runs_in_driver=True,
+    truth=_letter,
 )
-def choice(response: str, ground_truth: str) -> ScoreResult:
-    r"""1.0 when the response's choice is the ground truth, one capital letter.
+def choice(response: str, ground_truth: str | int, *, thinking_open: bool | None = None) -> ScoreResult:
+    r"""1.0 when the response's choice is the ground truth.
 
-    The choice is the last letter behind "answer", "choice" or "option" or in \boxed{}; without one, the letter that
-    ends the response.
+    The choice is the last of: the letter in the last \boxed{} or <answer>, and the letter behind "answer" or "choice";
+    without any, the last option that is not ruled out ("option A is wrong"); without that, the letter that ends the
+    response or is all of it. Several letters in one statement are no choice, and neither are the words "I" and "a".
+
+    Args:
+        ground_truth: one letter, or the index of the option from 0 on.
+        thinking_open: whether the prompt opened the thinking.
 
     Returns:
         extra["answer"] holds the letter that was read, or None.
 
     Raises:
-        ValueError: the ground truth is not a letter.
+        ValueError: the ground truth is neither.
     """
-    expected = ground_truth.strip().strip("()").upper()
-    if not re.fullmatch("[A-Z]", expected):
-        raise ValueError(f"the ground truth {ground_truth!r} is not a letter")
-    said = [first or second for first, second in _SAID.findall(response)]
-    alone = _ALONE.search(response[-20:])
-    answer = said[-1] if said else alone[1] if alone else None
+    expected = _letter(ground_truth)
+    answer = _read(read_response(response, bool(thinking_open)).answer)
     return ScoreResult(float(answer == expected), {"answer": answer})
+
+
+def _read(text: str) -> str | None:
+    box, section = last_box(text), last_section(text, "answer")
+    if box is not None and box.content is None:
+        return None
+    statements: list[tuple[int, str | None]] = []
+    if box is not None and box.content is not None:
+        statements.append((box.start, _of_statement(box.content)))
+    if section is not None:
+        statements.append((text.rfind("<answer>"), _of_statement(section)))
+    statements += _announced(text, box.start if box is not None else None)
+    if statements:
+        return max(statements, key=lambda statement: statement[0])[1]
+    return next(_options(text), None) or _at_the_end(text)
+
+
+def _announced(text: str, box_start: int | None) -> Iterator[tuple[int, str | None]]:
+    """The position and the letter of the last "the answer is B" and the last "B is correct"; None where several letters
+    are named, or one is denied. The words before a box announce it, and are no statement of their own."""
+    for found in reversed(list(_ANNOUNCED.finditer(text))[-_MOST_STATEMENTS:]):
+        after = text[found.end() : found.end() + _REACH]
+        verb = _VERB.match(after)
+        if verb is None and not re.match(r"[\s*_(]{0,4}[A-Z](?![A-Za-z])", after):
+            continue
+        begin = verb.end() if verb else 0
+        announces_box = box_start is not None and 0 <= box_start - found.end() <= begin + 8
+        denied = re.match(r"\s{0,4}not\b", after[begin:])
+        letters = [] if announces_box or denied else _letters(after[begin:])
+        if letters or denied:
+            yield found.start(), letters[0] if len(letters) == 1 else None
+            break
+    for found in list(_SUBJECT.finditer(text))[-1:]:
+        yield found.start(), found[1]
+
+
+def _options(text: str) -> Iterator[str]:
+    """The letters of "option B" that are not ruled out, the last one first."""
+    for found in reversed(list(_NAMED.finditer(text))[-_MOST_STATEMENTS:]):
+        after = _DECORATION.sub("", text[found.end() : found.end() + _REACH])
+        letter = re.match(r"\s{0,2}[(\[]?([A-Z])\b[)\]]?", after)
+        before = text[max(0, found.start() - 12) : found.start()]
+        denied = re.search(r"(?i:\b(?:not|isn't|reject|exclude|eliminate)\s{1,2})$", before)
+        if letter and not denied and not _RULED_OUT.match(after, letter.end()):
+            yield letter[1]
+
+
+def _letters(text: str) -> list[str]:
+    """The letters that a statement names before it ends. Small letters count alone or in parentheses."""
+    bare = _DECORATION.sub("", text.lstrip(" \t\n*_:：="))
+    first = _FIRST.match(bare)
+    if first and (first[1].isupper() or "(" in first.group()):
+        further = re.findall(r"(?<![A-Za-z])([A-Z])(?=\))", bare[first.end() :].partition("\n")[0])
+        bracketless = _LETTER.match(bare[first.end() :].lstrip()) is not None
+        return [first[1].upper(), *(further or "??" * bracketless)][:2]
+    ended = _OVER.search(bare)
+    statement = (bare[: ended.start()] if ended else bare).strip(" \"'“”()[]")
+    if re.fullmatch("[A-Za-z]", statement):
+        return [statement.upper()]
+    found = []
+    for letter in _LETTER.finditer(statement):
+        word = re.match(r"\s(?!and\b|or\b)[a-z]{1,20}", statement[letter.end() :])
+        if letter[1].isupper() and not (letter[1] in "AI" and word):
+            found.append(letter[1])
+    return list(dict.fromkeys(found))
+
+
+def _of_statement(text: str) -> str | None:
+    letters = _letters(text)
+    return letters[0] if len(letters) == 1 else None
+
+
+def _at_the_end(text: str) -> str | None:
+    line = _DECORATION.sub("", text.strip().rpartition("\n")[2][-_REACH:]).strip()
+    if re.match(r"\(?[A-Z][).:]\s", line) and "\n" not in text.strip():
+        return line.lstrip("(")[0]
+    sentence = re.split(r"(?<=[.!?])\s", line)[-1]
+    letters = [letter for letter in _LETTER.findall(sentence) if letter.isupper()]
+    if not re.search(r"[A-Z]['\")\]]{0,2}[.。]?$", sentence) and not re.fullmatch(r"\(?[A-Za-z]\)?\.?", sentence):
+        return None
+    if len(sentence) < 5:
+        return sentence.strip("()[].\"'").upper()[:1] or None
+    named = [letter for letter in dict.fromkeys(letters) if letter != "I" or len(letters) == 1]
+    ends = re.search(r"(?<![A-Za-z])([A-Z])['\")\]]{0,2}[.。]?$", sentence)
+    return ends[1] if ends and named == [ends[1]] else None

@@ -8,14 +8,26 @@ from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
 
 @verifier("format", data_sources=["format"], runs_in_driver=True)
-def format(response: str, ground_truth: object, *, sections: tuple[str, ...] = ("think", "answer")) -> ScoreResult:
-    """1.0 when the response is these sections and nothing else, each once: <think>...</think> <answer>...</answer>.
+def format(
+    response: str,
+    ground_truth: object,
+    *,
+    sections: tuple[str, ...] = ("think", "answer"),
+    thinking_open: bool | None = None,
+) -> ScoreResult:
+    """1.0 when the response is these sections and nothing else, each once and with something inside:
+    <think>...</think> <answer>...</answer>.
 
     Args:
         sections: names of the tags, in order.
+        thinking_open: whether the prompt ends with the first tag, so that the response begins behind it. None: not
+            known, and a response without it is taken for one that does.
     """
     tags = [tag for name in sections for tag in (f"<{name}>", f"</{name}>")]
+    text = response.strip()
+    if thinking_open or (thinking_open is None and tags[0] not in text):
+        text = tags[0] + text.removeprefix(tags[0])
     known = "|".join(map(re.escape, tags))
-    right = re.findall(known, response) == tags
-    outside = re.split(known, response)[::2]  # before, between and behind the sections
-    return ScoreResult(float(right and not any(text.strip() for text in outside)))
+    between = re.split(known, text)  # before, within, between and behind the sections
+    right = re.findall(known, text) == tags and not any(part.strip() for part in between[::2])
+    return ScoreResult(float(right and all(part.strip() for part in between[1::2])))

@@ -5,28 +5,51 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from hybridflow.rewards.verifiers.base import ScoreResult, verifier
+from hybridflow.rewards.reading import last_box, read_response
+from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
 _MARK = "####"
 # ASCII digits on purpose: \d would take digits of other scripts. Commas only between digits.
 _NUMBER = r"[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+"
-_LEADING_NUMBER = re.compile(rf"(?P<sign>[-+\u2212]?)\s*\$?\s*(?P<inner>[-+\u2212]?)\s*(?P<digits>{_NUMBER})")
+_LEADING_NUMBER = re.compile(
+    rf"(?P<sign>[-+\u2212]?)\s{{0,4}}\$?\s{{0,4}}(?P<inner>[-+\u2212]?)\s{{0,4}}(?P<digits>{_NUMBER})"
+)
 # a number after the answer that is part of a unit (m2), or counts what the words before it are about (for 2 eggs)
 _BELONGING_NUMBER = re.compile(
     r"^(?:[kcm]?m|ft|in|yd)[23]\b|(?<![A-Za-z0-9])(?!x[0-9])[A-Za-z]+[0-9]+\b|"
     rf"\b(?:after|at|by|during|every|for|from|in|of|on|over|per|with|within) \$?(?:{_NUMBER})\b"
 )
 _ANY_NUMBER = re.compile(rf"(?P<sign>(?<![0-9])[-\u2212])?\s?\$?(?P<digits>{_NUMBER})")
+# what Markdown, LaTeX and currencies put around a number
+_DECORATION = re.compile(
+    r"[*`]|\\[()\[\],!]|\\text(?:bf|rm|it)?(?=\{)|(?<!\d)[{}]|[{}](?!\d)|^answer\s?:\s?", re.IGNORECASE
+)
+_CURRENCY = re.compile(r"\\\$|[£€¥₹]")
 
 
-@verifier("gsm8k", data_sources=["openai/gsm8k"], runs_in_driver=True)
-def gsm8k(response: str, ground_truth: str, *, flexible: bool = False) -> ScoreResult:
-    """1.0 when the response's final answer equals the ground truth as an exact decimal number ("72" = "72.0" = "+72").
+def _expected(ground_truth: object) -> str:
+    number = _leading_number(text_truth(ground_truth))
+    if number is None:
+        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+    return number
+
+
+@verifier("gsm8k", data_sources=["openai/gsm8k"], runs_in_driver=True, truth=_expected)
+def gsm8k(
+    response: str, ground_truth: str, *, flexible: bool = False, thinking_open: bool | None = None
+) -> ScoreResult:
+    r"""1.0 when the response's final answer equals the ground truth as an exact decimal number ("72" = "72.0" = "+72").
+
+    The strict reading wants the data set's "####". What is put around the number behind it does not change it, and is
+    allowed: bold type, a box, dollars and other currencies, parentheses, "Answer:". Words before the number are not,
+    nor an approximation ("~72"). verl's strict reading takes neither, its flexible one is `flexible`.
 
     Args:
         response: text with the final answer after "####".
-        ground_truth: a number as text.
-        flexible: where nothing can be read after a "####", take the last number of the whole text.
+        ground_truth: a number, or a number as text.
+        flexible: where nothing can be read after a "####", take the number in the last box, or the last number of the
+            whole text. A last box that never ends has none.
+        thinking_open: whether the prompt opened the thinking.
 
     Returns:
         extra["answer"] holds the number that was read in canonical form, or None.
@@ -34,10 +57,8 @@ def gsm8k(response: str, ground_truth: str, *, flexible: bool = False) -> ScoreR
     Raises:
         ValueError: the ground truth is not a number.
     """
-    expected = _leading_number(ground_truth)
-    if expected is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
-    answer = extract_gsm8k_answer(response, flexible=flexible)
+    expected = _expected(ground_truth)
+    answer = extract_gsm8k_answer(read_response(response, bool(thinking_open)).answer, flexible=flexible)
     return ScoreResult(float(answer is not None and Decimal(answer) == Decimal(expected)), {"answer": answer})
 
 
@@ -51,8 +72,10 @@ def extract_gsm8k_answer(text: str, *, flexible: bool = False) -> str | None:
     """
     lines = (_first_line(after) for after in reversed(text.split(_MARK)[1:]))
     found = _leading_number(next((line for line in lines if re.search("[0-9]", line)), ""))
-    if found is None and flexible and (numbers := list(_ANY_NUMBER.finditer(text))):
-        found = ("-" if numbers[-1]["sign"] else "") + numbers[-1]["digits"].replace(",", "")
+    if found is None and flexible:
+        box = last_box(text)
+        numbers = list(_ANY_NUMBER.finditer(text if box is None else box.content or ""))
+        found = ("-" if numbers[-1]["sign"] else "") + numbers[-1]["digits"].replace(",", "") if numbers else None
     return found
 
 
@@ -61,8 +84,17 @@ def _first_line(text: str) -> str:
     return lines[0] if lines else ""
 
 
+def _bare(line: str) -> str:
+    """A line without what decorates its number."""
+    box = last_box(line)
+    if box is not None:
+        line = (box.content or "") if not re.search("[0-9]", line[: box.start]) else line
+    line = _CURRENCY.sub("$", _DECORATION.sub("", line.replace("{,}", ","))).strip()
+    return line[1:-1] if line.startswith("(") and line.rstrip(".").endswith(")") else line
+
+
 def _leading_number(text: str) -> str | None:
-    line = _first_line(text)
+    line = _bare(_first_line(text))
     match = _LEADING_NUMBER.match(line)
     if match is None or (match["sign"] and match["inner"]):
         return None

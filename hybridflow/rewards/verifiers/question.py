@@ -5,30 +5,40 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from hybridflow.rewards.reading import last_section, read_response
 from hybridflow.rewards.verifiers.base import ScoreResult, verifier
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-@verifier("question", data_sources=["searchR1_*"], runs_in_driver=True)
-def question(response: str, ground_truth: Mapping[str, Sequence[str] | str]) -> ScoreResult:
+def _targets(ground_truth: Any) -> list[str]:
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+    targets = [target] if isinstance(target, str) else list(target if isinstance(target, Sequence) else ())
+    if not targets or not all(isinstance(one, str) for one in targets):
+        raise ValueError(f'the ground truth {ground_truth!r} is no {{"target": an answer, or a list of them}}')
+    return targets
+
+
+@verifier("question", data_sources=["searchR1_*"], runs_in_driver=True, truth=_targets)
+def question(
+    response: str, ground_truth: Mapping[str, Sequence[str] | str], *, thinking_open: bool | None = None
+) -> ScoreResult:
     """1.0 when the last <answer> of the response is one of the targets; case, punctuation, articles and white space
     aside (the exact match of SQuAD, arXiv 1606.05250).
 
     Args:
         ground_truth: {"target": an answer, or a list of them}.
+        thinking_open: whether the prompt opened the thinking.
 
     Returns:
         extra["answer"] holds the answer that was read, or None.
     """
-    target = ground_truth["target"]
-    targets = [target] if isinstance(target, str) else list(target)
-    found = _ANSWER.findall(response)
-    answer = found[-1].strip() if found else None
-    right = answer is not None and _normal(answer) in map(_normal, targets)
+    found = last_section(read_response(response, bool(thinking_open)).answer, "answer")
+    answer = found.strip() if found is not None else None
+    right = answer is not None and _normal(answer) in map(_normal, _targets(ground_truth))
     return ScoreResult(float(right), {"answer": answer})
 
 

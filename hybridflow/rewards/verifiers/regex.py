@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from hybridflow.rewards.verifiers.base import ScoreResult, verifier
+from hybridflow.rewards.reading import read_response
+from hybridflow.rewards.verifiers.base import ScoreResult, text_truth, verifier
 
 
-@verifier("regex", data_sources=["regex"])
-def regex(response: str, ground_truth: str, *, whole: bool = False) -> ScoreResult:
-    """1.0 when the ground truth, a regular expression, is found in the response (`whole`: when it matches all of it,
-    white space at both ends aside). A dot matches a line's end too.
+def _pattern(ground_truth: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(text_truth(ground_truth), re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"the ground truth {ground_truth!r} is no regular expression: {error}") from error
+
+
+@verifier("regex", data_sources=["regex"], truth=_pattern)
+def regex(
+    response: str,
+    ground_truth: str,
+    *,
+    whole: bool = False,
+    with_thinking: bool = False,
+    thinking_open: bool | None = None,
+) -> ScoreResult:
+    """1.0 when the ground truth, a regular expression, is found in the answer. A dot matches a line's end too.
+
+    Args:
+        whole: when it matches all of the answer, white space at both ends aside.
+        with_thinking: look at the response as it is, its thinking and markers included.
+        thinking_open: whether the prompt opened the thinking.
 
     Raises:
         ValueError: the ground truth is no regular expression.
     """
-    try:
-        pattern = re.compile(ground_truth, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"the ground truth {ground_truth!r} is no regular expression: {error}") from error
-    found = pattern.fullmatch(response.strip()) if whole else pattern.search(response)
+    pattern = _pattern(ground_truth)
+    text = response if with_thinking else read_response(response, bool(thinking_open)).answer
+    found = pattern.fullmatch(text.strip()) if whole else pattern.search(text)
     return ScoreResult(float(found is not None))

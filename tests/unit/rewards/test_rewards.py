@@ -149,7 +149,7 @@ def test_an_unknown_source_lists_the_known_ones():
     manager.check_data_sources(source for source in known if known[source].requires is None)
 
 
-@pytest.mark.parametrize("truth", ["many", 5, None])
+@pytest.mark.parametrize("truth", ["many", True, None, [5]])
 def test_a_ground_truth_the_verifier_cannot_use_is_named(truth):
     with pytest.raises(DataError, match="row 0: the verifier of data_source 'openai/gsm8k' cannot use ground truth"):
         _score(GSM8K, "#### 5", truth)

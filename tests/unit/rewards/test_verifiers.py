@@ -73,7 +73,10 @@ def test_a_choice_needs_a_letter() -> None:
     ("response", "right"),
     [
         ("<think>a</think> <answer>b</answer>", True),
-        ("\n<think>a\nb</think>\n\n<answer></answer>\n", True),
+        ("\n<think>a\nb</think>\n\n<answer>c</answer>\n", True),
+        ("<think>a</think><answer></answer>", False),
+        ("<think> </think><answer>b</answer>", False),
+        ("a</think>\n<answer>b</answer>", True),  # the prompt is not known, and may have opened the thinking
         ("<think>a</think><answer>b</answer> more", False),
         ("x <think>a</think><answer>b</answer>", False),
         ("<think>a</think> x <answer>b</answer>", False),

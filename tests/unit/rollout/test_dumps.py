@@ -58,7 +58,7 @@ def batch_of(seed: int = 0) -> DataProto:
             "response_text": objects("x", "", "<b>\ud800", "y"),
             "finish_reason": objects("stop", "abort", "length", "stop"),
             "weight_version": objects("3", "3", "4", "4"),
-            "reward_extra": objects({"acc": 0.1}, {"acc": 1}, {"acc": True}, {}),
+            "reward_extra": objects({"acc": 0.1}, {"acc": 1, "failure": "wrong digits"}, {"acc": True}, {}),
             "reward_failure": objects(None, None, None, "no score"),
         }
     )

@@ -1,0 +1,227 @@
+"""Answers of mathematics as text: what a response states, without its usual decoration, and whether it is a literal.
+
+A literal is a number as one writes a result: an integer, decimal, fraction, root or multiple of pi, with a percent
+sign, an exponent of ten or a base. `6+1`, `13!` and `3^5 \\bmod 7` are none, whatever their value.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from hybridflow.rewards.reading import last_box
+
+_REACH = 2000  # characters behind "the answer is", or at the end of a response, in which an answer is looked for
+_MAX_LENGTH, _MAX_DEPTH = 1000, 40  # of an answer that is read; no result is written longer or deeper
+
+_STATED = re.compile(
+    r"(?i:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:：=])|\bfinal answer\b[*_#: \t]{0,8}\n)|答案(?:[是为：:]|\s)|"
+    r"(?i:\b(?:réponse|respuesta|risposta|antwort|resposta|ответ)\b[^.\n]{0,30}?(?:\b(?:est|es|è|ist|é)\b|[:=]))|"
+    r"(?:答え|정답)[^.\n]{0,10}?(?:は|은|[:：])"
+)
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|[。！？；\n]|[!?;](?=\s|$)|\s(?:because|since|as|so|which|where|for|when)\b")
+_NUMBER_WITHIN = re.compile(r"(?<![\w.])[-−]?[$€£¥]?\d[\d,]*(?:\.\d+)?(?:/\d+)?\s?\\?%?")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z{])")
+_OPENED = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
+
+
+def stated_answer(answer: str) -> str | None:
+    """What an answer states as its result: its last box; without any, what follows the last "the answer is"; without
+    that, the last expression of its last sentence. None where there is nothing, or the last box never ends."""
+    box = last_box(answer)
+    if box is not None:
+        return box.content
+    statements = list(_STATED.finditer(answer))
+    if statements:
+        return _first_expression(answer[statements[-1].end() :][:_REACH])
+    tail = answer.rstrip()[-_REACH:]
+    for begin, end in _OPENED.items():
+        if (ended := tail.rstrip(".。 \n")).endswith(end):
+            inner = ended[: -len(end)]
+            start = inner.rfind(begin)
+            return inner[start + len(begin) :].strip() if start >= 0 else None
+    line = tail.rpartition("\n")[2].strip()
+    if not _PROSE.search(line) and len(line) < _MAX_LENGTH:
+        return line or None
+    sentence = re.split(r"(?<=[.!?])\s", line)[-1]
+    inline = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", sentence)
+    if inline:
+        return max(inline[-1]).strip()
+    numbers = _NUMBER_WITHIN.findall(sentence)
+    return numbers[-1].strip() if numbers else None
+
+
+def _first_expression(text: str) -> str | None:
+    text = text.lstrip(" \t\n*_:：=")
+    for begin, end in _OPENED.items():
+        if text.startswith(begin):
+            inner, closing, _ = text[len(begin) :].partition(end)
+            return inner.strip() if closing else None
+    ended = _SENTENCE_END.search(text)
+    return (text[: ended.start()] if ended else text).strip(" *_\t") or None
+
+
+# ---- decoration
+
+_WRAPPED = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|bb)?|mbox|operatorname|boldsymbol)\s?\{([^{}]*)\}"
+)
+_PERCENT = r"(?:percentage|percent|pct)"
+_WORDS = (
+    (re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|nolimits)(?![A-Za-z])"), ""),
+    (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(rf"\\text\s?\{{\s*{_PERCENT}\s*\}}|(?<=[\d\s}}])\b{_PERCENT}\b|\\?%"), "%"),
+    (re.compile(r"\^\s?(?:\\circ|\{\s*\\circ\s*\})|°|\\degree\b|\\text\s?\{\s*degrees?\s*\}"), ""),
+    (re.compile(r"(?<=[\d\s}])\bdegrees?\b"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
+    (re.compile(r"(?<!\\)\\(?:[,!;: ]|quad\b|qquad\b)|~|\u202f|\u00a0"), " "),
+    (re.compile(r"(?<=\d)\s+(?=\d{3}(?!\d))(?![^(]*\))"), ""),
+    (re.compile(r"\\?\$|[€£¥₹]"), ""),
+    (re.compile(r"\u2212|\u2013"), "-"),
+    (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
+    (re.compile(r"×"), r"\\times "),
+    (re.compile(r"π"), r"\\pi "),
+    (re.compile(r"∞"), r"\\infty "),
+    (re.compile(r"√"), r"\\sqrt "),
+    (re.compile(r"≤|\\leq(?![A-Za-z])|\\leqslant(?![A-Za-z])"), r"\\le "),
+    (re.compile(r"≥|\\geq(?![A-Za-z])|\\geqslant(?![A-Za-z])"), r"\\ge "),
+    (re.compile(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])"), lambda found: found[1].replace(",", "")),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*(?=\{)"), r"\\frac{\1}"),
+    (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\d)"), r"\\sqrt{\1}"),
+)  # fmt: skip
+_UNIT = re.compile(
+    r"(?:(?<=[\d}%])|(?<=\\pi))\s*(?:\\(?:text|mathrm|mbox|textrm|rm)\s?\{[^{}\d]*\}(?:\s?\^\s?\{?\s?[23]\s?\}?|[²³])?|"
+    r"(?:(?:square|cubic|sq)\.? )?[A-Za-z]{2,}(?:[ /][A-Za-z]+){0,3}\.?(?:\^\{?[23]\}?|[²³])?|"
+    r"[ ]?[mgshL](?:\^\{?[23]\}?|[²³])?|"
+    r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7af]{1,6})\s*$"
+)
+_NAME = re.compile(r"^[A-Za-z\\|∠△][A-Za-z0-9\\{}_'()|, ∠△]{0,40}?(?:=|\\approx(?![A-Za-z])|≈)\s*(?=[^=])")
+
+
+def readable(text: str) -> bool:
+    """Whether a text is as short and as flat as results are."""
+    depth = deepest = 0
+    for sign in text if len(text) <= _MAX_LENGTH else ():
+        depth += (sign in "{([") - (sign in "})]")
+        deepest = max(deepest, depth)
+    return len(text) <= _MAX_LENGTH and deepest <= _MAX_DEPTH
+
+
+def plain(text: str) -> str:
+    """An answer without decoration: spaces, sizes and kinds of LaTeX's commands, currency, degrees, thousands."""
+    text = text.strip().strip("*").strip().rstrip(".。,，;；").strip()
+    for begin, end in _OPENED.items():
+        if text.startswith(begin) and text.endswith(end) and len(text) > len(begin):
+            text = text[len(begin) : -len(end)].strip().rstrip(".")
+    for pattern, put in _WORDS:
+        text = pattern.sub(put, text)
+    return " ".join(text.split())
+
+
+def words(text: str) -> str | None:
+    """A name or a phrase without digits and operators, or None: "east", "No solution", "(C)", "CAT", "星期三"."""
+    bare = text.strip().strip("$").strip()
+    was_wrapped = _WRAPPED.search(bare) is not None
+    while bare != (inner := _WRAPPED.sub(r" \1 ", bare)):
+        bare = inner
+    bare = " ".join(re.sub(r"[\"'“”.,，。!?()\s]+", " ", bare.replace("\\ ", " ")).split())
+    letters = bare.replace(" ", "").replace("-", "")
+    if not letters.isalpha():
+        return None
+    is_name = len(letters) > 3 or len(letters) == 1 or was_wrapped or not letters.isascii() or letters.isupper()
+    return bare if is_name else None
+
+
+def same_words(one: str, other: str) -> bool:
+    """Whether two texts of `words` are one, capital letters of phrases aside: AB is not BA, and x is not X."""
+    if len(one) == 1 or (one.isupper() and other.isupper()):
+        return one == other
+    return one.casefold() == other.casefold()
+
+
+def without_unit(text: str) -> tuple[str, str]:
+    """A number and the unit behind it."""
+    found = _UNIT.search(text)
+    return (
+        (text[: found.start()].rstrip(), re.sub(r"[^A-Za-z]|text|mathrm|mbox", "", found.group()))
+        if found
+        else (text, "")
+    )
+
+
+def without_name(text: str) -> tuple[str, str]:
+    """An answer and the name it is given, "x" of "x = 5"; of a chain of equations the last term."""
+    found = _NAME.match(text)
+    if found is None or any(sign in text for sign in ("<", ">", "\\le", "\\ge", ",", ";")):
+        return text, ""
+    return text.rpartition("=")[2].strip() or text, re.split(r"=|\\approx|≈", text)[0].strip()
+
+
+# ---- literals
+
+_DIGITS = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_POWER = r"\^(?:\{\(?|\(|)(?:1/\d{1,3}|\\frac\{1\}\{\d{1,3}\})(?:\)?\}|\)|)"
+_SYMBOL = rf"(?:\\sqrt(?:\[\d{{1,3}}\])?\{{{_DIGITS}\}}|\\pi|(?:\({_DIGITS}\)|{_DIGITS}){_POWER})"
+_TIMES = r"(?:\*|\\cdot|\\times)?"
+_TERM = rf"(?:{_DIGITS}(?:{_TIMES}{_SYMBOL}){{1,3}}|{_SYMBOL}(?:{_TIMES}{_SYMBOL}){{0,2}}|{_DIGITS})"
+_FRACTION = rf"(?:\\frac\{{[+-]?{_TERM}\}}\{{[+-]?{_TERM}\}}|\(?[+-]?{_TERM}\)?/\(?[+-]?{_TERM}\)?)"
+_RATIONAL = (
+    r"(?P<sign>[+-]?)(?:(?P<whole>\d+)?\\frac\{(?P<a>[+-]?DIGITS)\}\{(?P<b>[+-]?DIGITS)\}|"
+    r"(?:(?P<w>\d+)\ )?\(?(?P<c>[+-]?DIGITS)\)?/\(?(?P<d>[+-]?DIGITS)\)?|"
+    r"(?P<n>DIGITS)(?:[eE](?P<e>[+-]?\d{1,4})|(?:\*|\\cdot|\\times)10\^(?:\{(?P<f>[+-]?\d{1,4})\}|(?P<g>\d)))?)(?P<percent>%?)"
+).replace("DIGITS", _DIGITS)
+_RATIONAL_PATTERN = re.compile(_RATIONAL)
+_LITERAL = re.compile(
+    rf"[+-]?(?:(?:{_FRACTION})(?:{_TIMES}{_SYMBOL}){{0,2}}|{_TERM})%?|[+-]?\\infty|\\emptyset|\\varnothing"
+)
+_IN_BASE = re.compile(r"\(?(\w+?)\)?_\{?\(?(\d+)\)?\}?")
+_PARTS = re.compile(
+    r"[,;()\[\]&]|\\\{|\\\}|\\lbrace|\\rbrace|\\cup|∪|\\(?:begin|end)\{\w+\}|\\\\|\\text\{\s*(?:and|or)\s*\}|"
+    r"\b(?:and|or)\b|[和或]"
+)
+_RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<|>|\\in(?![A-Za-z])")
+
+
+def rational(text: str) -> Fraction | None:
+    """The exact value of a literal without roots and pi, a percent sign counted as a hundredth; None of any other."""
+    found = _RATIONAL_PATTERN.fullmatch(text if " " in text and "/" in text else text.replace(" ", ""))
+    if found is None:
+        return None
+    above, below = found["a"] or found["c"] or found["n"], found["b"] or found["d"] or "1"
+    if not Fraction(below):
+        return None
+    value = Fraction(int(found["whole"] or found["w"] or 0)) + Fraction(above) / Fraction(below)
+    value *= Fraction(10) ** int(found["e"] or found["f"] or found["g"] or 0)
+    return value * (-1 if found["sign"] == "-" else 1) / (100 if found["percent"] else 1)
+
+
+def in_base(text: str) -> tuple[str, str] | None:
+    """The digits and the base of a number like 1101_2."""
+    found = _IN_BASE.fullmatch(re.sub(r"\\text\{(.*?)\}|\s", r"\1", text))
+    return (found[1], found[2]) if found else None
+
+
+def is_literal(text: str) -> bool:
+    """Whether a text without spaces is one literal."""
+    return _LITERAL.fullmatch(text) is not None or rational(text) is not None
+
+
+def literals(text: str) -> list[str] | None:
+    """The literals of an answer that holds nothing else: of a number itself, of a pair, set, interval, union, matrix or
+    inequality the parts. None where a part is no literal."""
+    text = without_name(text)[0]
+    whole = without_unit(text)[0].replace(" ", "")
+    if is_literal(whole) or rational(text) is not None:
+        return [whole]
+    parts = []
+    for part in _PARTS.split(text):
+        for side in _RELATION.split(part):
+            bare = without_unit(without_name(side.strip())[0])[0].replace(" ", "")
+            if is_literal(bare):
+                parts.append(bare)
+            elif bare and not (len(bare) == 1 and bare.isalpha() and (_RELATION.search(part) is not None)):
+                return None
+    return parts or None

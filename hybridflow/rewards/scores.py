@@ -1,0 +1,71 @@
+"""The boundary for what a reward returns: a score that is finite in float32 and plain values beside it, or a refusal.
+
+Nothing behind this boundary checks again: scores, parts of `gdpo` and rewards of turns are finite in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+_MOST = 3.4028234663852886e38  # the largest float32
+PART_REWARDS = ("turn_rewards", "token_rewards")  # beside the score: lists of numbers, one for each turn or token
+
+
+def finite_number(value: Any, factor: float = 1.0) -> float | None:
+    """A number (also a boolean, a scalar, 0-d array or 0-d tensor) as a float, if it and its product with `factor` are
+    finite in float32; None of anything else."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy and torch; detached and on the host
+        value = value.item()
+    if not isinstance(value, (numbers.Real, Decimal)):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return None
+    return number if math.isfinite(number) and max(abs(number), abs(number * factor)) <= _MOST else None
+
+
+def checked_score(found: Any, weight: float = 1.0) -> tuple[float, dict[str, Any]]:
+    """A returned score, or mapping with one under "score", as the score and the values beside it.
+
+    Args:
+        weight: what the score is multiplied with later (`reward.weight`).
+
+    Raises:
+        ValueError: there is no score that is finite in float32, or rewards of turns or tokens are no list of such.
+    """
+    extra: dict[str, Any] = {}
+    score = found
+    if isinstance(found, Mapping):
+        extra = {str(key): value for key, value in found.items() if key != "score"}
+        score = found.get("score")
+    number = finite_number(score, weight)
+    if number is None:
+        raise ValueError(
+            f"{shown(found)}; expected a finite number (in float32, also times reward.weight) or a dict with one under "
+            '"score"'
+        )
+    for name in PART_REWARDS:
+        if name in extra:
+            extra[name] = _part_rewards(name, extra[name], weight)
+    return number, extra
+
+
+def _part_rewards(name: str, values: Any, weight: float) -> list[float]:
+    given = values.tolist() if hasattr(values, "tolist") else values
+    found = [finite_number(value, weight) for value in given] if isinstance(given, (list, tuple)) else [None]
+    if any(value is None for value in found):
+        raise ValueError(f"{name}={shown(values)}, which must be a list of finite numbers")
+    return [value for value in found if value is not None]
+
+
+def shown(value: Any) -> str:
+    """The begin of a value's text, whatever its own methods do."""
+    try:
+        return repr(str(value)[:120])
+    except Exception as error:
+        return f"a {type(value).__name__} without a text ({type(error).__name__})"
