@@ -93,7 +93,8 @@ class Sandbox:
             stdin: its standard input.
             limits: of this run; None: the default ones.
             calls: whether to call a function of the program then. Its name and its arguments are the standard input,
-                [name, [argument, ...]] as JSON, and its result is the last line printed, as JSON.
+                [name, [argument, ...]] as JSON, and its result is the last line printed, as JSON. Or the standard
+                input is a JSON text of statements that leave `_result`, and the last line is its `repr` as JSON.
             goes_on: whether the same program is expected to run again next, in the same namespaces. That costs one
                 fork; the process and /tmp are new, as for another program.
         """

@@ -221,9 +221,15 @@ def _be_program(order: dict[str, Any], limits: _Limits, files: list[int]) -> Non
 
 
 def _call(names: dict[str, Any]) -> None:
-    """Call a function or a method of `Solution`. Its name and its arguments come over standard input, and the last line
-    is its result: what is expected of it stays outside."""
-    name, arguments = json.loads(sys.stdin.read())
+    """Call a function or a method of `Solution`, or run statements that leave `_result`. Both come over standard input,
+    and the last line is the result, as JSON or as Python writes it: what is expected of it stays outside."""
+    request = json.loads(sys.stdin.read())
+    if isinstance(request, str):
+        exec(compile(request, "test", "exec"), names)
+        found = names["_result"]
+        print("\n" + json.dumps(repr(dict(found) if isinstance(found, dict) else found)))
+        return
+    name, arguments = request
     function = getattr(names["Solution"](), name) if "Solution" in names else names[name]
     print("\n" + json.dumps(function(*arguments)))
 
