@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from hybridflow.agents.episodes import Episode, Episodes
+from hybridflow.agents.formats.base import Call
 from hybridflow.config.schema import AgentConfig
+from hybridflow.data.plain_text import whole_text
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.turns import ShownCall, Turn
 from hybridflow.errors import ConfigError
 
 
@@ -59,6 +62,7 @@ class Conversation:
         config: `rollout.agent`.
         room: tokens that may still follow the prompt, sampled or shown.
         messages: the answers and observations so far, as chat messages.
+        shown: the same as turns of the chat template.
         end: why it ended; empty while it goes on.
         failure: what went wrong, where the loop raised. Its tokens are not trained on.
         episodes: begin an episode of `rollout.agent.environment`; None without one.
@@ -75,6 +79,7 @@ class Conversation:
     sample: Sample
     room: int
     messages: list[dict[str, str]] = field(default_factory=list)
+    shown: list[Turn] = field(default_factory=list)
     end: str = ""
     failure: str | None = None
     answered: int = 0
@@ -112,22 +117,46 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         return text
 
-    def observe(self, texts: Sequence[str]) -> None:
+    def observe(self, texts: Sequence[str], calls: Sequence[Call] = ()) -> None:
         """Show the policy these texts, each as a message of `rollout.agent.observation_role` and cut to
         `max_observation_tokens`. It is asked next.
 
+        Args:
+            calls: those of the last answer whose results the texts are, for templates that show names or ids of them.
+
         Raises:
             ConversationOver: the last answer did not end by itself, or there is no room for the texts and an answer.
+            DataError: the chat template cannot show the texts after the answer.
+        """
+        role = self.config.observation_role
+        made = [ShownCall(one.name, one.id or self.call_id(number)) for number, one in enumerate(calls)]
+        known = [{"tool_call_id": one.id, "name": one.name} for one in made] if role == "tool" else []
+        named = [*known, *({} for _ in texts)]
+        self.show([{"role": role, "content": text, **named[place]} for place, text in enumerate(texts)], made)
+
+    def show(self, messages: Sequence[Mapping[str, str]], calls: Sequence[ShownCall] = ()) -> None:
+        """Show the policy messages of any role, as `observe` does.
+
+        Args:
+            messages: role and content, and of a result `tool_call_id` and `name`.
+            calls: those of the last answer.
         """
         if self.finish_reason != "stop":
             raise ConversationOver("the answer was cut off")
-        role, most = self.config.observation_role, self.config.max_observation_tokens
-        ids = self.tokenizer.continuation(role, texts, most)
+        most = self.config.max_observation_tokens
+        turn = Turn([{**one, "content": self.tokenizer.cut(one["content"], most)} for one in messages], calls)
+        ids = self.tokenizer.continuation([*self.shown, turn], self.tokens[-1] if self.tokens else None)
         self.need(len(ids) + 1)
+        self.shown.append(turn)
         version = self.versions[-1] if self.versions else -1
         count = len(ids)
         self._append(np.array(ids, np.int64), False, np.zeros(count, np.float32), np.full(count, version, np.int64))
-        self.messages += [{"role": role, "content": text} for text in texts]
+        self.messages += [{"role": one["role"], "content": whole_text(one["content"])} for one in messages]
+
+    def call_id(self, number: int) -> str:
+        """An id for a call of the last answer: nine letters and digits, as some templates want, and the same when the
+        conversation is held again."""
+        return f"c{self.answered:04d}{number:04d}"
 
     def episode(self) -> Episode:
         """An episode of `rollout.agent.environment` for this row, to be entered with `async with`.

@@ -4,14 +4,16 @@ only."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.outside_json import read_outside_json
 from hybridflow.data.chat_trial import TEXTS, render_all, trial
+from hybridflow.data.plain_text import PlainText, whole_text
 from hybridflow.data.tiktoken_files import is_tiktoken_folder, read_tiktoken
+from hybridflow.data.turns import ChatTurns, Turn
 from hybridflow.errors import DataError
 
 _NOT_A_TOKEN = "\ufffd"
@@ -56,8 +58,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, with no special token added. A special token written out in the text ("<|end|>")
-        becomes that token."""
-        return self._encode(text)
+        becomes that token, and half a surrogate pair U+FFFD."""
+        return self._encode(whole_text(text))
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -70,20 +72,24 @@ class Tokenizer:
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
         """
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, **how: Any
+    ) -> str:
         if not self._hf.chat_template:
             raise DataError(f"{self.path}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
         shown = self.tools if tools is None else tools
         given: dict[str, Any] = {"tools": [dict(one) for one in shown]} if shown else {}
         try:
-            return str(
-                self._hf.apply_chat_template(
-                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **given
-                )
-            )
+            return str(self._hf.apply_chat_template([dict(m) for m in messages], tokenize=False, **how, **given))
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError(
                 f"{self.path}: the chat template refused the messages {str(messages)[:200]}: {error}"
             ) from error
+
+    def _render_for_turns(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+        return self._render(messages, None, add_generation_prompt=opens_answer)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -92,35 +98,38 @@ class Tokenizer:
         `render_chat`."""
         return self.encode(self.render_chat(messages, tools))
 
-    def continuation(self, role: str, texts: Sequence[str], most: int) -> list[int]:
-        """Token ids between an answer, which ended with a stop id, and the next one: the messages of `role` with these
-        texts, as the chat template puts them there. What was said before is not needed and not made again.
+    @cached_property
+    def turns(self) -> ChatTurns:
+        """What the chat template writes between an answer and the next one."""
+        stops = [self._token_text(token) for token in self.stop_ids]
+        return ChatTurns(str(self.path), self._render_for_turns, self._plain.added, stops)
 
-        Special tokens that are written out in a text stay text, so that a tool cannot speak for another role.
+    def continuation(self, turns: Sequence[Turn], last: int | None = None) -> list[int]:
+        """Token ids between the last answer of a conversation and the next one, as the chat template writes them. What
+        was said before is not needed and not made again.
+
+        Tokens that are written out in a message stay text, so that a tool cannot speak for another role.
 
         Args:
-            most: tokens that are kept of each text.
+            turns: answers and what followed them; the messages of the last turn are written.
+            last: the last token of the answer. The template's own end of an answer is shown where that is another one.
 
         Raises:
             DataError: the template refuses such messages, or leaves them or the answer out.
         """
-        kept = [self._encode(text, split_special_tokens=True)[:most] for text in texts]
-        marks = [f"{_MARK}{number}." for number in range(len(kept) + 1)]
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marks[0]}]
-        rest = self.render_chat([*messages, *({"role": role, "content": mark} for mark in marks[1:])])
-        between: list[list[int]] = []
-        for mark in marks:
-            before, found, rest = rest.partition(mark)
-            if not found or mark in rest:
-                raise DataError(
-                    f"{self.path}: the chat template does not show an answer and the message of role {role} after it "
-                    "once each, in order; set rollout.agent.observation_role to the other role, or give a template "
-                    "that leaves what was said as it is"
-                )
-            between.append(self.encode(before))
-        ids = [token for shown, text in zip(between[1:], kept, strict=True) for token in (*shown, *text)]
-        ids += self.encode(rest)
-        return ids[1:] if ids and ids[0] in self.stop_ids else ids  # the answer has ended with that token itself
+        ended = self._token_text(last) if last is not None and last in self.stop_ids else None
+        return self._plain.encode_pieces(self.turns.following(turns, ended))
+
+    def cut(self, text: str, most: int) -> str:
+        """The text up to its first `most` tokens, with U+FFFD for each half of a surrogate pair."""
+        return self._plain.cut(whole_text(text), most)
+
+    @cached_property
+    def _plain(self) -> PlainText:
+        return PlainText(self._hf)
+
+    def _token_text(self, token: int) -> str:
+        return str(self._hf.convert_ids_to_tokens(token))
 
     def turn_ends(self) -> set[int]:
         """The special token that the chat template puts behind an assistant's text: {its id}, or nothing where it puts
@@ -161,9 +170,9 @@ class Tokenizer:
         end = next((position for position, token in enumerate(ids) if int(token) in self.stop_ids), len(ids))
         return self.decode(ids[:end])
 
-    def _encode(self, text: str, **options: bool) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         try:
-            return list(self._hf.encode(text, add_special_tokens=False, **options))
+            return list(self._hf.encode(text, add_special_tokens=False))
         except BaseException as error:  # a panic of the Rust side is no Exception
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise DataError(

@@ -77,7 +77,8 @@ class Conversations:
         log_path = None if logs is None else logs / "environments.log"
         self._episodes = None if self.agent.environment is None else Episodes(self.agent, log_path)
         self._agent_loop, self._tools = LOOPS.get(self.agent.loop), toolbox(config)
-        tokenizer.continuation(self.agent.observation_role, ["?"], 1)
+        role = self.agent.observation_role
+        tokenizer.turns.check(role, with_calls=role == "tool" and self.agent.loop == "tools")
         self._next_ticket = 0
         self._held: dict[int, tuple[Conversation, asyncio.Task[None]]] = {}
         self._waiting: list[_Ask] = []

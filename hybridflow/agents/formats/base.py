@@ -14,11 +14,17 @@ from hybridflow.config.registry import Registry
 
 @dataclass(frozen=True)
 class Call:
-    """A call as an answer writes it. `problem` says what is wrong with one that cannot be read; the policy is told."""
+    """A call as an answer writes it.
+
+    Attributes:
+        problem: what is wrong with one that cannot be read; the policy is told.
+        id: as the answer writes it; empty where the format has none.
+    """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+    id: str = ""
 
 
 # (answer, {name of a tool: names of its parameters}) -> the calls in it, in order

@@ -12,4 +12,4 @@ async def tools(conversation: Conversation, tools: Toolbox) -> None:
     """Ask, run the calls of the answer at the same time, show their results, and ask again."""
     while calls := tools.calls(await conversation.answer()):
         conversation.calls += len(calls)
-        conversation.observe(await tools.results(calls))
+        conversation.observe(await tools.results(calls), calls)

@@ -1,0 +1,47 @@
+"""The added tokens of a tokenizer (special ones, and others that were added to its vocabulary) in text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class Found:
+    """An added token in a text, from `begin` to `end`: with white space around it that belongs to it."""
+
+    token: str
+    begin: int
+    end: int
+
+
+class AddedTokens:
+    """Finds added tokens as the tokenizer does: the leftmost, and of those that begin there the longest.
+
+    Args:
+        decoder: the tokenizer's `added_tokens_decoder`, {id: token}.
+    """
+
+    def __init__(self, decoder: Mapping[int, Any]) -> None:
+        self.ids: dict[str, int] = {token.content: number for number, token in decoder.items() if token.content}
+        self.numbers = frozenset(self.ids.values())
+        self._tokens = {token.content: token for token in decoder.values()}
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def find(self, text: str, begin: int = 0) -> Iterator[Found]:
+        """Those in the text from `begin` on, in order."""
+        position = begin
+        while match := self._pattern.search(text, position):
+            token = self._tokens[match[0]]
+            start, end = match.span()
+            if token.lstrip:
+                start = position + len(text[position:start].rstrip())
+            if token.rstrip:
+                end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+            yield Found(match[0], start, end)
+            position = end

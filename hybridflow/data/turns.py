@@ -1,0 +1,455 @@
+"""What a chat template writes between an answer and the next one, found by rendering short conversations of marks.
+
+A template is a program that can be asked, not read. Marks in place of contents show where a turn is closed and opened
+and what becomes of an observation (as it is, trimmed, as JSON), so that a conversation is continued without rendering
+it again from its start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hybridflow.data.added_tokens import AddedTokens
+from hybridflow.errors import DataError
+
+Message = Mapping[str, Any]
+# (messages, whether the next answer is opened) -> the text of the template; DataError where it refuses the messages
+Render = Callable[[Sequence[Message], bool], str]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OPENING: Message = {"role": "user", "content": "?"}
+_SAMPLE = ' say "hi"\n\\ '
+_MARK = re.compile(r"kQzV([A-Z])([0-9]{4})")
+_THINKING = re.compile(r"<[a-z_:]*think(?:ing)?>|\[THINK\]")
+_END_OF_THINKING = re.compile(r"</[a-z_:]*think(?:ing)?>|\[/THINK\]")
+
+
+def _mark(kind: str, number: int = 0) -> str:
+    """Nine letters and digits: some templates take ids of calls in no other form."""
+    return f"kQzV{kind}{number:04d}"
+
+
+_ANSWER, _THOUGHT = _mark("A"), _mark("H")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a prompt.
+
+    Attributes:
+        is_literal: it came from outside. Tokens that are written out in it stay text.
+    """
+
+    text: str
+    is_literal: bool = False
+
+
+@dataclass(frozen=True)
+class ShownCall:
+    """A call of an answer, as the messages of its results refer to it."""
+
+    name: str
+    id: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer and what follows it.
+
+    Attributes:
+        messages: role and content, and of results `tool_call_id` and `name` where they are known.
+        calls: those of the answer.
+    """
+
+    messages: Sequence[Message]
+    calls: Sequence[ShownCall] = ()
+
+
+@dataclass(frozen=True)
+class ObservationForm:
+    """How a template writes messages of one role after an answer.
+
+    Attributes:
+        before, after: what it writes around the text; `before` includes what closes the answer.
+        text: `raw`, `trimmed`, `json` (the inside of a JSON string), or `other`.
+    """
+
+    before: str
+    after: str
+    text: str
+
+
+@dataclass(frozen=True)
+class TemplateReport:
+    """What a chat template does with turns.
+
+    Attributes:
+        closes_answer: what it writes after an answer that is the last message; empty where the next role's mark does.
+        ends_answer: the token in it that ends an answer; None where there is none.
+        stop_tokens: tokens at which generation stops.
+        roles: roles of messages that it takes.
+        observations: how an answer is followed by a message of the roles `tool` and `user`; a role is absent where
+            that cannot be done exactly, and `problems` says why.
+        problems: by role, why its messages cannot follow an answer.
+        needs_calls: it takes messages of the role `tool` only after an answer with calls.
+        opens_thinking: the generation prompt ends inside of a thinking.
+        drops_thinking: roles of messages at which it leaves the thinking of earlier answers out.
+        example_call: what it writes for an answer that calls the tool `lookup` with {"key": "value"}; empty where it
+            writes no calls.
+    """
+
+    closes_answer: str
+    ends_answer: str | None
+    stop_tokens: tuple[str, ...]
+    roles: tuple[str, ...]
+    observations: Mapping[str, ObservationForm]
+    problems: Mapping[str, str]
+    needs_calls: bool
+    opens_thinking: bool
+    drops_thinking: tuple[str, ...]
+    example_call: str
+
+
+class _NoEndError(DataError):
+    """The calls of an answer are shown, and no token at which generation stops after them."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A rendered conversation whose contents are marks.
+
+    Attributes:
+        text: of the whole conversation.
+        answer: where its last answer is first seen.
+        begin: where its last answer has ended.
+        messages: of the whole conversation.
+        contents: those that follow the last answer, which end `messages`.
+        names: what the marks of names and ids stand for.
+    """
+
+    text: str
+    answer: int
+    begin: int
+    messages: Sequence[Message]
+    contents: Sequence[str]
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A way in which a template may take the calls of answers: so many of each answer, arguments as text or as an
+    object, and one that nobody made where results follow an answer without calls."""
+
+    most_calls: int | None
+    as_text: bool
+    invents: bool
+
+
+class ChatTurns:
+    """Continues conversations as a chat template does.
+
+    Args:
+        name: of the tokenizer, for errors.
+        render: the template, with the tools of the run.
+        added: the added tokens of the tokenizer.
+        stops: tokens at which generation stops.
+    """
+
+    def __init__(self, name: str, render: Render, added: AddedTokens, stops: Sequence[str]) -> None:
+        self._name, self._render, self._added, self._stops = name, render, added, tuple(stops)
+
+    def following(self, turns: Sequence[Turn], last: str | None = None) -> list[Piece]:
+        """What the template writes between the last answer and the next one.
+
+        Args:
+            turns: those after the first user message. The messages of the last one are written; of earlier ones only
+                roles, calls and ids matter.
+            last: the stop token with which the answer ended, as text; None where another thing ended it. The template's
+                own token is left out where it is that one, and shown otherwise.
+
+        Raises:
+            DataError: the template refuses such messages, or does not show them and the answer once each, in order.
+        """
+        frame = self._frame(turns)
+        shown = self._shown(frame)
+        skipped = self._sampled(frame.text[frame.begin :], last)
+        if shown is None:
+            return [Piece(self._whole(frame)[skipped:])]
+        pieces: list[Piece] = []
+        place = frame.begin + skipped
+        for found in _MARK.finditer(frame.text, place):
+            pieces += [Piece(frame.text[place : found.start()]), Piece({**frame.names, **shown}[found[0]], True)]
+            place = found.end()
+        return [piece for piece in (*pieces, Piece(frame.text[place:])) if piece.text]
+
+    def check(self, role: str, *, with_calls: bool = False) -> None:
+        """Refuse a template that cannot continue a conversation with messages of `role`.
+
+        Args:
+            with_calls: answers that are followed have calls.
+
+        Raises:
+            DataError: such messages are refused, or are not shown once, or what was said before them is written anew.
+        """
+        once, twice = (self._frame([_example(role, "?", with_calls)] * count).text for count in (1, 2))
+        said = once.partition(_mark("T"))[0]
+        for last, earlier in ((_ANSWER, _mark("E", 1)), (_mark("V"), _mark("U"))):
+            said = said.replace(last, earlier)
+        if not twice.startswith(said):
+            raise DataError(
+                f"{self._name}: the chat template writes what was said before anew when a message of role {role} "
+                "comes, so that a conversation does not stay the tokens that it was; use another "
+                "rollout.agent.observation_role, or a template that leaves earlier messages as they are"
+            )
+
+    @cached_property
+    def closes_answer(self) -> str:
+        """What the template writes after an answer that is the last message; empty where it refuses one."""
+        try:
+            return self._render([_OPENING, {"role": "assistant", "content": _ANSWER}], False).partition(_ANSWER)[2]
+        except DataError:
+            return ""
+
+    @property
+    def ends_answer(self) -> str | None:
+        """The token that the template writes at the end of an answer: the first at which generation stops, else the
+        last; None where there is none."""
+        found = [one.token for one in self._added.find(self.closes_answer)]
+        return next((token for token in found if token in self._stops), found[-1] if found else None)
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the prompt of an answer ends inside of a thinking."""
+        try:
+            asked = self._render([_OPENING], True)
+        except DataError:
+            return False
+        opened = [found.end() for found in _THINKING.finditer(asked)]
+        return bool(opened) and not _END_OF_THINKING.search(asked, opened[-1])
+
+    def report(self) -> TemplateReport:
+        """What the template does, for people."""
+        observations, problems, needs_calls = dict[str, ObservationForm](), dict[str, str](), False
+        for role in ("tool", "user"):
+            for with_calls in (False, True) if role == "tool" else (False,):
+                try:
+                    self.check(role, with_calls=with_calls)
+                    observations[role] = self._form(role, with_calls)
+                except DataError as error:
+                    problems.setdefault(role, str(error))
+                    continue
+                needs_calls |= with_calls and role in problems
+                problems.pop(role, None)
+                break
+        return TemplateReport(
+            closes_answer=self.closes_answer,
+            ends_answer=self.ends_answer,
+            stop_tokens=self._stops,
+            roles=tuple(role for role in _ROLES if self._knows(role)),
+            observations=observations,
+            problems=problems,
+            needs_calls=needs_calls,
+            opens_thinking=self.opens_thinking,
+            drops_thinking=tuple(role for role in observations if self._drops_thinking(role)),
+            example_call=self._example_call(),
+        )
+
+    # ---- how an answer is continued
+
+    def _frame(self, turns: Sequence[Turn]) -> _Frame:
+        """The conversation with marks, in the first form of its calls that the template takes."""
+        problem: DataError | None = None
+        for form in _forms(turns):
+            names: dict[str, str] = {}
+            messages: list[Message] = [_OPENING]
+            for number, turn in enumerate(turns):
+                messages += _marked(turn, form, names, earlier=len(turns) - 1 - number)
+            contents = [str(one["content"]) for one in turns[-1].messages]
+            try:
+                text = self._render(messages, True)
+                answer, begin = self._end_of_answer(text, len(contents))
+                return _Frame(text, answer, begin, messages, contents, names)
+            except _NoEndError:
+                raise
+            except DataError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+    def _end_of_answer(self, text: str, count: int) -> tuple[int, int]:
+        """Where the last answer is first seen, and where it has ended: after its content, or at the stop token after
+        its calls."""
+        marks = [(found[1], int(found[2]), found) for found in _MARK.finditer(text)]
+        said = [found for kind, _, found in marks if kind == "A"]
+        called = [found for kind, _, found in marks if kind == "V"]
+        texts = [number for kind, number, _ in marks if kind == "T"]
+        first = next((found.start() for kind, _, found in marks if kind == "T"), 0)
+        ends = [found.end() for found in said + called]
+        if len(said) > 1 or not ends or max(ends) > first or texts != list(range(count)):
+            raise DataError(
+                f"{self._name}: the chat template does not show an answer and the messages after it once each, in "
+                "order; set rollout.agent.observation_role to the other role, or give a template that leaves what was "
+                "said as it is"
+            )
+        seen = min(found.end() for found in said + called)
+        if not called:
+            return seen, max(ends)
+        stop = next((found.begin for found in self._added.find(text, max(ends)) if found.token in self._stops), None)
+        if stop is None or stop >= first:
+            raise _NoEndError(
+                f"{self._name}: the chat template puts no token at which generation stops after an answer that calls "
+                f"a tool (it stops at {', '.join(self._stops)}); name that token in eos_token_id of "
+                "generation_config.json"
+            )
+        return seen, stop
+
+    def _sampled(self, between: str, last: str | None) -> int:
+        """The length of what need not be shown of `between`, as the answer ended with it."""
+        if last is None:
+            return 0
+        first = next(self._added.find(between), None)
+        mark = _MARK.search(between)
+        if first is not None and first.token == last and (mark is None or first.end <= mark.start()):
+            return first.end
+        return len(last) if between.startswith(last) else 0
+
+    def _shown(self, frame: _Frame) -> dict[str, str] | None:
+        """What the template makes of each content, by its mark; None where a content changes what is around it."""
+        shown: dict[str, str] = {}
+        for number, content in enumerate(frame.contents):
+            before, mark, after = frame.text[frame.answer :].partition(_mark("T", number))
+            text = self._render(_with_contents(frame, {number: content}), True)
+            found = text[_first_seen(text) :]
+            if len(found) < len(before) + len(after) or not (found.startswith(before) and found.endswith(after)):
+                return None
+            shown[mark] = found[len(before) : len(found) - len(after)]
+        return shown
+
+    def _whole(self, frame: _Frame) -> str:
+        """What follows the answer with the contents in it. DataError: one of them would speak for the template."""
+        values = [*frame.contents, *frame.names.values()]
+        if any(next(self._added.find(value), None) or _MARK.search(value) for value in values):
+            raise DataError(
+                f"{self._name}: the chat template writes these messages in another way than others: "
+                f"{str(frame.contents)[:200]}; special tokens in them would count as its own"
+            )
+        text = self._render(_with_contents(frame, dict(enumerate(frame.contents))), True)
+        begin = _first_seen(text) + frame.begin - frame.answer
+        return _MARK.sub(lambda found: frame.names.get(found[0], ""), text[begin:])
+
+    # ---- what is reported
+
+    def _form(self, role: str, with_calls: bool) -> ObservationForm:
+        pieces = self.following([_example(role, _SAMPLE, with_calls)])
+        texts = [number for number, piece in enumerate(pieces) if piece.is_literal]
+        if not texts:
+            return ObservationForm("".join(piece.text for piece in pieces), "", "other")
+        shown = pieces[texts[-1]].text
+        forms = {_SAMPLE: "raw", _SAMPLE.strip(): "trimmed", json.dumps(_SAMPLE)[1:-1]: "json"}
+        around = ["".join(piece.text for piece in part) for part in (pieces[: texts[-1]], pieces[texts[-1] + 1 :])]
+        return ObservationForm(around[0], around[1], forms.get(shown, "other"))
+
+    def _knows(self, role: str) -> bool:
+        messages: list[Message] = [_OPENING, {"role": role, "content": _mark("T")}]
+        try:
+            if role == "tool":
+                self._frame([_example(role, "?", True)])
+                return True
+            if role != "assistant":
+                messages = [*messages[1:], *(messages[:1] if role != "user" else [])]
+            return _mark("T") in self._render(messages, role != "assistant")
+        except _NoEndError:
+            return True
+        except DataError:
+            return False
+
+    def _drops_thinking(self, role: str) -> bool:
+        answer = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"}
+        try:
+            return _THOUGHT not in self._render([_OPENING, answer, {"role": role, "content": "?"}], True)
+        except DataError:
+            return False
+
+    def _example_call(self) -> str:
+        for as_text in (False, True):
+            call = _call("lookup", "call00000", {"key": "value"}, as_text)
+            try:
+                shown = self._render([_OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
+                return shown if "value" in shown else ""
+            except DataError:
+                continue
+        return ""
+
+
+def _first_seen(text: str) -> int:
+    """After the first mark of the last answer: what a template writes before it may depend on what follows."""
+    return next(found.end() for found in _MARK.finditer(text) if found[1] in "AV")
+
+
+def _with_contents(frame: _Frame, contents: Mapping[int, str]) -> list[Message]:
+    """The messages with these contents after the last answer in place of marks."""
+    first = len(frame.messages) - len(frame.contents)
+    texts = {first + number: content for number, content in contents.items()}
+    return [{**one, "content": texts.get(place, one["content"])} for place, one in enumerate(frame.messages)]
+
+
+def _example(role: str, content: str, with_calls: bool) -> Turn:
+    if not with_calls:
+        return Turn([{"role": role, "content": content}])
+    call = ShownCall("lookup", "call00000")
+    return Turn([{"role": role, "content": content, "tool_call_id": call.id, "name": call.name}], [call])
+
+
+def _forms(turns: Sequence[Turn]) -> Iterator[_Form]:
+    most = max(len(turn.calls) for turn in turns)
+    for count in (None, 1, 0)[0 if most > 1 else 1 if most else 2 :]:
+        yield _Form(count, False, False)
+        if count != 0:
+            yield _Form(count, True, False)
+    if any(not turn.calls and any(one["role"] == "tool" for one in turn.messages) for turn in turns):
+        yield _Form(None, False, True)
+        yield _Form(None, True, True)
+
+
+def _marked(turn: Turn, form: _Form, names: dict[str, str], earlier: int) -> list[Message]:
+    """An answer and what follows it with marks, which are others for a turn that later ones follow; `names` learns
+    what those of names and ids stand for."""
+    results = [one for one in turn.messages if one["role"] == "tool"]
+    calls = turn.calls or ([ShownCall("tool", f"call{n:05d}") for n in range(len(results))] if form.invents else [])
+    answer: dict[str, Any] = {"role": "assistant", "content": _mark("E", earlier) if earlier else _ANSWER}
+    arguments = {"argument": _mark("U" if earlier else "V")}
+    given = [
+        _call(_mark_of("N", one.name, names), _mark_of("I", one.id, names), arguments, form.as_text)
+        for one in calls[: form.most_calls]
+    ]
+    if given:
+        answer["tool_calls"] = given
+    unnamed = iter(calls if not turn.calls else ())
+    messages: list[Message] = [answer]
+    for number, one in enumerate(turn.messages):
+        call = next(unnamed, None) if one["role"] == "tool" else None
+        known = {**({} if call is None else {"tool_call_id": call.id, "name": call.name}), **one}
+        shown = {"role": one["role"], "content": _mark("S" if earlier else "T", number)}
+        for key, kind in (("tool_call_id", "I"), ("name", "N")):
+            if key in known:
+                shown[key] = _mark_of(kind, str(known[key]), names)
+        messages.append(shown)
+    return messages
+
+
+def _mark_of(kind: str, value: str, names: dict[str, str]) -> str:
+    """The mark of a name or an id; an equal one has the same mark."""
+    marks = [mark for mark in names if mark.startswith(_mark(kind)[:5])]
+    mark = next((mark for mark in marks if names[mark] == value), _mark(kind, len(marks)))
+    names[mark] = value
+    return mark
+
+
+def _call(name: str, number: str, arguments: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    given = json.dumps(arguments) if as_text else arguments
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": given}}
