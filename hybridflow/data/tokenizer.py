@@ -101,7 +101,7 @@ class Tokenizer:
     @cached_property
     def turns(self) -> ChatTurns:
         """What the chat template writes between an answer and the next one."""
-        stops = [self._token_text(token) for token in self.stop_ids]
+        stops = [self.token_text(token) for token in self.stop_ids]
         return ChatTurns(str(self.path), self._render_for_turns, self._plain.added, stops)
 
     def continuation(self, turns: Sequence[Turn], last: int | None = None) -> list[int]:
@@ -117,7 +117,7 @@ class Tokenizer:
         Raises:
             DataError: the template refuses such messages, or leaves them or the answer out.
         """
-        ended = self._token_text(last) if last is not None and last in self.stop_ids else None
+        ended = self.token_text(last) if last is not None and last in self.stop_ids else None
         return self._plain.encode_pieces(self.turns.following(turns, ended))
 
     def cut(self, text: str, most: int) -> str:
@@ -128,7 +128,8 @@ class Tokenizer:
     def _plain(self) -> PlainText:
         return PlainText(self._hf)
 
-    def _token_text(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
+        """A token as its vocabulary writes it."""
         return str(self._hf.convert_ids_to_tokens(token))
 
     def turn_ends(self) -> set[int]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from hybridflow.config import derived
 from hybridflow.config.schema import ModelConfig, RunConfig
-from hybridflow.doctor.findings import Finding
+from hybridflow.doctor import tokens
+from hybridflow.doctor.findings import Finding, exit_code
 from hybridflow.doctor.parity import BOUND, Backend, compare_with_transformers
 from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models import Family, family_of, use_family
@@ -36,9 +37,19 @@ def examine(folder: Path, config: RunConfig | None = None) -> list[Finding]:
         family = family_of(hf)
     except HybridFlowError as error:
         return [Finding("config", "error", str(error), _remedy_of_config(folder))]
-    found = [Finding("config", "ok", _described(family))]
-    found += [*_copy(folder, hf, config.actor.backend if config is not None else "megatron")]
+    found = [Finding("config", "ok", _described(family)), *tokens.findings(folder, hf, _observed(config))]
+    if exit_code(found):
+        found.append(Finding("parity", "unused", "not looked at before the errors above are mended"))
+    else:
+        found += [*_copy(folder, hf, config.actor.backend if config is not None else "megatron")]
     return found + ([*_fitting_recipes(hf)] if config is None else [*_recipe(config, hf)])
+
+
+def _observed(config: RunConfig | None) -> str | None:
+    """The role of messages that the recipe puts after answers."""
+    if config is None or config.rollout.agent.loop == "single_turn":
+        return None
+    return config.rollout.agent.observation_role
 
 
 def _remedy_of_config(folder: Path) -> str:
