@@ -48,6 +48,10 @@ def add(commands: Any) -> None:
         add("--family", metavar="FILE.py:TYPE", help="your own map of the model's tensors, as model.family names it")
     export.add_argument("--adapter", action="store_true", help="the low-rank adapters alone, as PEFT keeps them")
     export.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files to copy (default: the run's)")
+    about = (
+        "the folder that the model came from: what training does not touch is copied (default: the run's model.path)"
+    )
+    export.add_argument("--published", type=Path, metavar="DIR", help=about)
     for parser in (inspect, verify):
         parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -91,9 +95,8 @@ def run_export(args: argparse.Namespace) -> int:
     use_family(args.family)
     if args.adapter:
         return _report(tools.export_adapter(tools.locate(args.checkpoint), args.out, args.dtype))
-    return _report(
-        tools.export(tools.locate(args.checkpoint), args.out, args.dtype, args.max_shard_size, args.tokenizer)
-    )
+    settings = (args.out, args.dtype, args.max_shard_size, args.tokenizer, args.published)
+    return _report(tools.export(tools.locate(args.checkpoint), *settings))
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -107,11 +110,8 @@ def run_import(args: argparse.Namespace) -> int:
 
 def _report(written: Any) -> int:
     print(f"{written.folder}: {written.tensors} tensors in {written.files} files, {written.size} bytes of weights")
-    if written.ignored:
-        print(
-            "not of this family, left out: "
-            f"{', '.join(written.ignored[:6])}{' ...' if len(written.ignored) > 6 else ''}"
-        )
+    for line in written.lines:
+        print(line)
     return 0
 
 

@@ -269,7 +269,9 @@ class FsdpPolicy(HoldsReference):
         `checkpoint.load`."""
         checkpoint.load(self, folder)
 
-    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
+    def export(
+        self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
+    ) -> list[str]:
         """Write a Hugging Face folder. Collective."""
-        owners = fsdp_owners(self.family, dist.get_world_size())
-        export_held(Held(self.family, self.dtype, owners, self.parameters()), folder, hf_config, tokenizer)
+        held = Held(self.family, self.dtype, fsdp_owners(self.family, dist.get_world_size()), self.parameters())
+        return export_held(held, folder, hf_config, tokenizer, source=source)

@@ -49,9 +49,11 @@ class MegatronPolicy(Policy):
         """Restore a checkpoint in place."""
         checkpoint.load(self, folder)
 
-    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
+    def export(
+        self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
+    ) -> list[str]:
         """Write a Hugging Face folder."""
-        hf_export.export(self, folder, hf_config, tokenizer)
+        return hf_export.export(self, folder, hf_config, tokenizer, source=source)
 
     def load_from(self, source: WeightSource) -> None:
         """Replace all weights; an optimizer must be set anew afterwards."""

@@ -18,10 +18,12 @@ def export(
     hf_config: Mapping[str, Any],
     tokenizer: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+    *,
+    source: Path | None = None,
+) -> list[str]:
     """Write the policy's weights, adapters merged, as `export_held` does. Collective."""
     held = Held(policy.family, policy.dtype, megatron_owners(policy.family, all_coordinates()), policy.parameters())
     try:
-        export_held(held, folder, hf_config, tokenizer, max_shard_bytes)
+        return export_held(held, folder, hf_config, tokenizer, max_shard_bytes, source=source)
     finally:
         policy.release_copies()

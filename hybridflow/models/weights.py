@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,17 +15,20 @@ from hybridflow.config.outside_json import read_outside_json
 from hybridflow.errors import ModelError
 from hybridflow.models.fp8 import SCALE_SUFFIX, BlockQuantisation
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"),
+# what lies beside weights: tokenizers of every kind, templates, generation settings, code for others to run, licences
+_COMPANIONS = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json", "*vocab*.txt", "merges.txt"),
+    *("*.model", "*.model.v[0-9]*", "*.tiktoken", "tekken.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    *("generation_config.json", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 
 
-def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy those of the named files that exist."""
-    for name in names:
-        if (source / name).exists():
-            shutil.copy2(source / name, target / name)
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy a published folder's regular files that are neither weights nor config.json, as they are."""
+    for file in (path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(file, copy)
 
 
 class WeightSource(Protocol):
@@ -108,7 +112,19 @@ class SafetensorsFolder:
         factors = self._region(scales, *self.quantisation.blocks_of(start, shape))
         return self.quantisation.dequantise(values, factors, start)
 
-    def _region(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def raw(self, name: str) -> torch.Tensor:
+        """The whole tensor as it is stored."""
+        with self._view(name) as view:
+            return view[...]
+
+    def form(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, safetensors' name of the dtype) of a tensor."""
+        with self._view(name) as view:
+            return tuple(view.get_shape()), view.get_dtype()
+
+    @contextmanager
+    def _view(self, name: str) -> Iterator[Any]:
+        """A tensor in its open file."""
         from safetensors import SafetensorError, safe_open
 
         if name not in self.files:
@@ -117,7 +133,12 @@ class SafetensorsFolder:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            view = self._open[file].get_slice(name)
+            yield self._open[file].get_slice(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}, tensor {name}: {error}") from error
+
+    def _region(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        with self._view(name) as view:
             full = view.get_shape()
             if len(full) != len(shape) or any(s + n > f for s, n, f in zip(start, shape, full, strict=True)):
                 raise ModelError(
@@ -125,8 +146,6 @@ class SafetensorsFolder:
                     "config.json implies"
                 )
             return view[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file}, tensor {name}: {error}") from error
 
 
 def _weight_map(index: Path) -> dict[str, str]:

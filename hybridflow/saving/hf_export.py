@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.models.family import Family
-from hybridflow.models.weights import TOKENIZER_FILES, copy_files
+from hybridflow.models.weights import copy_companions
 from hybridflow.process.exchange import Exchange, shared_exchange
+from hybridflow.saving.carried import Carried, carried_from, exported_config
 from hybridflow.saving.ownership import OwnedPiece
 from hybridflow.saving.safetensors_file import Entry, ShardWriter, entries_of, shards_of, write_surroundings
 
@@ -53,38 +54,62 @@ def export_held(
     hf_config: Mapping[str, Any],
     tokenizer: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+    *,
+    source: Path | None = None,
+) -> list[str]:
     """Write `folder` (safetensors shards, index, config.json, checksums, tokenizer files); it appears whole or not at
     all. Collective.
+
+    Args:
+        source: the folder that the model came from, whose weights that training does not touch are copied.
+
+    Returns:
+        Lines about what was copied, left out or changed; the same on all ranks.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; `folder` is then as it was before.
     """
-    shards = shards_of(entries_of(held.family, held.dtype), max_shard_bytes)
+    exchange = shared_exchange()
+    carried = _agreed(carried_from(source, held.family), exchange)
+    entries = [*entries_of(held.family, held.dtype), *carried.entries]
+    shards = shards_of(entries, max_shard_bytes)
     files = [_File(name, number % dist.get_world_size(), own) for number, (name, own) in enumerate(shards.items())]
     partial = folder.with_name(folder.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    exchange = shared_exchange()
     exchange.gather("")
-    written = _write_files(held, partial, files, exchange)
+    written = _write_files(held, carried, partial, files, exchange)
     checksums = dict(
         line.split(" ")
         for text in exchange.gather_on_first("\n".join(written))
         for line in text.split("\n")
         if line.strip()
     )
+    lines = list(carried.lines)
     if dist.get_rank() == 0:
-        write_surroundings(partial, shards, checksums, hf_config, held.dtype)
         if tokenizer is not None:
-            copy_files(tokenizer, partial, TOKENIZER_FILES)
+            copy_companions(tokenizer, partial)
+        config, changed = exported_config(hf_config, held.dtype, entries, partial)
+        write_surroundings(partial, shards, checksums, config)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
+        lines += changed
     exchange.gather("")
+    return lines
 
 
-def _write_files(held: Held, folder: Path, files: Sequence[_File], exchange: Exchange) -> list[str]:
+def _agreed(carried: Carried, exchange: Exchange) -> Carried:
+    """What is copied from the source: nothing, unless all ranks see the same there."""
+    if len(set(exchange.gather(carried.digest()))) == 1:
+        return carried
+    where = carried.source.folder if carried.source else "the folder that the model came from"
+    return Carried(
+        lines=(f"weights that training does not touch are not in the export: ranks see different files in {where}",)
+    )
+
+
+def _write_files(held: Held, carried: Carried, folder: Path, files: Sequence[_File], exchange: Exchange) -> list[str]:
     """All files, `_WRITERS` at a time; `name sha256` of those that this rank wrote."""
     rank, owners, parameters = dist.get_rank(), held.owners, held.parameters
     written: list[str] = []
@@ -96,15 +121,19 @@ def _write_files(held: Held, folder: Path, files: Sequence[_File], exchange: Exc
             for file, entry in zip(wave, turn, strict=True):
                 if (
                     entry is not None
+                    and entry.name in owners
                     and file.writer != rank
                     and (mine := _packed(owners[entry.name], parameters, entry, rank)) is not None
                 ):
                     sends.append((dist.isend(mine, file.writer, group=exchange.group), mine))  # alive until it is sent
             for file, entry in zip(wave, turn, strict=True):
                 if entry is not None and file.writer == rank:
-                    writers[file.name].add(
-                        entry.name, _assembled(owners[entry.name], parameters, entry, rank, exchange)
+                    whole = (
+                        _assembled(owners[entry.name], parameters, entry, rank, exchange)
+                        if entry.name in owners
+                        else carried.read(entry.name)
                     )
+                    writers[file.name].add(entry.name, whole)
             for send, _ in sends:
                 assert send is not None  # this rank is in the group
                 send.wait()

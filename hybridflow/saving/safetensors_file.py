@@ -22,7 +22,17 @@ from hybridflow.models.family import Family, kept_dtypes
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.sha256"
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.int8: "I8"},
+    **{torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"},
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that a safetensors file calls `name`; None: it is not one of those that can be written."""
+    return _DTYPES.get(name)
 
 
 @dataclass(frozen=True)
@@ -108,19 +118,12 @@ def write_surroundings(
     folder: Path,
     files: Mapping[str, Sequence[Entry]],
     checksums: Mapping[str, str],
-    hf_config: Mapping[str, object],
-    dtype: torch.dtype,
+    config: Mapping[str, object],
 ) -> None:
-    """Write the index, config.json and checksums into the folder of the shards.
-
-    config.json states one precision, by the names of transformers 4 and 5, and no quantisation: the shards have none.
-    """
+    """Write the index, config.json and checksums into the folder of the shards."""
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
     total = sum(entry.size for entries in files.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    precision = str(dtype).removeprefix("torch.")
-    config = {**hf_config, "dtype": precision, "torch_dtype": precision}
-    config.pop("quantization_config", None)
     texts = {
         INDEX: json.dumps(index, indent=2),
         "config.json": json.dumps(config, indent=2),

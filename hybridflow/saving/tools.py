@@ -179,12 +179,24 @@ class Written:
     tensors: int
     files: int
     size: int
-    ignored: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
-def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tokenizer: Path | None) -> Written:
+def export(
+    folder: Path,
+    out: Path,
+    dtype: str | None,
+    max_shard_bytes: int,
+    tokenizer: Path | None,
+    published: Path | None = None,
+) -> Written:
     """Write a checkpoint's model as a Hugging Face folder. At most one tensor, and the rectangles it comes from, is in
     memory at a time.
+
+    Args:
+        tokenizer: the folder whose tokenizer files are copied; None: the run's.
+        published: the folder that the model came from, whose weights that training does not touch are copied; None:
+            the run's `model.path`.
 
     Raises:
         CheckpointError: a file of the checkpoint is not what the manifest says.
@@ -194,9 +206,19 @@ def export(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int, tok
         tokenizer = next(
             (path for path in (parent / "model" for parent in folder.resolve().parents[:3]) if path.is_dir()), None
         )
-    return _write(
-        source, source.manifest.hf_config, out, dtype or source.manifest.dtype, max_shard_bytes, tokenizer, set()
-    )
+    published = _published_folder(folder) if published is None else published
+    hf_config, precision = source.manifest.hf_config, dtype or source.manifest.dtype
+    return _write(source, hf_config, out, precision, max_shard_bytes, tokenizer, published)
+
+
+def _published_folder(folder: Path) -> Path | None:
+    """`model.path` of the run that a checkpoint lies in."""
+    import yaml
+
+    file = next((path for parent in folder.resolve().parents[:3] if (path := parent / "config.yaml").is_file()), None)
+    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
+    found = (config.get("model") or {}).get("path") if isinstance(config, dict) else None
+    return Path(found) if isinstance(found, str) else None
 
 
 def export_adapter(folder: Path, out: Path, dtype: str | None) -> Written:
@@ -243,11 +265,12 @@ def _verified(folder: Path) -> CheckpointFolder:
 
 def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) -> Written:
     """Check a Hugging Face folder against its family's map and write it as a folder for `model.path`: every tensor that
-    training needs, in one precision, with checksums. What the family does not know is left out and reported.
+    training needs, in one precision, with checksums. Other tensors are copied as they are, and reported.
 
     Raises:
         ModelError: a tensor is missing, or a file is not what the folder's checksums.sha256 says (where it has one).
     """
+    from hybridflow.models import family_of
     from hybridflow.models.weights import SafetensorsFolder
 
     file = folder / "config.json"
@@ -260,8 +283,10 @@ def import_(folder: Path, out: Path, dtype: str | None, max_shard_bytes: int) ->
     if problems := _wrong_checksums(folder):
         raise ModelError(f"{folder} was not imported: {'; '.join(problems[:6])}")
     source = SafetensorsFolder(folder)
+    if missing := sorted(family_of(hf_config).tensors().keys() - source.names()):
+        raise ModelError(f"{len(missing)} tensors that config.json implies are missing: {', '.join(missing[:4])}")
     chosen = dtype or str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
-    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, source.names())
+    return _write(source, hf_config, out, chosen, max_shard_bytes, folder, folder)
 
 
 def _write(
@@ -271,31 +296,34 @@ def _write(
     dtype: str,
     max_shard_bytes: int,
     tokenizer: Path | None,
-    present: set[str],
+    published: Path | None,
 ) -> Written:
     from hybridflow.models import family_of
-    from hybridflow.models.weights import TOKENIZER_FILES, copy_files
+    from hybridflow.models.weights import copy_companions
+    from hybridflow.saving.carried import carried_from, exported_config
     from hybridflow.saving.safetensors_file import ShardWriter, entries_of, shards_of, write_surroundings
 
     precision = _precision(dtype)
     family = family_of(hf_config)
-    tensors = family.tensors()
-    missing = sorted(tensors.keys() - present) if present else []
-    if missing:
-        raise ModelError(f"{len(missing)} tensors that config.json implies are missing: {', '.join(missing[:4])}")
-    files = shards_of(entries_of(family, precision), max_shard_bytes)
+    carried = carried_from(published, family)
+    copied = {entry.name for entry in carried.entries}
+    entries = [*entries_of(family, precision), *carried.entries]
+    files = shards_of(entries, max_shard_bytes)
     checksums = {}
     with _whole_or_nothing(out) as partial:
-        for name, entries in files.items():
-            writer = ShardWriter(partial / name, entries)
-            for entry in entries:
-                writer.add(entry.name, source.read(entry.name, (0,) * len(entry.shape), entry.shape))
+        for name, own in files.items():
+            writer = ShardWriter(partial / name, own)
+            for entry in own:
+                whole = (0,) * len(entry.shape), entry.shape
+                read = carried.read(entry.name) if entry.name in copied else source.read(entry.name, *whole)
+                writer.add(entry.name, read)
             checksums[name] = writer.close()
-        write_surroundings(partial, files, checksums, hf_config, precision)
         if tokenizer is not None:
-            copy_files(tokenizer, partial, TOKENIZER_FILES)
-    size = sum(entry.size for entries in files.values() for entry in entries)
-    return Written(out, len(tensors), len(files), size, tuple(sorted(present - tensors.keys())))
+            copy_companions(tokenizer, partial)
+        config, changed = exported_config(hf_config, precision, entries, partial)
+        write_surroundings(partial, files, checksums, config)
+    size = sum(entry.size for entry in entries)
+    return Written(out, len(entries), len(files), size, (*carried.lines, *changed))
 
 
 def _precision(dtype: str) -> torch.dtype:

@@ -370,7 +370,9 @@ def _finish(job: _Job, trained: ModelGroup) -> str | None:
         return None
     folder = job.session.folder / "export"
     with job.progress.stage("export to a Hugging Face folder"):
-        trained.run(RoleWorker.export, folder)
+        lines = trained.run(RoleWorker.export, folder)[0]
+    for line in lines or ():
+        job.progress.message(line)
     return str(folder)
 
 

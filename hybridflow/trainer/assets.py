@@ -16,7 +16,9 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models import family_of, use_family
 from hybridflow.models.fp8 import BlockQuantisation
-from hybridflow.models.weights import TOKENIZER_FILES, copy_files
+from hybridflow.models.weights import copy_companions
+
+_ENGINE_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def prepare_data(config: RunConfig) -> str | None:
@@ -86,10 +88,13 @@ def write_engine_folder(
     written = {**hf_config, "dtype": dtype, "torch_dtype": dtype}
     # SGLang also ends a response at the end token of the config: that of the tokenizer is a stop token of ours
     written["eos_token_id"] = tokenizer.eos_id
+    # engines run their own classes and no code of the folder, and know Kimi-K2 as what it is built like
+    written.pop("auto_map", None)
+    written["model_type"] = _ENGINE_TYPES.get(written["model_type"], written["model_type"])
     written.pop("quantization_config", None)
     if quantization == "fp8":
         written["quantization_config"] = BlockQuantisation.of(hf_config).config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(written, indent=2))
-    copy_files(tokenizer.path, folder, TOKENIZER_FILES)
+    copy_companions(tokenizer.path, folder)
     return folder

@@ -57,8 +57,10 @@ class Model(Holder, Protocol):
     def load(self, folder: Path) -> None:
         """Restore a checkpoint in place. CheckpointError: it is missing, torn or of another model."""
 
-    def export(self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None) -> None:
-        """Write a Hugging Face folder."""
+    def export(
+        self, folder: Path, hf_config: Mapping[str, Any], tokenizer: Path | None, *, source: Path | None = None
+    ) -> list[str]:
+        """Write a Hugging Face folder; the lines about `source` that `export_held` returns."""
 
 
 class Backend(Model, Protocol):

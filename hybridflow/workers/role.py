@@ -120,9 +120,10 @@ class RoleWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     @needs("weights")
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder."""
-        self.model.export(folder, self._hf_config, self.spec.tokenizer)
+    def export(self, folder: Path) -> list[str]:
+        """Write a Hugging Face folder; lines to show about what else it has of the folder that the model came from."""
+        source = None if self.spec.path is None else Path(self.spec.path)
+        return self.model.export(folder, self._hf_config, self.spec.tokenizer, source=source)
 
 
 def own_rows(batch: DataProto) -> DataProto:

@@ -58,7 +58,7 @@ def test_any_slice_is_read_with_its_scales(tmp_path: Path) -> None:
 def test_an_import_writes_the_weights_that_are_meant(tmp_path: Path) -> None:
     meant = write(tmp_path / "hf", QUANTISED)
     done = import_(tmp_path / "hf", tmp_path / "out", None, 1 << 30)
-    assert done.ignored == ()
+    assert done.lines == ()
     found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert found.keys() == meant.keys()
     for name, tensor in meant.items():
