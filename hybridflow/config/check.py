@@ -24,6 +24,7 @@ from hybridflow.config import (
     val_sets,
 )
 from hybridflow.config.keys import out_of_range, value_at
+from hybridflow.config.locate import config_dirs, list_recipes, model_groups
 from hybridflow.config.schema import OptimConfig, RunConfig
 from hybridflow.errors import ConfigError
 
@@ -70,7 +71,7 @@ def problems(config: RunConfig, job: str = "train", files: bool = True) -> list[
     for section in ("actor", "sft", "critic", "reward_training"):
         found += _optim(f"{section}.optim", getattr(config, section).optim, config.model.dtype)
     found += [*check_files.problems(config, job), *_model_folder(config)] if files else []
-    found += [] if config.model.path is None else _other_sizes(config, sizes)
+    found += _other_sizes(config, sizes)
     if not any(line.startswith("model.") for line in found):
         found += unreadable or _model_sizes(config, sizes)
         found += [
@@ -239,7 +240,7 @@ def _model_source(config: RunConfig) -> Iterator[str]:
 
 
 def _model_folder(config: RunConfig) -> Iterator[str]:
-    """The policy's folder and the tokenizer's."""
+    """The folders of policy and tokenizer."""
     model = config.model
     if model.path is not None and not Path(model.path).is_dir():
         yield f"model.path={model.path}: no such folder; give a Hugging Face folder with config.json and weights"
@@ -252,20 +253,21 @@ def _model_folder(config: RunConfig) -> Iterator[str]:
         yield f"model.tokenizer={model.tokenizer}: no such folder"
 
 
-def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes that both `model.hf_config` and the folder's config.json give, and that differ: the folder must be of the
-    model whose sizes the recipe gives. Lengths may differ: they say how far positions reach."""
+def _other_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:
+    """A folder of another model than the one whose sizes the recipe gives, and the recipes that are for it."""
     model = config.model
-    for name, value in model.hf_config.items():
-        other = sizes.get(name, value)
-        is_size = isinstance(value, int) and not isinstance(value, bool) and name != "max_position_embeddings"
-        if (is_size or name == "model_type") and other is not None and other != value:
-            yield (
-                f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config says {value}: it "
-                f"is another model than the recipe's; give the folder of that model, or remove the recipe's sizes "
-                f"(~model.hf_config)"
-            )
-            return
+    differing = derived.differing_size(model.hf_config, sizes) if model.path is not None else None
+    if differing is None:
+        return []
+    name, wanted, other = differing
+    dirs = config_dirs(None)
+    fitting = [group for group, values in model_groups(dirs) if derived.differing_size(values, sizes) is None]
+    found = [recipe.name for recipe in list_recipes(dirs) if any(f"-{group}-" in recipe.name for group in fitting)]
+    instead = f"take a recipe of that model (--config-name {' or '.join(found)})" if found else "give the folder of it"
+    return [
+        f"model.path={model.path} has {name}={other} in its config.json, and model.hf_config says {wanted}: it is "
+        f"another model than the recipe's; {instead}, or remove the recipe's sizes (~model.hf_config)"
+    ]
 
 
 def _model_sizes(config: RunConfig, sizes: Mapping[str, Any]) -> list[str]:

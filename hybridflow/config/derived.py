@@ -322,6 +322,17 @@ def prepared_train_files(config: RunConfig) -> tuple[Path, ...]:
     return (out / "train.parquet", out / "test.parquet", out / "tokenizer")
 
 
+def differing_size(wanted: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """(name, wanted, other) of the first size, or the family, that both give and that differs; None where all agree.
+    Lengths may differ: they say how far positions reach."""
+    for name, value in wanted.items():
+        other = sizes.get(name, value)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and name != "max_position_embeddings"
+        if (is_size or name == "model_type") and other is not None and other != value:
+            return name, value, other
+    return None
+
+
 def hf_config(model: ModelConfig) -> Mapping[str, Any]:
     """The Hugging Face configuration: `hf_config` as given, else `path`/config.json.
 

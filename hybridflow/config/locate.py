@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hybridflow.errors import ConfigError
 
@@ -51,6 +53,15 @@ def list_recipes(dirs: list[Path]) -> list[Recipe]:
         for path in sorted(folder.glob("*.yaml")):
             found.setdefault(path.stem, Recipe(path.stem, _summary(path)))
     return sorted(found.values(), key=lambda recipe: recipe.name)
+
+
+def model_groups(dirs: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name, sizes) of each group `model` in `dirs` that gives the sizes of a model."""
+    import yaml
+
+    for path in sorted(path for folder in dirs for path in (folder / "model").glob("*.yaml")):
+        if sizes := (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("hf_config"):
+            yield path.stem, sizes
 
 
 def require_recipe(name: str, dirs: list[Path]) -> str:

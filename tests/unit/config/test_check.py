@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridflow.config.keys import Above, AtLeast, Bound, all_keys
 from hybridflow.config.load import load_config
 from hybridflow.config.schema import RunConfig
 from hybridflow.errors import ConfigError
+from hybridflow.models.published import published
 from tests.unit.config.small import found, small
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -348,6 +350,20 @@ def test_a_folder_of_another_model_than_the_recipe_is_refused(
     assert len(said) == is_refused
     if is_refused:
         assert f"has {field}={value} in its config.json" in said[0] and "~model.hf_config" in said[0]
+
+
+@pytest.mark.parametrize(("files", "size"), [(True, "llama-3.1-70b"), (False, "qwen2.5-7b"), (False, "")])
+def test_a_folder_of_another_family_names_the_recipes_for_it(tmp_path: Path, files: bool, size: str) -> None:
+    """Also where a plan is made, for which no other file need be there."""
+    (tmp_path / "model").mkdir()
+    values = published(size) if size else {"model_type": "llama", "hidden_size": 7}
+    (tmp_path / "model/config.json").write_text(json.dumps(values))
+    said = problems(load_config("grpo-qwen3-8b-1x8", [f"model.path={tmp_path / 'model'}"]), files=files)
+    (line,) = [line for line in said if "it is another model than the recipe's" in line]
+    wanted = f"--config-name grpo-{size}-" if size else "give the folder of it"
+    assert wanted in line and ("--config-name" in line) == bool(size)
+    for name in re.findall(r"(?:--config-name|or) ([\w.-]+x8)", line):
+        assert problems(load_config(name, [f"model.path={tmp_path / 'model'}"]), files=False) == []
 
 
 def test_sft_needs_steps_and_its_own_files_only() -> None:
