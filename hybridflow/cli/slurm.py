@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def add(commands: Any) -> None:
         if name != "cancel":
             parser.add_argument("--output-dir", type=Path, default=Path("runs"), metavar="DIR", help="default: runs")
         if name == "logs":
-            parser.add_argument("--follow", action="store_true", help="go on printing what is added")
+            parser.add_argument("--follow", action="store_true", help="the job's output as it comes, to the job's end")
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
@@ -109,10 +108,12 @@ def run_logs(args: argparse.Namespace) -> int:
     """`hybridflow slurm logs`."""
     from hybridflow.launch import slurm
 
-    files = slurm.log_files(args.jobs[0], args.output_dir / "slurm")
+    job, out = args.jobs[0], args.output_dir / "slurm"
     if args.follow:
-        os.execvp("tail", ["tail", "-n", "+1", "-F", *(str(path) for _, path in files)])
-    print(slurm.joined(files))
+        for text in slurm.follow(job, out):
+            print(text, end="", flush=True)
+    else:
+        print(slurm.joined(slurm.log_files(job, out)))
     return 0
 
 

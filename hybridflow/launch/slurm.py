@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridflow.errors import ResourceError
@@ -12,6 +14,8 @@ from hybridflow.launch import records, verdict
 from hybridflow.launch.job import Job
 
 _TIMEOUT_S = 60.0
+_LOOK_S = 0.5  # between two looks at the output of a job that is followed
+_LOOKS = 10  # at the output for each question to slurmctld, which serves everybody
 
 
 def submit(job: Job, script: str) -> str:
@@ -33,16 +37,47 @@ def submit(job: Job, script: str) -> str:
 
 def status(job: str, out: Path) -> str:
     """A line of Slurm's about the job, and one for each start that has ended. ResourceError: Slurm does not answer."""
+    lines = _queued(job) or [f"{job} is not in Slurm's queue"]
+    attempts = verdict.read_attempts(out / job)
+    lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
+    return "\n".join(lines)
+
+
+def follow(job: str, out: Path) -> Iterator[str]:
+    """The job's own output as it is written, to the end of the job: the driver's lines and the verdict of each start.
+
+    Raises:
+        ResourceError: nothing is known of this job, or Slurm does not answer.
+    """
+    if not _queued(job):
+        log_files(job, out)
+    path, position, queued = out / f"{job}.out", 0, True
+    for look in itertools.count():
+        if look % _LOOKS == 0:
+            queued = bool(_queued(job))
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(position)
+                added = file.read()
+            if queued:
+                added = added[: added.rfind(b"\n") + 1]  # whole lines, which cut no character
+            position += len(added)
+            if added:
+                yield added.decode(errors="replace")
+        if not queued:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _queued(job: str) -> list[str]:
+    """Slurm's lines about a job that waits or runs; none once it has ended."""
     try:
         listed = _ask(["squeue", "--noheader", f"--jobs={job}", "--format=%i %T, %D nodes (%R), %M of %l"])
     except ResourceError as error:
         if "Invalid job id" not in str(error):
             raise
         listed = ""  # Slurm forgets a job some minutes after its end
-    lines = [line.strip() for line in listed.splitlines()] or [f"{job} is not in Slurm's queue"]
-    attempts = verdict.read_attempts(out / job)
-    lines += [f"  start {one.restart}: {one.outcome}, {one.why}" for one in attempts]
-    return "\n".join(lines)
+    return [line.strip() for line in listed.splitlines()]
 
 
 def log_files(job: str, out: Path) -> list[tuple[str, Path]]:

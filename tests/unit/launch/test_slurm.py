@@ -35,3 +35,20 @@ def test_a_slurm_that_is_down_is_not_taken_for_a_job_that_has_ended(
     fake(tmp_path, monkeypatch, "echo Unable to contact slurm controller >&2; exit 1")
     with pytest.raises(ResourceError, match="squeue: Unable to contact slurm controller"):
         slurm.status("7", tmp_path)
+
+
+def test_a_job_is_followed_before_it_has_written_anything_and_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question finds the job a little further: pending, running with output, at last not in the queue."""
+    out = tmp_path / "out"
+    (out / "7").mkdir(parents=True)
+    monkeypatch.setattr(slurm, "_LOOK_S", 0.0)
+    asked, output = tmp_path / "asked", out / "7.out"
+    lines = f'echo x >> {asked}; case $(wc -l < {asked}) in 1|2) echo "7 PENDING";; 3) echo "7 RUNNING";'
+    fake(tmp_path, monkeypatch, f"{lines} echo first >> {output};; *) echo last >> {output};; esac")
+    assert "".join(slurm.follow("7", out)) == "first\nlast\n"
+    fake(tmp_path, monkeypatch, "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
+    assert "".join(slurm.follow("7", out)) == "first\nlast\n"
+    with pytest.raises(ResourceError, match=r"8 is absent: give the job's number"):
+        list(slurm.follow("8", out))
