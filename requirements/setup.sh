@@ -42,6 +42,16 @@ find_python() {
 step() { printf 'setup [%3d s] %s\n' "$SECONDS" "$1"; }
 install() { "$venv/bin/python" -m pip install -qq --no-input --disable-pip-version-check --no-deps --no-build-isolation "$@"; }
 
+# The same lock by uv, where it is on the path (UV=no leaves it aside). It does not read pip's configuration: what it does
+# not find is left to pip, and a CPU build of torch that only pip is told of is installed before, by pip.
+install_lock() {
+  if command -v "${UV:-uv}" >/dev/null; then
+    "${UV:-uv}" pip install -q --python "$venv/bin/python" --no-deps --no-build-isolation --compile-bytecode -r "$1" && return
+    echo "setup: uv could not install $1; pip does it" >&2
+  fi
+  install -r "$1"
+}
+
 fresh() {
   local python; python=$(find_python)
   step "creating $venv"
@@ -70,7 +80,7 @@ if ! holds "$stamp" "$wanted"; then
     "$venv/bin/python" requirements/verify.py cpu requirements/torch-cpu.txt
   fi
   step "$(grep -c '==' "requirements/$lane.txt") packages of the $lane lane (a few minutes)"
-  install -r "requirements/$lane.txt"
+  install_lock "requirements/$lane.txt"
   step "hybridflow itself"
   install -e .
   step "verifying"
@@ -90,7 +100,7 @@ if lacks_engine; then
 fi
 if [[ -n $dev ]] && ! holds "$stamp-dev" "$wanted_dev"; then
   step "development tools"
-  install -r requirements/dev.txt
+  install_lock requirements/dev.txt
   if [[ $lane == cpu ]]; then
     rm -rf "$venv/megatron-0.19"
     install --target "$venv/megatron-0.19" --python-version 3.12 --ignore-requires-python --only-binary=:all: -r "$next"

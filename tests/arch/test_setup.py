@@ -36,11 +36,13 @@ class Tree:
         stub.write_text(STUB)
         stub.chmod(0o755)
 
-    def setup(self, *words: str) -> tuple[int, list[str]]:
+    def setup(self, *words: str, uv: str | Path = "no") -> tuple[int, list[str]]:
         """Exit status, and what was installed or verified."""
         calls = self.folder / "calls"
         calls.write_text("")
-        result = subprocess.run([self.folder / "requirements" / "setup.sh", *words], capture_output=True, check=False)
+        command = [self.folder / "requirements" / "setup.sh", *words]
+        env = {**os.environ, "UV": str(uv)}
+        result = subprocess.run(command, env=env, capture_output=True, check=False)
         return result.returncode, [line for line in calls.read_text().splitlines() if "--version" not in line]
 
 
@@ -125,6 +127,24 @@ def test_a_changed_lock_installs_again(tree: Tree, changed: str) -> None:
         file.write("# changed\n")
     _, calls = tree.setup("cpu", "dev")
     assert len([call for call in calls if " install " in call]) == 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_uv_installs_the_locks_after_pips_torch_and_pip_what_uv_does_not_find(tree: Tree, fails: bool) -> None:
+    uv = tree.folder / "uv"
+    uv.write_text(f'#!/usr/bin/env bash\necho "uv $*" >> calls\nexit {int(fails)}\n')
+    uv.chmod(0o755)
+    code, calls = tree.setup("cpu", "dev", uv=uv)
+    assert code == 0
+    installs = [f"{'uv' if call.startswith('uv') else 'pip'} {call.split()[-1]}" for call in calls if "install" in call]
+    locks = ["requirements/cpu.txt", "requirements/dev.txt"]
+    assert [name for name in installs if name.startswith("uv")] == [f"uv {lock}" for lock in locks]
+    assert [f"pip {lock}" in installs for lock in locks] == [fails, fails]
+    assert installs.index("pip requirements/torch-cpu.txt") < installs.index("uv requirements/cpu.txt")
+    assert all("--no-deps --no-build-isolation" in call for call in calls if call.startswith("uv"))
+    assert calls[-1].endswith(
+        "verify.py cpu requirements/build.txt requirements/cpu.txt requirements/torch-cpu.txt requirements/dev.txt"
+    )
 
 
 @pytest.mark.parametrize(
