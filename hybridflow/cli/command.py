@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.extras import require
+from hybridflow.cli.extras import KERNELS, require
 
 if TYPE_CHECKING:
     from hybridflow.config.schema import RunConfig
@@ -47,7 +47,7 @@ def add_recipe(parser: argparse.ArgumentParser, about: str, *aliases: str) -> No
 
 def run_job(job: str, run: RunConfig) -> None:
     """Run a checked configuration as `train`, `sft` or `train-reward`."""
-    require("torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
+    require(KERNELS, "torch", "transformers", *(() if run.cluster.in_process else ("ray",)))
     from hybridflow.config.derived import generates
     from hybridflow.trainer.preload import Preload
 

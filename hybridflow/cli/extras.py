@@ -17,6 +17,13 @@ MODULES = {
     "huggingface_hub": ("huggingface-hub", "hub"),
 }
 
+KERNELS = "hybridflow_kernels"
+# comes with the package, unless that was built from files that somebody chose
+WITHOUT_KERNELS = (
+    f"this installation lacks {KERNELS}: it was built without the folder kernels/; copy the folder as "
+    "launch/containers/Dockerfile does and build the image again, or pip install the whole checkout"
+)
+
 
 def require(*modules: str) -> None:
     """Raise ModuleNotFoundError for the first of these that is not installed, before processes start that need it."""
@@ -27,7 +34,10 @@ def require(*modules: str) -> None:
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
     """What to install, as one message; None for a module that no extra brings."""
-    found = MODULES.get((error.name or "").partition(".")[0])
+    module = (error.name or "").partition(".")[0]
+    if module == KERNELS:
+        return WITHOUT_KERNELS
+    found = MODULES.get(module)
     if found is None:
         return None
     distribution, extra = found

@@ -52,6 +52,8 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, "error", "is not installed", "make setup (LANE=gpu on a machine with GPUs)")
         else:
             yield Finding(name, "ok", found)
+    if util.find_spec("hybridflow_kernels") is None:
+        yield Finding("kernels", "error", "hybridflow_kernels is absent", "build the package with its folder kernels/")
 
 
 def _devices(gpus: Sequence[str], trouble: str, config: RunConfig | None) -> Iterator[Finding]:

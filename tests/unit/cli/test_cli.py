@@ -258,3 +258,13 @@ def test_config_keys_explains_a_group(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.startswith('actor.router_replay = "none"  (none | compare | r2 | r3)') and "r2: those of" in out
     assert main(["config", "keys", "actor.nothing"]) == 2
     assert "unknown key actor.nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_package_that_was_built_without_its_kernels_says_what_to_build(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: None
+) -> None:
+    monkeypatch.setitem(sys.modules, "hybridflow_kernels", None)
+    assert main([command, "--config-name", "e2e"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "lacks hybridflow_kernels" in said and "launch/containers/Dockerfile" in said

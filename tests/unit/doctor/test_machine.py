@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,8 +66,10 @@ def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(monkeypa
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     answer = SimpleNamespace(returncode=1, stdout="", stderr="a\nslurmctld is down")
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: answer)
+    monkeypatch.setitem(sys.modules, "hybridflow_kernels", None)
     topics = by_topic(examine())
-    assert topics["ray"].level == topics["ports"].level == topics["slurm"].level == "error"
+    assert "kernels/" in topics["kernels"].remedy
+    assert topics["ray"].level == topics["kernels"].level == topics["ports"].level == topics["slurm"].level == "error"
     assert topics["slurm"].what == "slurmctld is down" and "sysctl" in topics["ports"].remedy
     assert exit_code(list(topics.values())) == 1
 
