@@ -1,8 +1,9 @@
 """Runs the tests in two parts and closes with one summary line of both, as pytest writes it.
 
 `python tests/run.py [--check] [pytest's arguments]`: first tests/arch and tests/unit on all cores (`-n auto`, see
-tests/conftest.py), then tests/dist, tests/e2e, tests/faults and tests/security, which start several processes
-themselves, two files at a time, and tests/slurm, left out where no Slurm is installed: the closing line says so.
+tests/conftest.py), then tests/dist, tests/e2e, tests/faults, tests/security and tests/walks, which start several
+processes themselves, two files at a time, and tests/slurm, left out where no Slurm is installed: the closing line says
+so.
 `--check` runs lint and types before; a check that fails counts as an error of the summary. Arguments that name files or
 folders run alone, in one part.
 """
@@ -22,7 +23,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("tests/arch", "tests/unit")
-WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security")
+WHOLE_RUNS = ("tests/e2e", "tests/dist", "tests/faults", "tests/security", "tests/walks")
 AT_A_TIME = 2  # files of whole runs: each waits for half of its time, and takes up to 8 GiB
 BY_FILE = ("--dist", "loadfile", "--max-worker-restart", "2")
 SLURM, SLURMCTLD = "tests/slurm", "slurmctld"

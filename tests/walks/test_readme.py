@@ -1,28 +1,36 @@
-"""What the README tells a newcomer to write runs as it stands there: own model, own data, own reward."""
+"""The README's commands in the README's order, as a newcomer gives them: own model, own data, own reward, and what is
+said of the run's folder."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from hybridflow.cli.main import main
 from hybridflow.data.prepare.tokenizer_files import write_byte_tokenizer
-from tests.e2e.runs import Run
+from tests.e2e.runs import HYBRIDFLOW, Run
 from tests.models import STRANGER
+from tests.walks.package import ROOT, succeed
 
-pytestmark = pytest.mark.slow
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
-def blocks(section: str) -> list[tuple[str, str]]:
+def section(name: str) -> str:
+    """The text of a section."""
+    return README.read_text(encoding="utf-8").split(f"## {name}\n")[1].split("\n## ")[0]
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
     """(language, text) of the fenced blocks of a section, in order."""
-    text = README.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     return [
         (language, textwrap.dedent(body))
-        for language, body in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+        for language, body in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", section(name), re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -34,6 +42,16 @@ def write_model(folder: Path) -> None:
     write_byte_tokenizer(folder)
 
 
+def test_the_two_commands_set_up_and_start_what_is_said() -> None:
+    (_, targets), (_, activate) = blocks("Two commands")
+    for line, started in zip(targets.splitlines(), ("--config-name tiny-moe-grpo", "tests/run.py"), strict=True):
+        words = line.partition("#")[0].split()
+        planned = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert "requirements/setup.sh" in planned and started in planned
+    assert activate == "source .venv/bin/activate\n" and HYBRIDFLOW.is_file()
+
+
+@pytest.mark.slow
 def test_the_readmes_own_model_data_and_reward_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data, reward, recipe, commands = blocks("Your model, your data, your reward")
@@ -48,7 +66,53 @@ def test_the_readmes_own_model_data_and_reward_train(tmp_path: Path, monkeypatch
         with Run(tmp_path / "output", *words) as run:
             assert run.end(400) == 0, run.out + run.err
             assert run.left_behind() == []
-    summary = json.loads(Path("runs/mine/summary.json").read_text())
+    folder = Path("runs/mine")
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
     assert 0 < summary["logprob_diff_max"] <= 1e-3
-    assert Path("runs/mine/report.html").exists() and Path("runs/mine/export/config.json").exists()
+    for pattern in (
+        "report.html",
+        "metrics.jsonl",
+        "**/events.out.*",
+        "rollouts/*.parquet",
+        "checkpoints/global_step_2",
+    ):
+        assert list(folder.glob(pattern)), pattern
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(folder / "export").config.model_type == "qwen2"
+    (folder / "report.html").unlink()
+    succeed([str(HYBRIDFLOW), "report", str(folder)], tmp_path)
+    assert (folder / "report.html").is_file()
+    for words in (["checkpoint", "inspect", str(folder)], ["plan", "--config-dir", "my", "--config-name", "mine"]):
+        assert succeed([str(HYBRIDFLOW), *words], tmp_path)
+
+
+def documented() -> list[tuple[str, ...]]:
+    """The commands of the README's table, each alternative for itself."""
+    found = []
+    for cell in re.findall(r"^\| (`hybridflow .*?) \| [^|]*\|$", section("Commands"), re.MULTILINE):
+        for text in re.findall(r"`hybridflow ([^`]+)`", cell):
+            *words, last = text.replace("\\|", "|").split()
+            found += [(*words, alternative) for alternative in last.split("|")]
+    return found
+
+
+@pytest.mark.parametrize("words", documented(), ids=" ".join)
+def test_every_command_of_the_table_has_the_options_that_are_shown(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = [*itertools.takewhile(lambda word: re.fullmatch(r"[a-z-]+", word) and word[0] != "-", words)]
+    with pytest.raises(SystemExit) as ended:
+        main([*commands, "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith(f"usage: hybridflow {' '.join(commands)} ")
+    options = [word.strip("[]") for word in words if word.strip("[]").startswith("--")]
+    assert [option for option in options if option not in shown] == []
+
+
+def test_the_recipes_that_are_named_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 0
+    listed = capsys.readouterr().out
+    named = re.findall(r"`([\w-]+)`", section("Commands").partition("\nRecipes: ")[2].partition("`make help`")[0])
+    assert len(named) == 4 and [name for name in named if f"  {name} " not in listed] == []
