@@ -25,6 +25,7 @@ from hybridflow.observe.environment import query_gpus
 _GIB = 2**30
 # What a run cannot do without, with a test of it here; the exact versions are in requirements/.
 NEEDED = ("torch", "megatron-core", "ray", "transformers", "numpy", "pyarrow", "hydra-core")
+LOCKED = ((3, 11), (3, 12))  # requirements/cpu.txt and gpu.txt
 # Package -> (module, what uses it when it is there).
 FASTER = {
     "transformer-engine": ("transformer_engine", "fused layers and FP8 of Megatron"),
@@ -42,9 +43,9 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    right = sys.version_info[:2] in ((3, 11), (3, 12))
+    right = sys.version_info[:2] in LOCKED
     version = ".".join(map(str, sys.version_info[:3]))
-    remedy = "" if right else "the locks are for 3.11 (cpu lane) and 3.12 (gpu lane): PYTHON=/path/to/python make setup"
+    remedy = "" if right else "the locks are for Python 3.11 (cpu) and 3.12 (gpu): PYTHON=/path/to/python make setup"
     yield Finding("python", "ok" if right else "warning", version, remedy)
     for name in (*NEEDED, RunConfig().rollout.engine):
         found = _version(name)

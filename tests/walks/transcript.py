@@ -76,7 +76,7 @@ class Walk:
         text = self._known(command.text)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", text],
+            ["bash", "-c", text],
             cwd=self.folder,
             env={**os.environ, "PATH": path, "COLUMNS": "120", **self.env},
             stdin=subprocess.DEVNULL,

@@ -74,6 +74,14 @@ def test_a_missing_package_ephemeral_ports_and_a_silent_slurm_are_found(monkeypa
     assert exit_code(list(topics.values())) == 1
 
 
+@pytest.mark.parametrize(("version", "level"), [((3, 11, 7), "ok"), ((3, 12, 1), "ok"), ((3, 13, 0), "warning")])
+def test_the_python_of_each_lane_is_right(
+    version: tuple[int, int, int], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.sys, "version_info", version)
+    assert next(doctor._versions()).level == level
+
+
 def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*words: object) -> None:
         raise ResourceError("0 of 1 nodes have joined Ray at 10.0.0.1:1")
